@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from smp_train import distributed, trial
-from smp_train.arguments import Resolved, validate
-from smp_train.arguments.chosen import given, words
-from smp_train.distributed import Runtime
-from smp_train.distributed.host import python_path
+from smp_train.arguments import Arguments, Resolved, validate
+from smp_train.arguments.chosen import CHOSEN, given, words
+from smp_train.arguments.groups import flags
+from smp_train.arguments.model_flags import FinetuneArguments, ModelArguments, ParallelArguments
+from smp_train.distributed import Runtime, child
 from smp_train.distributed.host_memory import free_host_bytes
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, redacted
 from smp_train.models.resolve import names_model
 from smp_train.telemetry.run_folder import RunFolder
 
@@ -26,6 +25,8 @@ log = logging.getLogger("smp_train")
 OFF, TRIAL = "off", "trial"
 WAITED_FOR = 0.9
 """Of --distributed_timeout_minutes, in which the other ranks wait for rank 0's search."""
+PLANNED = (ModelArguments, ParallelArguments, FinetuneArguments)
+"""Groups of the flags that a plan depends on; --auto itself is in one."""
 
 
 def choose(
@@ -33,8 +34,8 @@ def choose(
 ) -> tuple[Resolved, dict[str, Any] | None]:  # fmt: skip
     """Return the settings with what was chosen, and what ``run.json`` says of the choice, None without ``--auto``.
 
-    A start of a run that has chosen before takes the same, where it has as many devices and the same flags are given;
-    on another number of devices it chooses again, for the same global batch. Collective.
+    A start of a run that has chosen before takes the same, where what was `asked` is the same; on another number of
+    devices it chooses again, for the same global batch. Collective.
 
     Raises:
         ConfigError: nothing fits, or it cannot be planned.
@@ -42,21 +43,20 @@ def choose(
     args = resolved.args
     if args.auto == OFF or args.evaluate_only:
         return resolved, None
+    # A program's own loss takes all logits.
+    planned = args if resolved.own.loss is None else replace(args, chunked_loss=False)
     what = f"choosing settings (--auto {args.auto})"
     of_device, of_host = zip(*distributed.gather(what, lambda: memory_of(device, ranks)), strict=True)
-    memory = min(of_device)
-    host = min(of_host) if device.type == "cuda" else None
-    asked: dict[str, Any] = {
-        "given": {name: getattr(args, name) for name in sorted(given(resolved))},
-        "devices": ranks.world_size, "per_node": ranks.local_world_size,
-    }  # fmt: skip
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    memory, host = min(of_device), min(of_host) if gpu else None
+    question = asked(planned, given(resolved), ranks, gpu, memory)
     found = distributed.on_main(
-        what, lambda: _kept(folder, asked) or _planned(resolved, device, memory, host, asked, folder)
+        what, lambda: _kept(folder, question) or _planned(planned, question, memory, host, folder)
     )  # fmt: skip
     if not found.get("kept"):
         candidates = found.pop("trial")
         if args.auto == TRIAL:
-            found |= trial.run(args, ranks, candidates, found["flags"], folder.logs)
+            found |= trial.run(planned, ranks, candidates, found["flags"], folder.logs)
     chosen = replace(args, **found["flags"])
     sources = resolved.sources | dict.fromkeys(found["flags"], "--auto")
     if "hybrid_shard_degree" in found["flags"]:
@@ -77,49 +77,61 @@ def memory_of(device: torch.device, ranks: Runtime) -> tuple[int, int]:
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else host, host
 
 
-def _kept(folder: RunFolder, asked: dict[str, Any]) -> dict[str, Any] | None:
+def asked(args: Arguments, given: frozenset[str], ranks: Runtime, gpu: str, memory: int) -> dict[str, Any]:
+    """Return what a choice depends on, as ``run.json`` holds it: flags other than a default, devices, their memory.
+
+    ``gpu`` is empty on a CPU, whose free memory differs from start to start: there it is left out.
+    """
+    settings = {
+        name: getattr(args, name) for name, flag in flags().items()
+        if flag.group in PLANNED and name not in CHOSEN and getattr(args, name) != flag.default
+    }  # fmt: skip
+    found = {
+        "given": {name: getattr(args, name) for name in sorted(given)}, "settings": settings,
+        "devices": ranks.world_size, "per_node": ranks.local_world_size, "gpu": gpu,
+        "gib": round(memory / 2**30) if gpu else None,
+    }  # fmt: skip
+    return dict(json.loads(redacted(json.dumps(found))))
+
+
+def _kept(folder: RunFolder, question: dict[str, Any]) -> dict[str, Any] | None:
     """Return the choice of an earlier start of the run, where it was for the same; not collective."""
     before = folder.read_run().get("auto")
-    if not isinstance(before, dict) or any(before.get(name) != value for name, value in asked.items()):
+    if not isinstance(before, dict) or any(before.get(name) != value for name, value in question.items()):
         return None
     return before | {"kept": True}
 
 
 def _planned(
-    resolved: Resolved, device: torch.device, memory: int, host: int | None, asked: dict[str, Any],
-    folder: RunFolder,
+    args: Arguments, question: dict[str, Any], memory: int, host: int | None, folder: RunFolder
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the choice of a process of its own, which the fake process group does not leave; not collective."""
-    args = resolved.args
+    """Return the choice, computed in a subprocess so that the fake process group stays out of this; not collective."""
     if not names_model(args):
         raise ConfigError(f"--auto {args.auto} needs the flags of the model, such as --model_type and --model_size")
     before = folder.read_run().get("auto") or {}
     request = {
-        **asked, "args": asdict(args), "memory": memory, "host_memory": host,
-        "batch": before.get("rows") if before.get("given") == asked["given"] else None,
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        **question, "args": asdict(args), "memory": memory, "host_memory": host,
+        "batch": before.get("rows") if before.get("given") == question["given"] else None,
     }  # fmt: skip
     log.info(
-        "Choosing settings for %d devices of %.2f GiB (--auto); it takes a minute or two", asked["devices"],
+        "Choosing settings for %d devices of %.2f GiB (--auto); it takes a minute or two", question["devices"],
         memory / 2**30,
     )  # fmt: skip
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
     seconds = 60 * WAITED_FOR * args.distributed_timeout_minutes
+    answers, said = folder.logs / "auto.json", folder.logs / "auto.log"
+    with child.started("smp_train.planning.choice", request, answers, said, CUDA_VISIBLE_DEVICES="") as process:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"--auto {args.auto}: no answer within {seconds:.0f} s; give the settings that `smp-train plan "
+                "--search` finds, or a longer --distributed_timeout_minutes"
+            ) from None
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "smp_train.planning.choice"], input=json.dumps(request), env=environ, text=True,
-            capture_output=True, check=False, timeout=seconds,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"--auto {args.auto}: no answer within {seconds:.0f} s; give the settings that `smp-train plan --search` "
-            "finds, or a longer --distributed_timeout_minutes"
-        ) from None
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(answers.read_text(encoding="utf-8"))
     except ValueError:
-        said = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-        raise ConfigError(f"--auto {args.auto}: planning failed: {said}") from None
+        last = (said.read_text(errors="replace").strip().splitlines() or ["it ended without a message"])[-1]
+        raise ConfigError(f"--auto {args.auto}: planning failed: {last}; see {said}") from None
     if "error" in answer:
         raise ConfigError(f"--auto {args.auto}: {answer['error']}")
-    return asked | answer
+    return question | answer

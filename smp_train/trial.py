@@ -1,7 +1,7 @@
 """A few real steps of each of several settings, on all ranks, in processes that may run out of memory.
 
-Each rank of a run starts one such process, and they form a group of their own. A rank that runs out of memory ends its
-process at once, where its peers would wait for it for ever; the run's own ranks see that, and end theirs.
+Each rank of a run starts one such process, and they form a group of their own. One that runs out of memory exits at
+once, since its peers would block in a collective; the parent ranks notice and kill the other children.
 """
 
 from __future__ import annotations
@@ -10,35 +10,38 @@ import gc
 import json
 import logging
 import os
-import subprocess
-import sys
-import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from smp_train import backends, distributed, train_utils
 from smp_train.arguments import Arguments
 from smp_train.arguments.chosen import words
 from smp_train.data.pipelines.data_pipeline import Batch
-from smp_train.distributed import Runtime
-from smp_train.distributed.host import free_port, python_path
+from smp_train.distributed import Runtime, child
+from smp_train.distributed.host import free_port
 from smp_train.errors import ConfigError, explained, no_memory
+from smp_train.models.hub_names import canonical_name
 from smp_train.models.hugging_face import trust_code
+from smp_train.models.initialization import initialise, programs_of
+from smp_train.models.recording import Step
 from smp_train.models.resolve import ModelSpec, resolve, row_length
+from smp_train.parallel import compile
 
 log = logging.getLogger("smp_train")
 STEPS = 3
 """Of each setting; the first one, which compiles, does not count."""
-MICRO_STEPS = 2
-"""Of each step, at most; a step of more is taken to last in proportion."""
+SOME = 2
+"""Micro-batches of a step that are run, at most, here and in a plan: the last one, and one like all before it."""
 POLL_SECONDS = 0.2
 FASTER = 0.97
-"""Of the planned best's step, what another's must take at most to be preferred: less is noise."""
+"""Another setting must take at most this fraction of the planned best's time; smaller gains are noise."""
 
 
 def run(
@@ -52,28 +55,19 @@ def run(
     what = "trying settings (--auto trial)"
     port = distributed.on_main(what, free_port)
     environ = {
-        **os.environ, "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size),
-        "LOCAL_RANK": str(ranks.local_rank), "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
-        "MASTER_ADDR": ranks.master_addr, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "PYTHONPATH": python_path(),
+        "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size), "LOCAL_RANK": str(ranks.local_rank),
+        "LOCAL_WORLD_SIZE": str(ranks.local_world_size), "MASTER_ADDR": ranks.master_addr, "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
     }  # fmt: skip
     written, errors = logs / f"trial-rank{ranks.rank}.jsonl", logs / f"trial-rank{ranks.rank}.log"
+    request = {"args": asdict(args), "candidates": candidates}
     log.info("--auto trial: %d settings, %d steps of each; what they say is in %s", len(candidates), STEPS, errors)
     with ExitStack() as opened:
         with distributed.together(what):
-            out, err = (opened.enter_context(path.open("w")) for path in (written, errors))
-            child = subprocess.Popen(
-                [sys.executable, "-m", "smp_train.trial"], env=environ, stdin=subprocess.PIPE, stdout=out, stderr=err,
-                text=True,
-            )  # fmt: skip
-            opened.callback(child.communicate)  # which closes its stdin and waits
-            opened.callback(child.kill)
-            assert child.stdin is not None
-            child.stdin.write(json.dumps({"args": asdict(args), "candidates": candidates}) + "\n")
-            child.stdin.flush()
+            process = opened.enter_context(child.started("smp_train.trial", request, written, errors, **environ))
         tried = 0
         while True:
-            states = distributed.gather(what, lambda: (child.poll(), _lines(written) if ranks.rank == 0 else 0))
+            states = distributed.gather(what, lambda: (process.poll(), _lines(written) if ranks.rank == 0 else 0))
             codes = [code for code, _ in states]
             if None not in codes or any(codes):
                 break
@@ -115,7 +109,7 @@ def judged(candidates: list[dict[str, Any]], lines: list[list[dict[str, Any]]]) 
         if failed is None and len(reached) == len(lines):
             found.append({"flags": flags, "step_seconds": max(each["step_seconds"] for each in reached)})
         else:
-            found.append({"flags": flags, "failed": failed or "not tried, or ended without a word"})
+            found.append({"flags": flags, "failed": failed or "not tried, or the process died without a message"})
     return found
 
 
@@ -124,9 +118,8 @@ def _lines(path: Path) -> int:
 
 
 def main() -> None:
-    """Step the candidates of the request on stdin, and write a line for each to stdout."""
-    request = json.loads(sys.stdin.readline())
-    threading.Thread(target=end_with_rank, daemon=True).start()
+    """Step the candidates of a request of `run`, and answer with a line for each."""
+    request, answer = child.served()
     base, ranks = Arguments(**request["args"]), distributed.detect()
     trust_code(base.trust_remote_code)
     spec = resolve(base)
@@ -138,7 +131,7 @@ def main() -> None:
             line: dict[str, Any] = {"step_seconds": seconds(replace(base, **flags), spec, ranks, device)}
         except Exception as failure:
             line = {"failed": no_memory(failure) or f"{type(failure).__name__}: {explained(failure)}"}
-        print(json.dumps(line), flush=True)
+        answer(line)
         if "failed" in line:  # its peers wait for it: only its end lets them go on
             os._exit(1)
         gc.collect()
@@ -147,23 +140,22 @@ def main() -> None:
     distributed.stop()
 
 
-def end_with_rank() -> None:
-    """End this process when the rank that started it does, however that ends: stdin is open for as long."""
-    os.read(sys.stdin.fileno(), 1)
-    os._exit(1)
-
-
 def seconds(args: Arguments, spec: ModelSpec, ranks: Runtime, device: torch.device) -> float:
     """Return how long a step takes: the faster of those that count; collective."""
     length = row_length(args, spec)
     backend, _ = backends.select(args, ranks, device)
     backend.check(spec, seq_len=length)
-    model = backend.build(spec, seed=args.seed, seq_len=length, initial=spec.pretrained is None)
+    if backend.compiled and args.torch_compile_backend == compile.INDUCTOR:
+        compile.prepare(args.run_dir, device)  # where the run will look for what it compiles
+    # Weights are not read, which is slow, but where adapters need them; some models' initial weights cannot be drawn.
+    model = backend.build(spec, seed=args.seed, seq_len=length, initial=False)
+    fill(model, args.seed)
     optimizer = train_utils.build_optimizer(args, backend, model)
-    many = min(args.gradient_accumulation_steps, MICRO_STEPS)
-    ids = torch.zeros(args.train_batch_size, length, dtype=torch.int64)
-    batches = [Batch(input_ids=ids, labels=ids, attention_mask=None, samples=[])] * many
-    tokens = torch.tensor(ids.numel() * many * backend.topology.dp_size, device=device)
+    random = torch.Generator().manual_seed(args.seed + backend.topology.dp_rank)
+    shape, vocabulary = (args.train_batch_size, length), spec.config.vocab_size
+    batches = some_batches(args, lambda: torch.randint(vocabulary, shape, generator=random))
+    many = len(batches)
+    tokens = torch.tensor(args.train_batch_size * length * many * backend.topology.dp_size, device=device)
     took = []
     for _ in range(STEPS):
         began = time.perf_counter()
@@ -175,6 +167,20 @@ def seconds(args: Arguments, spec: ModelSpec, ranks: Runtime, device: torch.devi
             torch.cuda.synchronize()
         took.append(time.perf_counter() - began)
     return min(took[1:]) * args.gradient_accumulation_steps / many
+
+
+def fill(model: nn.Module, seed: int) -> None:
+    """Draw all parameters from one normal distribution: unset memory may hold NaN, and then no update is made."""
+    programs_of(model).update(
+        (canonical_name(name), [Step("normal_", (0.0, 0.02))]) for name, _ in model.named_parameters()
+    )  # fmt: skip
+    initialise(model, seed)
+
+
+def some_batches(args: Arguments, draw: Callable[[], Tensor]) -> list[Batch]:
+    """Return at most `SOME` micro-batches of a step, of ids that ``draw`` returns, int64 ``[micro_batch, seq_len]``."""
+    drawn = [draw() for _ in range(min(args.gradient_accumulation_steps, SOME))]
+    return [Batch(input_ids=ids, labels=ids, attention_mask=None) for ids in drawn]
 
 
 if __name__ == "__main__":

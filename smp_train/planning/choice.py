@@ -1,17 +1,16 @@
-"""The best settings of a run that has begun, asked for by rank 0 in a process of its own; prints one JSON object.
+"""The best settings of a run that has begun, asked for by rank 0 in a process of its own.
 
 In the run's own process the fake process group and the fake tensors would meet the real ones.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from dataclasses import replace
 from typing import Any
 
 from smp_train.arguments import Arguments
+from smp_train.distributed import child
 from smp_train.errors import SmpTrainError
 from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
@@ -78,13 +77,14 @@ def beside(search: Search, best: Plan) -> list[Plan]:
 
 
 def main() -> None:
-    """Answer the request on stdin."""
+    """Answer the request of `smp_train.auto`."""
+    request, answer = child.served()
     setup_logging(0, level="WARNING")
     try:
-        answer = choose(json.load(sys.stdin))
+        found = choose(request)
     except SmpTrainError as problem:
-        answer = {"error": str(problem)}
-    print(json.dumps(answer))
+        found = {"error": str(problem)}
+    answer(found)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 from smp_train.arguments import Arguments, parse
@@ -58,7 +60,8 @@ def options() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Raises `ConfigError`, after the plan, where the run does not fit."""
     own, rest = options().parse_known_args(list(argv))
-    setup_logging(0, level="WARNING")
+    with redirect_stdout(sys.stderr):  # where the log goes: stdout has the plan alone
+        setup_logging(0, level="WARNING")
     resolved = parse(rest, environ={})
     args = resolved.args
     if not names_model(args):

@@ -17,6 +17,7 @@ from smp_train.data.pipelines.data_pipeline import Batch
 from smp_train.models.build import decoder_layers
 from smp_train.planning import work
 from smp_train.planning.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, LiveMemory
+from smp_train.trial import some_batches
 
 FORWARD, HEAD, BACKWARD, UPDATE = "forward", "head", "backward", "update"
 EDGE = 2
@@ -24,10 +25,6 @@ EDGE = 2
 
 Phase = tuple[str, int]
 """A part of the step and the layer: from the start, or from the end below 0; every other layer lies between the two."""
-
-
-SOME = 2
-"""Micro-batches that are stepped, at most: the first, for which all but the last one stand, and the last one."""
 
 
 def peaks(
@@ -82,8 +79,8 @@ class MicroBatches(list[Batch]):
 
     def __init__(self, args: Arguments, seq_len: int, counter: work.WorkCounter | None) -> None:
         self.planned, self.counter = args.gradient_accumulation_steps, counter
-        ids = [torch.zeros(args.train_batch_size, seq_len, dtype=torch.int64) for _ in range(min(self.planned, SOME))]
-        super().__init__(Batch(input_ids=each, labels=each, attention_mask=None, samples=[]) for each in ids)
+        shape = (args.train_batch_size, seq_len)
+        super().__init__(some_batches(args, lambda: torch.zeros(shape, dtype=torch.int64)))
 
     def __iter__(self) -> Iterator[Batch]:
         for index, batch in enumerate(super().__iter__()):

@@ -244,8 +244,9 @@ LLAMA = ["--model_type", "llama_v2", "--model_size", "7b", "--max_context_width"
 def test_the_verb(tmp_path: Path) -> None:
     """Of 7 B parameters: 16 bytes each over two devices are 50 GiB, over eight 13 GiB."""
     with warm(tmp_path, "plan", *LLAMA, "--instance_type", "ml.p5.48xlarge", "--tokens", "1T", "--price_per_hour", "2",
-              "--json") as command:  # fmt: skip
+              "--json", "--trust_remote_code", "1") as command:  # fmt: skip
         assert command.code() == 0
+        assert "--trust_remote_code" in command.err
         found = json.loads(command.out)
     assert found["fits"] is True
     assert found["needed"] == found["peak"] + found["slack"] < found["memory"] == 80 * 10**9

@@ -12,6 +12,9 @@ import torch
 
 from smp_train import auto, trial
 from smp_train.arguments import parse, validate
+from smp_train.arguments.chosen import given
+from smp_train.arguments.own import Own
+from smp_train.distributed import Runtime, detect
 from smp_train.errors import ConfigError
 from smp_train.planning import choice
 from smp_train.planning import search as searching
@@ -19,28 +22,72 @@ from smp_train.telemetry.metrics import peak_flops
 from smp_train.telemetry.run_folder import RunFolder
 from tests.unit.test_planning_search import GIB, LLAMA, pretended, space_of
 
-ASKED = {"given": {"train_batch_size": 1}, "devices": 4, "per_node": 4}
+H100 = "NVIDIA H100 80GB HBM3"
+RANKS = Runtime("torchrun", 0, 4, 0, 4, 0, 1, "localhost", 0, "localhost", False)
 
 
-def started(folder: Path, **changes: Any) -> RunFolder:
+def asked(*words: str, ranks: Runtime = RANKS, gpu: str = H100, memory: float = 79.2) -> dict[str, Any]:
+    resolved = parse([*LLAMA, "--auto", *words], {})
+    return auto.asked(resolved.args, given(resolved), ranks, gpu, int(memory * GIB))
+
+
+def started(folder: Path, asked: dict[str, Any]) -> RunFolder:
     found = RunFolder(folder)
     found.create()
-    found.write_run(config={}, auto={**ASKED, "flags": {"tensor_parallel_degree": 2}, "rows": 8, **changes})
+    found.write_run(config={}, auto={**asked, "flags": {"tensor_parallel_degree": 2}, "rows": 8})
     return found
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"devices": 2}, {"per_node": 2}, {"given": {}}, {"given": {"train_batch_size": 2}}]
-)
-def test_a_choice_is_kept_for_the_same_machine_and_the_same_flags(tmp_path: Path, changes: dict[str, Any]) -> None:
-    kept = auto._kept(started(tmp_path, **changes), ASKED)
-    assert (kept is None) == bool(changes)
-    if kept:
-        assert (kept["kept"], kept["flags"]) == (True, {"tensor_parallel_degree": 2})
+    "changes",
+    [{"ranks": dataclasses.replace(RANKS, world_size=2)}, {"ranks": dataclasses.replace(RANKS, local_world_size=2)},
+     {"gpu": "NVIDIA A100-SXM4-80GB"}, {"memory": 139.8}, {"gpu": ""}],
+)  # fmt: skip
+def test_a_choice_for_another_machine_is_made_again(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert auto._kept(started(tmp_path, asked()), asked(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--train_batch_size=1"], ["--num_layers=4"], ["--max_context_width=64"], ["--bf16=0"], ["--chunked_loss=0"],
+     ["--lora_rank=4"], ["--cpu_offload=1"], ["--auto=trial"]],
+)  # fmt: skip
+def test_a_choice_for_other_flags_is_made_again(tmp_path: Path, words: list[str]) -> None:
+    assert auto._kept(started(tmp_path, asked()), asked(*words)) is None
+
+
+def test_a_choice_is_kept_where_what_it_depends_on_is_the_same(tmp_path: Path) -> None:
+    place = "--hf_pretrained_model_name_or_dir=s3://bucket/model?signature=1"  # which run.json leaves out
+    before = started(tmp_path, asked(place))
+    other = ("--max_steps=9", "--logging_freq=2", "--training_dir=elsewhere", "--seed=1", "--run_dir=elsewhere")
+    kept = auto._kept(before, asked(place, *other, memory=79.3))
+    assert kept is not None
+    assert (kept["kept"], kept["flags"]) == (True, {"tensor_parallel_degree": 2})
+    on_cpu = started(tmp_path, asked(gpu="", memory=20))
+    assert auto._kept(on_cpu, asked(gpu="", memory=9)) is not None
+
+
+def test_plan_and_trial_take_all_logits_for_a_loss_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+
+    def seen(args: Any, *_: Any) -> dict[str, Any]:
+        found.append(args.chunked_loss)
+        return {"flags": {}, "trial": []}
+
+    monkeypatch.setattr(auto, "_planned", seen)
+    monkeypatch.setattr(trial, "run", lambda args, *_: seen(args))
+    for loss in (None, lambda logits, targets: logits.sum()):
+        resolved = parse([*LLAMA, "--auto=trial", "--use_synthetic_data"], {})
+        resolved.own = Own(loss=loss)
+        chosen, _ = auto.choose(resolved, detect({}), torch.device("cpu"), RunFolder(tmp_path))
+        assert chosen.args.chunked_loss
+    assert found == [True, True, False, False]
 
 
 def test_nothing_is_kept_of_a_run_without_one(tmp_path: Path) -> None:
-    assert auto._kept(RunFolder(tmp_path), ASKED) is None
+    assert auto._kept(RunFolder(tmp_path), asked()) is None
 
 
 @pytest.mark.parametrize(
@@ -54,7 +101,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, flags: list[str], nam
             choice.choose(request(resolved, GIB))
         return
     with pytest.raises(ConfigError, match=f"--auto plan.*{named}"):
-        auto._planned(resolved, None, GIB, ASKED, RunFolder(tmp_path))  # type: ignore[arg-type]
+        auto._planned(resolved.args, asked(), GIB, None, RunFolder(tmp_path))
 
 
 def test_the_backend_that_nothing_plans_is_refused_before_a_launch() -> None:
@@ -64,16 +111,30 @@ def test_the_backend_that_nothing_plans_is_refused_before_a_launch() -> None:
         validate(parse([*words, "--auto", "trial"], {}).args, 4)
 
 
+def planned(folder: Path, *words: str) -> dict[str, Any]:
+    run = RunFolder(folder)
+    run.create()
+    return auto._planned(parse(["--auto", *words], {}).args, asked(gpu=""), GIB, None, run)
+
+
 def test_a_search_ends_before_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
-    resolved = parse([*LLAMA, "--auto", "--distributed_timeout_minutes=0.0001"], {})
     with pytest.raises(ConfigError, match="--distributed_timeout_minutes"):
-        auto._planned(resolved, torch.device("cpu"), GIB, ASKED, RunFolder(tmp_path))
+        planned(tmp_path, *LLAMA, "--distributed_timeout_minutes=0.0001")
+
+
+def test_the_search_answers_where_trusted_code_is_warned_of(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    with pytest.raises(ConfigError) as refused:
+        planned(tmp_path, "--hf_pretrained_model_name_or_dir", missing, "--trust_remote_code=1")
+    assert missing in str(refused.value)
+    assert "planning failed" not in str(refused.value)
+    assert "--trust_remote_code" in (tmp_path / "logs" / "auto.log").read_text()
 
 
 def request(resolved: Any, memory: int) -> dict[str, Any]:
     found = {
         "args": dataclasses.asdict(resolved.args), "given": [], "devices": 4, "per_node": 4, "memory": memory,
-        "gpu": "", "batch": 16,
+        "gpu": "", "batch": 16, "host_memory": None,
     }  # fmt: skip
     return json.loads(json.dumps(found))
 
