@@ -21,7 +21,7 @@ from smp_train.storage import wait_for
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint, and the seconds from asking for it until it was; ``durable`` unless a rank's own part."""
+    """A committed checkpoint, with the seconds from request to commit; ``durable`` unless it is a rank's own part."""
 
     step: int
     path: str
@@ -134,7 +134,7 @@ class Attempt:
 
 
 class Elsewhere:
-    """A save that a backend's library writes; stands where a `Background` does.
+    """A save that a backend's library writes, with the interface of `Background`.
 
     What goes wrong in the library on one rank is kept, for all ranks to learn of when the save is ended.
     """
@@ -170,4 +170,4 @@ class Elsewhere:
         return self._attempt.end(self._saver, self._failure)
 
     def abandon(self, seconds: float) -> None:
-        """Let it be: what it wrote is no checkpoint."""
+        """Abandon it: what it wrote is not committed."""

@@ -65,7 +65,7 @@ class Saver:
 
 
 class Library:
-    """How the ranks of a group write and read their tree; as it stands, for a group of one, through torch's DCP."""
+    """Writes and reads the tree of a group of ranks; this base class serves a group of one, through torch's DCP."""
 
     asynchronous = False
     """Whether it can write in the background: `begin` and `ended`."""

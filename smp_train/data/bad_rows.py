@@ -36,7 +36,7 @@ def judge(
     found: Iterable[tuple[str, int, str]], rows: int, max_bad: float | None, then: str = "", *,
     what: tuple[str, str] = ("lines", "are no rows"),
 ) -> None:
-    """Raise DataError, with the first of them, where more was left out than may be; else warn of what was.
+    """Raise DataError, naming the first, where more was left out than ``max_bad`` allows; else warn of it.
 
     The verdict is the same on every rank and at every start.
 

@@ -1,4 +1,4 @@
-"""What ``smp-train prepare`` wrote down of a split, held against what lies there."""
+"""The manifest that ``smp-train prepare`` writes of a split, and the comparison of a folder with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Split:
 
     seq_len: int
     shards: dict[str, dict[str, Any]]
-    """What is written of each shard, by its name: ``rows``, ``bytes``, ``sha256``."""
+    """By shard name: ``rows``, ``bytes``, ``sha256``."""
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a shard; None of one that is not listed."""

@@ -1,4 +1,4 @@
-"""Rows of a program's own `Source`, held to what rows of files are held to, as they are read."""
+"""Rows of a program's own `Source`, checked as they are read by the rules for rows of files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smp_train.errors import ConfigError, DataError, SmpTrainError, one_line
 
 
 class Checked(View):
-    """A source whose rows are checked: what is wrong, or raised, is a `DataError` that names the row.
+    """A source whose rows are checked: a malformed row, or an exception, becomes a `DataError` that names the row.
 
     Args:
         source: a program's own; ids and labels may be any integer type, or lists.

@@ -40,7 +40,7 @@ class RowParser:
         """Whether the rows have labels; None before the first."""
         self._simd = Parser and Parser()
         self._last_mask: tuple[bytes, np.ndarray] = (b"", np.empty(0, dtype=np.int64))
-        """End of the last line that ended in its mask, and that mask: most shards have a single one, all ones."""
+        """Text of the last mask at the end of a line, and the mask: most shards repeat a single one, all ones."""
 
     def __call__(self, line: bytes) -> Row:
         """Return the row, its ids and labels int64. Raises ValueError: reason; what to do."""

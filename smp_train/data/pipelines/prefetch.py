@@ -13,8 +13,8 @@ class Prefetch(Iterator[Any]):
     """Runs an iterator in a thread, ``depth`` items ahead; an error in it is raised here, in its place.
 
     A thread and not processes: reading and decompressing give up the interpreter lock, and sending batches
-    between processes costs more than making them. Who makes one closes it; ``unblock`` is called then, to end what the
-    iterator may be waiting for.
+    between processes costs more than making them. Its creator must close it, which calls ``unblock`` to release an
+    iterator that waits.
     """
 
     def __init__(self, steps: Iterator[Any], depth: int, unblock: Callable[[], None] = lambda: None) -> None:
