@@ -59,24 +59,39 @@ def tokenizer_in_checkpoint(spec: ModelSpec, found: Checkpoint | None) -> dict[s
 def tokenizer_of(args: Arguments, spec: ModelSpec, found: Checkpoint | None) -> dict[str, bytes]:
     """Return the files of the run's tokenizer, for its checkpoints; empty where none is known. Not collective.
 
-    It is --tokenizer, that of the weights, of the prepared training data, or of the checkpoint to resume or finetune.
+    It is --tokenizer, that of the weights, or of the checkpoint to resume or finetune; that of the prepared training
+    data where there is no other, or where it is the same with a chat template.
     """
     where = args.tokenizer or tokenizer.beside(spec.pretrained)
     if where is None and args.dataset:
         where = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
-    if where is None and args.training_dir:
-        where = tokenizer.beside_data(read_weights(args.training_dir)[0])
-    if where is not None:
-        try:
-            files = tokenizer.tokenizer_files(where, args.chat_template)
-        except ConfigError as failure:
-            if args.tokenizer:
-                raise
-            log.warning("%s; checkpoints are written without a tokenizer", failure)
-        else:
-            log.info("Tokenizer: that of %s goes into the checkpoints", where)
-            return files
-    return tokenizer_in_checkpoint(spec, found)
+    files = _tokenizer_files(args, where)
+    if not files:
+        where, files = "the checkpoint", tokenizer_in_checkpoint(spec, found)
+        if files and args.chat_template:
+            with tokenizer.written(files) as folder:
+                files = tokenizer.tokenizer_files(folder, args.chat_template)
+    if args.training_dir and not args.tokenizer:
+        of_data = tokenizer.beside_data(read_weights(args.training_dir)[0])
+        known = _tokenizer_files(args, of_data)
+        if known and (not files or tokenizer.speaks_for(known, files)):
+            where, files = of_data, known
+    if files:
+        log.info("Tokenizer: that of %s goes into the checkpoints", where)
+    return files
+
+
+def _tokenizer_files(args: Arguments, where: str | None) -> dict[str, bytes]:
+    """Return a tokenizer's files; empty, with a warning, where it cannot be read and --tokenizer does not name it."""
+    if where is None:
+        return {}
+    try:
+        return tokenizer.tokenizer_files(where, args.chat_template)
+    except ConfigError as failure:
+        if args.tokenizer:
+            raise
+        log.warning("%s; checkpoints are written without it", failure)
+        return {}
 
 
 @contextmanager

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from smp_train.models.hugging_face import load_tokenizer
-from smp_train.storage.paths import on_this_machine, place
+from smp_train.storage.paths import names_in, on_this_machine, place
 
 SETTINGS = "tokenizer_config.json"
+DECISIVE = {
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
+    "special_tokens_map.json", "chat_template.jinja",
+}  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -69,6 +77,41 @@ def beside(weights: str | None) -> str | None:
 
 
 def beside_data(folders: Sequence[str]) -> str | None:
-    """Return where the tokenizer of prepared data lies: in the folder of rows or the one above, alike for all."""
-    found = {beside(name) or beside(str(place(name).parent)) for name in folders}
-    return found.pop() if len(found) == 1 else None
+    """Return where the tokenizer of prepared data lies: in a folder of rows or the one above.
+
+    Of several the first, if all are alike; else none, with a warning.
+    """
+    found = [there for name in folders if (there := beside(name) or beside(str(place(name).parent))) is not None]
+    other = next((one for one in found[1:] if one != found[0] and _decisive(one) != _decisive(found[0])), None)
+    if other is not None:
+        logger.warning(
+            "The tokenizers of %s and %s differ, and checkpoints are written without that of the data; give the right "
+            "one, such as --tokenizer %s", found[0], other, found[0],
+        )  # fmt: skip
+        return None
+    return found[0] if found else None
+
+
+def _decisive(folder: str) -> tuple[list[tuple[str, bytes]], Any]:
+    """Return what decides which tokens a tokenizer makes of a text or a chat: its files, and those of its settings."""
+    there = place(folder)
+    settings: Any = (there / SETTINGS).read_text(encoding="utf-8")
+    with suppress(ValueError, AttributeError):  # the loader refuses such a file with its reason
+        settings = {key: v for key, v in json.loads(settings).items() if key.endswith(("_token", "chat_template"))}
+    return [(name, (there / name).read_bytes()) for name in names_in(there) if name in DECISIVE], settings
+
+
+def speaks_for(files: Mapping[str, bytes], model: Mapping[str, bytes]) -> bool:
+    """Return whether the tokenizer of a model's data takes the place of the model's own: a chat template is with it.
+
+    Not one with another vocabulary, with a warning.
+    """
+    with from_files(files) as found, from_files(model) as own:
+        if getattr(found, "chat_template", None) is None:
+            return False
+        same: bool = found.get_vocab() == own.get_vocab()
+    if not same:
+        logger.warning(
+            "The tokenizer of the data has another vocabulary than that of the model, which goes into the checkpoints"
+        )
+    return same
