@@ -31,7 +31,7 @@ from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import ModelSpec, names_model, resolve, row_length
 from smp_train.models.state_memory import check_state, in_short
-from smp_train.naming import Start, checkpoints_line, how_to_resume, output, settle
+from smp_train.naming import Start, checkpoints_line, how_to_resume, in_the_way, output, settle
 from smp_train.parallel import compile
 from smp_train.progress import Progress
 from smp_train.spikes import Spikes
@@ -127,6 +127,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     check_own(resolved.own)
     resolved, start = settle(resolved, ranks)
     args = resolved.args
+    if ranks.is_main:
+        opened.push(start.forget)
     folder, metrics = open_run_folder(args, ranks)
     opened.callback(metrics.close)
     resolved, choice = auto.choose(resolved, ranks, device, folder)
@@ -171,6 +173,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     with distributed.together("looking at the checkpoint folders"):
         if ranks.is_main:
             log.info(checkpoints_line(args, start, found))
+            if warning := in_the_way(resolved, start, ranks):
+                log.warning("%s", warning)
             if not args.evaluate_only:
                 log.info("If this run is interrupted, %s", how_to_resume(resolved, ranks))
     total_steps = count_steps(resolved, train_data, found)

@@ -113,6 +113,26 @@ def test_the_command_that_is_printed_goes_on_with_the_run(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [name]
 
 
+def test_a_new_run_in_the_folder_of_another_says_so_with_the_command_that_goes_on(tmp_path: Path) -> None:
+    trained(tmp_path, run_name="one", checkpoint_dir="elsewhere", max_steps=4)
+    assert not re.search(r"W .*runs/two", trained(tmp_path, run_name="two", max_steps=2).out)
+    line = next(line for line in trained(tmp_path, run_name="one", max_steps=2).out.splitlines() if " W " in line)
+    printed = shlex.split(line.partition("of that one: ")[2])
+    places = {flag: printed[printed.index(f"--{flag}") + 1] for flag in ("resume_from_checkpoint", "checkpoint_dir")}
+    going_on = trained(tmp_path, run_name="one", max_steps=6, **places)
+    assert resumed_at(going_on) == [4]
+    assert not re.search(r"W .*runs/one", going_on.out), "it is the same run, though another was started in its folder"
+
+
+@pytest.mark.core
+def test_a_start_that_the_data_ends_leaves_no_folder(tmp_path: Path) -> None:
+    mistaken = words(use_synthetic_data=None, training_dir="nowhere")
+    with Ranks(tmp_path, 2, *mistaken, launcher=as_torchrun) as ranks:
+        assert ranks.codes() == [3, 3], ranks.err
+        assert "runs/llama_v2" in ranks[0].out
+    assert not list(tmp_path.glob("runs/*")) + list(tmp_path.glob("checkpoints/*"))
+
+
 def test_a_fresh_start_is_not_overtaken_by_what_it_left_behind(tmp_path: Path) -> None:
     where = {"checkpoint_dir": "all", "run_name": "one"}
     trained(tmp_path, max_steps=60, checkpoint_freq=30, **where)
