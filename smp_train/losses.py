@@ -7,7 +7,7 @@ on how that batch is split over ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -113,6 +113,11 @@ def chunk_tokens(vocab_size: int, device_type: str) -> int:
     return max(64, CHUNK_ELEMENTS // vocab_size)
 
 
+def chunk_starts(tokens: int, chunk: int) -> Iterable[int]:
+    """Return the first token of each chunk."""
+    return range(0, tokens, chunk)
+
+
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Return each row's log-sum-exp in float32, of logits ``[tokens, vocab]``."""
     return logits.float().logsumexp(dim=1)
@@ -183,7 +188,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], chunk):
+        for start in chunk_starts(hidden.shape[0], chunk):
             part = hidden[start : start + chunk]
             target = targets[start : start + chunk]
             logits = torch.nn.functional.linear(part, weight, bias)

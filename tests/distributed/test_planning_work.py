@@ -109,3 +109,33 @@ def test_work_is_what_formulas_say(names: list[str]) -> None:
             assert sent["expert", "all-to-all", 2, 1] == pytest.approx(LAYERS * 4 * 2 * HIDDEN, rel=1e-3)
         if "context_parallel_degree" in changes:
             assert sent["context", "all-gather", 2, 1] == sent["context", "reduce-scatter", 2, 1] == 2 * LAYERS * KEYS
+
+
+def in_chunks() -> list[Any]:
+    """Return memory and work of a step whose loss takes four chunks, as planned and with each of them computed."""
+    from contextlib import nullcontext
+
+    from smp_train import arguments
+    from smp_train.models.resolve import resolve
+    from smp_train.planning import world
+    from smp_train.planning.estimate import estimate
+    from tests.training import flags
+
+    changes = {**DEEP, **NONE, **TP, "vocab_size": 2**19, "train_batch_size": 60, "gradient_accumulation_steps": 3}
+    args = arguments.parse(flags(Path("unused"), **changes), {}).args
+    found = []
+    for chunks in (world.some_chunks, lambda counter: nullcontext()):
+        world.some_chunks = chunks
+        memory = estimate(args, resolve(args), devices=4, per_node=4, seq_len=args.max_context_width)
+        found.append((memory.peaks, dict(memory.work.operations), dict(memory.work.collectives)))
+    return found
+
+
+@pytest.mark.slow
+def test_one_chunk_of_the_loss_stands_for_those_between_the_first_and_the_last() -> None:
+    """Of 3,840 tokens 1,024 at a time, with the collectives of a vocabulary that two ranks share."""
+    ((planned, every),) = harness.run(in_chunks, 1)
+    assert planned[0] == every[0]
+    for some, all_of_them in zip(planned[1:], every[1:], strict=True):
+        assert some.keys() == all_of_them.keys()
+        assert all(cost == pytest.approx(all_of_them[key]) for key, cost in some.items())
