@@ -16,7 +16,7 @@ from torch import Tensor
 from smp_train.checkpoints.collective import gather
 from smp_train.distributed.agree import ALL_RANKS, any_rank, is_alone, on_group, unless
 from smp_train.distributed.dtensor import DTensor, local_tensor
-from smp_train.distributed.host_memory import free_host_bytes
+from smp_train.distributed.host_memory import free_host_bytes, pinned_bytes
 from smp_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -147,16 +147,15 @@ def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def local_bytes(state: dict[str, Any]) -> int:
-    """Return the size of the host buffers for this rank's part of the tensors."""
+def local_bytes(state: dict[str, Any], *, pinned: bool = False) -> int:
+    """Return what the host buffers take for this rank's part of the tensors; ``pinned``, as if these were a GPU's."""
     parts = [local_tensor(value) for _, value in leaves(state)]
-    return sum(_buffer_bytes(value) for value in parts if isinstance(value, Tensor))
+    return sum(_buffer_bytes(value, pinned or value.is_cuda) for value in parts if isinstance(value, Tensor))
 
 
-def _buffer_bytes(source: Tensor) -> int:
+def _buffer_bytes(source: Tensor, pinned: bool) -> int:
     size = source.numel() * source.element_size()
-    # torch's allocator of pinned memory gives blocks of a power of two.
-    return 1 << (size - 1).bit_length() if size and source.is_cuda else size
+    return pinned_bytes(size) if pinned else size
 
 
 class Background:

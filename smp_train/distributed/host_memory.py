@@ -1,4 +1,4 @@
-"""How much memory of this host is still to be had: what the machine has free, and what its job may take."""
+"""Memory of this host: what is left of it for this process, and what page-locked buffers take of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ def free_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """
     found = [free for free in (_of_machine(proc), *_of_groups(proc, cgroups)) if free is not None]
     return min(found, default=None)
+
+
+def pinned_bytes(size: int) -> int:
+    """Return what a page-locked tensor of ``size`` bytes takes: the next power of two.
+
+    So torch allocates them, by either of CUDA's calls (ATen/core/CachingHostAllocator.h, `allocate`), unless
+    ``pinned_max_round_threshold_mb`` of PYTORCH_ALLOC_CONF leaves larger ones as they are.
+    """
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def pinned_blocks(size: int) -> list[int]:
+    """Return sizes that `pinned_bytes` leaves as they are: at most four, and in all at most an eighth above ``size``.
+
+    Or 511 bytes above it, where that is more.
+    """
+    step = max(512, pinned_bytes(size + 1) // 16)
+    rounded = -(-size // step) * step
+    return [1 << bit for bit in reversed(range(rounded.bit_length())) if rounded >> bit & 1]
 
 
 def _of_machine(proc: Path) -> int | None:

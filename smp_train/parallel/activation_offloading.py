@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from smp_train.distributed.host_memory import pinned_blocks
+
 MIN_BYTES = 1024
 """A smaller storage stays: copying it costs more than its memory saves."""
 
@@ -58,25 +60,25 @@ class Lane:
 class HostPool:
     """Host buffers, page-locked for CUDA, reused from step to step.
 
-    The pool never holds more bytes than were in use at its peak: before it allocates beyond that, it frees unused
-    buffers of other sizes.
+    A buffer is a few blocks of sizes that torch's allocator of page-locked memory does not round up. The pool never
+    holds more bytes than were in use at its peak: before it allocates beyond that, it frees unused blocks of other
+    sizes.
     """
 
     def __init__(self, *, pin_memory: bool) -> None:
         self.pin_memory = pin_memory
         self.held = self.in_use = self.most = 0
-        """Bytes of all buffers, of those in use, and the largest `in_use` so far."""
+        """Bytes of all blocks, of those in use, and the largest `in_use` so far."""
         self._free: dict[int, list[Tensor]] = {}
 
-    def take(self, size: int) -> Tensor:
-        """Return a uint8 buffer of at least ``size`` bytes, at most an eighth more."""
-        step = 1 << max(9, size.bit_length() - 4)
-        size = -(-size // step) * step
-        free = self._free.get(size)
-        self.in_use += size
+    def take(self, size: int) -> list[Tensor]:
+        """Return uint8 blocks of at least ``size`` bytes together, by `pinned_blocks`, the largest first."""
+        sizes = pinned_blocks(size)
+        self.in_use += sum(sizes)
         self.most = max(self.most, self.in_use)
-        if free:
-            return free.pop()
+        return [self._free[each].pop() if self._free.get(each) else self._allocate(each) for each in sizes]
+
+    def _allocate(self, size: int) -> Tensor:
         for other in sorted(self._free, reverse=True):
             while self._free[other] and self.held + size > self.most:
                 self._free[other].pop()
@@ -84,10 +86,11 @@ class HostPool:
         self.held += size
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)
 
-    def give(self, buffer: Tensor) -> None:
+    def give(self, blocks: Iterable[Tensor]) -> None:
         """Return a buffer to the pool."""
-        self.in_use -= buffer.numel()
-        self._free.setdefault(buffer.numel(), []).append(buffer)
+        for block in blocks:
+            self.in_use -= block.numel()
+            self._free.setdefault(block.numel(), []).append(block)
 
 
 class Stored:
@@ -98,14 +101,15 @@ class Stored:
         self.lane, self.pool = lane, pool
         self.size = source.numel()
         self.on_device: Tensor | None = source
-        self.buffer: Tensor | None = None
+        self.buffer: list[Tensor] = []
         self.mark: Any = None
 
     def send(self) -> None:
         """Start copying out; the device copy stays until `leave`."""
         assert self.on_device is not None
         self.buffer = self.pool.take(self.size)
-        self.mark = self.lane.copy(self.buffer[: self.size], self.on_device)
+        for block, part in self._parts(self.on_device):
+            self.mark = self.lane.copy(block, part)
 
     def leave(self) -> None:
         """Release the device memory once the copy to the host is done."""
@@ -115,9 +119,9 @@ class Stored:
     def load(self) -> None:
         """Start copying back, unless the bytes are on the device."""
         if self.on_device is None:
-            assert self.buffer is not None
             self.on_device = torch.empty(self.size, dtype=torch.uint8, device=self.lane.device)
-            self.mark = self.lane.copy(self.on_device, self.buffer[: self.size])
+            for block, part in self._parts(self.on_device):
+                self.mark = self.lane.copy(part, block)
 
     def get(self) -> Tensor:
         """Return the bytes on the device, ready for computation."""
@@ -126,15 +130,22 @@ class Stored:
         assert self.on_device is not None
         return self.on_device
 
+    def _parts(self, on_device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (of the buffer, of the device) what belongs together, of the same size."""
+        start = 0
+        for block in self.buffer:
+            part = on_device[start : start + block.numel()]
+            yield block[: part.numel()], part
+            start += block.numel()
+
     def _wait(self) -> None:
-        self.lane.wait(self.mark)
+        self.lane.wait(self.mark)  # the last copy, behind the others in the lane
         self.mark = None
 
     def __del__(self) -> None:
         # A copy may still be running (the graph was dropped): device memory must not be released before it ends.
         self._wait()
-        if self.buffer is not None:
-            self.pool.give(self.buffer)
+        self.pool.give(self.buffer)
 
 
 class Packed:

@@ -33,7 +33,6 @@ from smp_train.planning.lower import lower
 from smp_train.planning.space import Space
 from smp_train.planning.step_time import machine_of, predict
 from smp_train.planning.stepping import BACKWARD, FORWARD, HEAD
-from smp_train.planning.tracker import OPTIMIZER, PARAMETERS
 from smp_train.planning.world import Memory, world
 from smp_train.telemetry.logging_utils import setup_logging
 
@@ -152,7 +151,7 @@ def described(
         "memory": there, "host_memory": host,
         "fits": None if there is None else needed <= there and (host is None or on_host <= host),
         "state": memory.state, "host": fitting.on_host(args, memory, gpu=gpu), "host_needed": on_host,
-        "host_while_saving": memory.state[PARAMETERS] + memory.state[OPTIMIZER],
+        "host_while_saving": fitting.while_saving(args, memory, gpu=gpu),
         "checkpoint": CHECKPOINT_BYTES * memory.trained,
         "phases": {named(each): size for each, size in peaks.items()},
         "lower": {},

@@ -73,4 +73,7 @@ def _deeper(one: Memory, two: Memory, times: int) -> Memory:
     for phase, peak in one.peaks.items():
         other = two.peaks[phase]
         peaks[phase] = Counter({use: grown(peak[use], other[use]) for use in {*peak, *other}})
-    return Memory(peaks, grown(one.trained, two.trained), one.work.grown(two.work, times))
+    return Memory(
+        peaks, grown(one.trained, two.trained), one.work.grown(two.work, times),
+        pinned=grown(one.pinned, two.pinned), saved=grown(one.saved, two.saved),
+    )  # fmt: skip

@@ -60,8 +60,15 @@ def needed(args: Arguments, memory: Memory, *, gpu: bool) -> int:
 
 
 def on_host(args: Arguments, memory: Memory, *, gpu: bool) -> int:
-    """Return the bytes of this rank's tensors in the memory of its host, beside a GPU."""
-    return memory.host + (sum(memory.state.values()) if args.cpu_offload and gpu else 0)
+    """Return the bytes of this rank's tensors in the memory of its host, beside a GPU: all page-locked but moments."""
+    return memory.host + (memory.pinned + memory.state[OPTIMIZER] if args.cpu_offload and gpu else 0)
+
+
+def while_saving(args: Arguments, memory: Memory, *, gpu: bool) -> int:
+    """Return the bytes of the host's memory for the copy that is saved in the background, page-locked of a GPU's."""
+    if gpu and not args.cpu_offload:
+        return memory.saved
+    return memory.state[PARAMETERS] + memory.state[OPTIMIZER]
 
 
 def host_needed(args: Arguments, memory: Memory) -> int:

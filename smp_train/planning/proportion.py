@@ -68,7 +68,8 @@ def scaled(memory: Memory, of: Setting, to: Setting, space: Space) -> Memory:
     for part in (FORWARD, GOING_BACK) if sent else ():
         between = (part, -EDGE - 1), Collective(GATHER, "tensor", *_ranks(to.tensor, 1, space))
         work.collectives[between] = Cost(0, sent * steps, 4 * layers * steps)
-    return replace(memory, peaks=peaks, work=work)
+    pinned, saved = int(memory.pinned * state), int(memory.saved * state)
+    return replace(memory, peaks=peaks, work=work, pinned=pinned, saved=saved)
 
 
 def sent_by_tensor_ranks(to: Setting, space: Space) -> int:

@@ -25,7 +25,11 @@ from transformers.integrations import moe
 from smp_train import losses
 from smp_train.arguments import Arguments
 from smp_train.backends.native import NativeBackend
+from smp_train.checkpoints.async_save import local_bytes
+from smp_train.checkpoints.state import gather_state, present
 from smp_train.distributed import Runtime
+from smp_train.distributed.dtensor import local_tensor
+from smp_train.distributed.host_memory import pinned_bytes
 from smp_train.errors import ConfigError, one_line
 from smp_train.models.resolve import ModelSpec
 from smp_train.parallel import activation_offloading, expert_parallel, grad_norm
@@ -69,6 +73,10 @@ class Memory:
     """Parameters with a gradient, of the whole model."""
     work: Work = field(default_factory=Work)
     """What it does meanwhile."""
+    pinned: int = 0
+    """Parameters and gradients in page-locked memory, each tensor by `pinned_bytes`."""
+    saved: int = 0
+    """The same of the copy that is saved: parameters and the optimizer's two moments, each as checkpoints name it."""
 
     def on_device(self, phase: Phase) -> dict[str, int]:
         """Return what is on the device in a phase, by use."""
@@ -159,7 +167,12 @@ def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int) -> M
             f"no plan: what a {spec.config.model_type} computes depends on values, which are not there "
             f"({one_line(problem)})"
         ) from problem
-    return Memory(peaks, sum(each.numel() for each in model.parameters() if each.requires_grad), counter.work)
+    parameters = [(local_tensor(each), each.requires_grad) for each in model.parameters()]
+    return Memory(
+        peaks, sum(each.numel() for each in model.parameters() if each.requires_grad), counter.work,
+        pinned=sum((1 + trained) * pinned_bytes(each.numel() * each.element_size()) for each, trained in parameters),
+        saved=3 * local_bytes(present(gather_state(model)), pinned=True),
+    )  # fmt: skip
 
 
 def without_attention_dropout(spec: ModelSpec) -> ModelSpec:

@@ -101,7 +101,10 @@ def dealt(exchange: Any, compute: Any, share: int, group: Any, hidden: Any, inde
 
 
 def measured(settings: list[dict[str, Any]]) -> list[Any]:
-    """Return of each setting what rank 0's tensors took at most, in bytes: on the device, and offloaded to the host."""
+    """Return of each setting what rank 0's tensors took, in bytes: on the device, on the host, and saved from a GPU."""
+    from smp_train import train_utils
+    from smp_train.checkpoints.async_save import local_bytes
+    from smp_train.checkpoints.state import gather_state, present
     from smp_train.parallel import expert_parallel
     from smp_train.planning import stepping
     from smp_train.planning.world import Memory
@@ -113,13 +116,14 @@ def measured(settings: list[dict[str, Any]]) -> list[Any]:
             args, backend, spec = built(ranks, device, **{**DEEP, **changes})
             model = backend.build(spec, seed=args.seed, seq_len=args.max_context_width)
             memory = Memory(stepping.peaks(args, backend, model, seq_len=args.max_context_width), 0)
-            found.append((peak_of(memory), memory.host))
+            state = gather_state(model, train_utils.build_optimizer(args, backend, model))
+            found.append((peak_of(memory), memory.host, local_bytes(present(state), pinned=True)))
     return found
 
 
 def estimated(world: int, settings: list[dict[str, Any]]) -> list[Any]:
-    """Return of each setting what the plan says, in bytes: on the device, and offloaded to the host."""
-    return [(peak_of(memory), memory.host) for _, memory, *_ in planned(world, settings)]
+    """Return of each setting what the plan says, in bytes: on the device, on the host, and saved from a GPU."""
+    return [(peak_of(memory), memory.host, memory.saved) for _, memory, *_ in planned(world, settings)]
 
 
 def planned(world: int, settings: list[dict[str, Any]]) -> Iterator[tuple[Any, Any, Any, Any]]:
@@ -195,7 +199,8 @@ def test_every_suggestion_lowers_what_real_ranks_take() -> None:
     settings = {(use, None): changes for use, changes in LARGEST.items()}
     for use, flags in zip(LARGEST, suggested, strict=True):
         settings |= {(use, words): {**LARGEST[use], **read(words)} for words in flags if words.startswith("--")}
-    peaks = dict(zip(settings, (peak for peak, _ in harness.run(measured, 2, list(settings.values()))[0]), strict=True))
+    real = harness.run(measured, 2, list(settings.values()))[0]
+    peaks = {setting: peak for setting, (peak, *_) in zip(settings, real, strict=True)}
     assert {use for (use, words) in settings if words} == set(LARGEST)
     assert [key for key, peak in peaks.items() if key[1] and peak >= peaks[key[0], None]] == []
     assert {flag for _, words in settings if words for flag in read(words)} >= {
@@ -236,6 +241,7 @@ def test_the_page_of_what_models_need_is_current(model: str, devices: int) -> No
     assert harness.run(table.needed, 1, *model.split(), devices) == [int(said)], "smp_train.planning.table makes it"
 
 
+MIB = 2**20
 LLAMA = ["--model_type", "llama_v2", "--model_size", "7b", "--max_context_width", "4096", "--train_batch_size", "1"]
 
 
@@ -252,6 +258,9 @@ def test_the_verb(tmp_path: Path) -> None:
     assert found["needed"] == found["peak"] + found["slack"] < found["memory"] == 80 * 10**9
     assert sum(found["state"].values()) == pytest.approx(16 * 6_738_415_616 / 8, rel=1e-3)
     assert found["checkpoint"] == 12 * 6_738_415_616
+    # Of an eighth in float32, attention's matrices take 8 MiB, the feed-forward layer's 21.5, the embedding's 62.5.
+    blocks = 32 * (4 * 8 + 3 * 32) * MIB + 2 * 64 * MIB + (2 * 32 + 1) * 4 * 4096 // 8
+    assert found["host_while_saving"] == 3 * blocks
     assert sum(found["at_peak"].values()) == found["peak"] == max(found["phases"].values())
     time, cost = found["time"], found["cost"]
     assert sum(time["parts"].values()) == pytest.approx(time["step"])

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from smp_train.arguments import checkpointing, parse, validate
 from smp_train.arguments.validation import ineffective
+from smp_train.distributed.host_memory import pinned_bytes
 from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.parallel import activation_checkpointing as activations
@@ -240,10 +241,13 @@ def test_the_pool_never_holds_more_than_was_in_use_at_once(rounds: list[list[int
     pool = offload.HostPool(pin_memory=False)
     for sizes in rounds:
         out = [pool.take(size) for size in sizes]
-        assert len({buffer.data_ptr() for buffer in out}) == len(out)
+        blocks = [block for buffer in out for block in buffer]
+        assert len({block.data_ptr() for block in blocks}) == len(blocks)
+        assert all(pinned_bytes(block.numel()) == block.numel() for block in blocks)
         for size, buffer in zip(sizes, out, strict=True):
-            assert size <= buffer.numel() <= max(size + 511, size * 9 // 8 + 1)
-        assert pool.in_use == sum(buffer.numel() for buffer in out)
+            assert size <= sum(block.numel() for block in buffer) <= max(size + 511, size * 9 // 8)
+            assert len(buffer) <= 4
+        assert pool.in_use == sum(block.numel() for block in blocks)
         assert pool.held <= pool.most
         for buffer in data.draw(st.permutations(out)):
             pool.give(buffer)
