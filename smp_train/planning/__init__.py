@@ -1,1 +1,1 @@
-"""What a run takes before it runs: memory, from stepping its own model with fake tensors."""
+"""Memory, time, cost and the best settings of a run before it starts, from stepping its model with fake tensors."""

@@ -20,8 +20,8 @@ def search(
         raise ConfigError("--search needs --memory_gib, or --instance_type: what fits depends on it")
     if space.args.expert_parallel_degree > 1:
         raise ConfigError(
-            f"--expert_parallel_degree {space.args.expert_parallel_degree}: is not searched; "
-            "--expert_parallel_degree 1 is, and a plan without --search takes it as it is"
+            f"--expert_parallel_degree {space.args.expert_parallel_degree}: --search does not cover expert "
+            "parallelism; give degree 1, or leave out --search"
         )
     of = Search(space, there, machine, compiled)
     plans = of.run()
@@ -35,7 +35,7 @@ def search(
     least = min((plan.needed for plan in of.stepped.values()), default=None)
     why = f"the least of those stepped needs {gib(least)}" if least else "; ".join(of.lost)
     if space.host is not None and of.lost[NO_HOST]:
-        why += f", others more than the {gib(space.host)} of host memory that there are for each"
+        why += f", others more than the {gib(space.host)} of host memory for each device"
     complaint = f"nothing fits {space.devices} devices of {gib(there)}: {why}; take more or larger devices"
     return found, complaint, of, plans
 
@@ -58,7 +58,7 @@ def described(space: Space, plan: Plan) -> dict[str, Any]:
 def text(found: dict[str, Any]) -> str:
     """Return what is found as a table."""
     best = found["best"]
-    untimed = "; no times are known for this machine: by the rule of docs/planning.md"
+    untimed = "; no speed is known for this machine: in the order of docs/planning.md's rule"
     rows = [
         f"{found['model']} on {found['devices']} devices of {gib(found['memory'])}, {found['tokens']:,} tokens a step"
         + (untimed if best and "step_seconds" not in best[0] else ""), "",

@@ -1,7 +1,7 @@
 """``smp-train plan``: memory, time and cost of a run, from stepping its own model with fake tensors.
 
-Needs no GPU, no data and no memory: a run on thousands of devices is planned on a laptop. Exit code 2 where it does not
-fit: then at most four changes of flags are planned, too, up to one that fits.
+Needs no GPU, no data and no memory: a run on thousands of devices is planned on a laptop. Of a run that does not fit
+(exit code 2), at most four changes of flags are planned too, none after one that fits.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def machine(own: argparse.Namespace) -> tuple[int, int, int | None, int | None]:
-    """Return (devices, devices of a node, bytes of each or None, of its host or None) of this verb's own flags."""
+    """Return (devices, devices of a node, bytes of each device, bytes of host memory for each), None where unknown."""
     if (own.devices is None) == (own.instance_type is None):
         raise ConfigError("plan: give either --devices and --memory_gib, or --instance_type and --nodes")
     if own.instance_type is None:
@@ -122,7 +122,7 @@ def machine(own: argparse.Namespace) -> tuple[int, int, int | None, int | None]:
 
 
 def check(args: Arguments) -> None:
-    """Refuse, by name, what is not planned; leaves the native backend."""
+    """Refuse flags that are not planned or contradict each other; select the native backend, without compilation."""
     if args.backend == "smp":
         raise ConfigError("--backend smp: plan steps the native backend's model; leave it out for an estimate")
     if args.fp8:

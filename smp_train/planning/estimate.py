@@ -31,8 +31,8 @@ def estimate(
         per_node: Those of a node.
         seq_len: Tokens of a row.
         gpu: The run is on GPUs.
-        ranks: Of an open `world` of these devices, which several estimates share: what torch keeps of one world does
-            not hold in the next.
+        ranks: Of an open `world` of these devices, for several estimates to share: what torch caches of one world is
+            wrong in the next.
     """
     spec = without_attention_dropout(spec) if gpu else spec
     depth = spec.config.num_hidden_layers

@@ -10,10 +10,10 @@ from smp_train.planning.world import Memory
 
 GIB = 2**30
 FIXED_SLACK, SHARE_SLACK = 2 * GIB, 0.05
-"""Beside tensors, on a GPU: the driver, libraries' workspaces and NCCL's buffers; and of the peak, what the allocator
-cannot use for fragments. Both are assumptions, and printed."""
+"""GPU memory besides tensors: the driver, workspaces of libraries and NCCL's buffers; and the share of the peak that is
+lost to fragments. Assumptions, which the plan prints."""
 HOST_SLACK = 4 * GIB
-"""Of the host's memory, beside tensors, for each process on a GPU: Python, torch, CUDA's libraries. An assumption."""
+"""Host memory of a GPU's process besides tensors: Python, torch, CUDA's libraries. An assumption."""
 STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
 
@@ -32,7 +32,7 @@ def uses(args: Arguments, memory: Memory, *, gpu: bool) -> dict[Phase, dict[str,
 
 
 def slack(peak: int, *, gpu: bool) -> int:
-    """Return what is needed beside a peak of tensors."""
+    """Return the bytes needed besides a peak of tensors."""
     return FIXED_SLACK * gpu + int(SHARE_SLACK * peak)
 
 
@@ -42,9 +42,9 @@ def at_peak(args: Arguments, memory: Memory, *, gpu: bool) -> dict[str, int]:
 
 
 def least(args: Arguments, memory: Memory, *, gpu: bool, compiled: bool) -> int:
-    """Return the bytes that a step surely takes: its tensors, or of ``compiled`` layers what fusing cannot avoid.
+    """Return a lower bound on a step's memory: all tensors or, with ``compiled`` layers, what fusion cannot avoid.
 
-    That is the state, what is gathered, and of layers that are checkpointed in full their inputs.
+    That is the state, gathered parameters and, of layers that are checkpointed in full, their inputs.
     """
     phases = uses(args, memory, gpu=gpu)
     if not compiled:
@@ -60,17 +60,17 @@ def needed(args: Arguments, memory: Memory, *, gpu: bool) -> int:
 
 
 def on_host(args: Arguments, memory: Memory, *, gpu: bool) -> int:
-    """Return the bytes of this rank's tensors in the memory of its host, beside a GPU: all page-locked but moments."""
+    """Return the host memory of a GPU's tensors, in bytes; all but the optimizer's are page-locked."""
     return memory.host + (memory.pinned + memory.state[OPTIMIZER] if args.cpu_offload and gpu else 0)
 
 
 def while_saving(args: Arguments, memory: Memory, *, gpu: bool) -> int:
-    """Return the bytes of the host's memory for the copy that is saved in the background, page-locked of a GPU's."""
+    """Return the host memory of the copy that a save in the background makes, in bytes; of a GPU's, page-locked."""
     if gpu and not args.cpu_offload:
         return memory.saved
     return memory.state[PARAMETERS] + memory.state[OPTIMIZER]
 
 
 def host_needed(args: Arguments, memory: Memory) -> int:
-    """Return the bytes that the host of a GPU must have for its process."""
+    """Return the host memory that a GPU's process needs, in bytes."""
     return on_host(args, memory, gpu=True) + HOST_SLACK

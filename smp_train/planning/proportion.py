@@ -1,4 +1,4 @@
-"""What a setting takes in proportion to another one that was stepped."""
+"""Extrapolation of the memory and the work of a setting from another one that was stepped."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def distance(one: Setting, other: Setting) -> tuple[float, ...]:
 def scaled(memory: Memory, of: Setting, to: Setting, space: Space) -> Memory:
     """Return the memory and the work of a setting in proportion to another's, of the same checkpointing.
 
-    State goes with the ranks that share it, activations with this rank's tokens, collectives with the size of what is
-    sent. Too low, where the other has none of a dimension's collectives, by all but what `sent_by_tensor_ranks` says.
+    State scales with the ranks that share it, activations with this rank's tokens, collectives with the size of what
+    is sent. Underestimates where the reference lacks a dimension's collectives: only `sent_by_tensor_ranks` is added.
     """
     state, tensor, share = of.sharing / to.sharing, of.tensor / to.tensor, to.share / of.share
-    kept = to.checkpointing != checkpointing.FULL  # and with operations' results those of collectives
+    kept = to.checkpointing != checkpointing.FULL  # results of operations, and those of collectives among them
     whole = to.rows * of.context / (of.rows * to.context)
     by_use = {
         PARAMETERS: state, GRADIENTS: state, OPTIMIZER: state, GATHERED: tensor, ACTIVATIONS: share,

@@ -1,8 +1,8 @@
-"""The best settings of a run on a machine: few of all that are possible are stepped, the others are judged by these.
+"""The best settings of a run on a machine: few of all that are possible are stepped, the others extrapolated.
 
-A setting that was stepped tells the memory and the time of others by proportion: state goes with the ranks that share
-it, activations and operations with this rank's tokens, collectives with the size of what is sent. What so may be among
-the best is stepped itself, so that nothing is returned, or called too slow, on proportion alone where it is close.
+Memory and time are extrapolated in proportion: state to the ranks that share it, activations and operations to this
+rank's tokens, collectives to the size of what is sent. Candidates extrapolated to be near the best are stepped, so no
+close decision rests on extrapolation.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from smp_train.planning.world import Memory, world
 
 BEST = 5
 ALIKE = 0.995
-"""Of the time of the best of a kind so far, what another of that kind must take at most to be stepped."""
+"""Share of the time of the best of its kind that a setting must be predicted to take, at most, to be stepped."""
 SURE, CLOSE = 1.05, 1.01
-"""How many times the memory a setting must take by proportion for it to be left out without stepping it: in proportion
-to any other, and to one of the same degrees and checkpointing."""
+"""How many times the memory a setting may be extrapolated to take and still be stepped: extrapolated from any other,
+and from one of its own kind and offloading."""
 MOST_AT_ONCE = 4
 STEPS = 40
-"""Settings that are stepped, at most; the rest is then judged by proportion alone."""
+"""Settings that are stepped, at most; the rest is then extrapolated."""
 NO_HOST = "does not fit: host memory"
 NO_FASTER = "no faster than the best of the same degrees and checkpointing"
 COMPUTING = (PRODUCTS, ATTENTION, ELEMENTWISE)
@@ -47,7 +47,7 @@ Kind = tuple[int | str, int, str]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a setting takes."""
+    """The memory and the time of a setting."""
 
     setting: Setting
     args: Arguments
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """What plans are compared by, the lowest first; without times, by the rule of docs/planning.md."""
+        """The sort key of plans, the best first: the time of a step or, without times, `rule`."""
         one = self.setting
         if self.time is not None:
             return (self.time.step_seconds, one.offload, self.needed)
@@ -69,16 +69,17 @@ class Plan:
 
 
 def rule(one: Setting) -> tuple[float, ...]:
-    """Return the order of settings without times: little communication that is waited for, then little recomputation.
+    """Return the sort key of settings where no times are known, the best first (docs/planning.md).
 
-    Then fewest ranks that share parameters, then fewest micro-steps.
+    Fewest tensor and context ranks, no offloading, least recomputation, fewest ranks that share parameters, fewest
+    micro-steps.
     """
     mode = MODES.index(one.checkpointing) if one.checkpointing in MODES else 0
     return (one.tensor * one.context, one.offload, mode, one.shard, one.micro_steps)
 
 
 def kind(one: Setting) -> Kind:
-    """Return what tells settings apart of which each has one place among the best."""
+    """Return the key for which only the best setting is kept."""
     return one.tensor, one.context, one.checkpointing
 
 
@@ -138,7 +139,7 @@ class Search:
         return self.space.host is None or plan.host <= over * self.space.host
 
     def _guess(self, one: Setting) -> Plan | None:
-        """Return what a setting takes in proportion to the nearest that was stepped; None where there is none."""
+        """Extrapolate a setting from the nearest one that was stepped; None where there is none."""
         alike = [each for each in self.stepped if each.checkpointing == one.checkpointing]
         near = [each for each in alike if each.offload <= one.offload]
         if not near:
@@ -150,7 +151,7 @@ class Search:
         return self._guesses[one][1]
 
     def known(self, one: Setting) -> Plan | None:
-        """Return what a setting takes: as stepped, else in proportion to the nearest that was."""
+        """Return the plan of a setting, stepped or extrapolated; None where neither is possible."""
         return self.stepped.get(one) or self._guess(one)
 
     def _is_close(self, one: Setting) -> bool:
@@ -158,7 +159,7 @@ class Search:
         return kind(nearest) == kind(one) and nearest.offload == one.offload
 
     def _next(self, left: list[Setting], best: dict[Kind, Plan], most: int) -> list[Setting]:
-        """Return what to step: the most promising of those that may be among the best, at most one of a kind."""
+        """Return the settings to step next: of those that may be among the best the most promising, one of a kind."""
         ranks = sorted(plan.rank for plan in best.values())
         found: dict[Kind, tuple[tuple[float, ...], Setting]] = {}
         for one in left:

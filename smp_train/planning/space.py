@@ -19,12 +19,12 @@ from smp_train.models.resolve import ModelSpec
 from smp_train.parallel import context_parallel, tensor_parallel
 
 MODES = (checkpointing.NONE, checkpointing.PER_OPERATION, checkpointing.FULL)
-"""Of activation checkpointing: the most memory and the least time first."""
-SEVERAL_ROWS = "slower: several rows for each group of context ranks, where half as many and half the rows do the same"
+"""Of activation checkpointing, from the most memory and least time to the least memory."""
+SEVERAL_ROWS = "slower: several rows for each context group; fewer context ranks with fewer rows send less"
 
 
 class Setting(NamedTuple):
-    """One choice."""
+    """One combination of what is searched."""
 
     tensor: int
     context: int
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Rows of a micro-batch that this rank's part of the work amounts to."""
+        """A rank's part of the work, in rows of a micro-batch."""
         return self.rows / (self.tensor * self.context)
 
 
@@ -63,7 +63,7 @@ class Space:
     batch: int | None = None
     """Rows of a step, over all devices; None for those of the flags on this number of devices."""
     host: int | None = None
-    """Bytes of a node's memory for each of its GPUs; None: unknown, or it is the devices' own."""
+    """Bytes of host memory for each GPU; None: unknown, or the devices are CPUs."""
 
     @cached_property
     def rows(self) -> int:
@@ -72,32 +72,32 @@ class Space:
         return self.batch or per_rank * plan(self.args, self.devices, self.per_node, smp=False).data_parallel
 
     def settings(self) -> tuple[list[Setting], Counter[str]]:
-        """Return what may be chosen, and of the rest how many settings are left out, by reason."""
+        """Return the settings to choose from, and how many others are left out, by reason."""
         left: list[Setting] = []
         out: Counter[str] = Counter()
-        tensors = self._free("tensor_parallel_degree") or divisors(self.devices)
+        tensors = self._fixed("tensor_parallel_degree") or divisors(self.devices)
         for tensor in tensors:
-            for context in self._free("context_parallel_degree") or divisors(self.devices // tensor or 1):
-                layout = list(self._of_degrees(tensor, context))
-                reason = self._refusal(tensor, context) or ("" if layout else self._undivided(tensor * context))
+            for context in self._fixed("context_parallel_degree") or divisors(self.devices // tensor or 1):
+                found = list(self._of_degrees(tensor, context))
+                reason = self._refusal(tensor, context) or ("" if found else self._undivided(tensor * context))
                 if reason:
-                    out[reason] += max(len(layout), 1)
+                    out[reason] += max(len(found), 1)
                     continue
-                for each in layout:
+                for each in found:
                     if self._has_several_rows(each):
                         out[SEVERAL_ROWS] += 1
                     else:
                         left.append(each)
         return left, out
 
-    def _free(self, name: str) -> list[Any]:
-        """Return the one value of a flag that is given; nothing where it is free."""
+    def _fixed(self, name: str) -> list[Any]:
+        """Return the one value of a flag that is given; [] where the search chooses it."""
         return [getattr(self.args, name)] if name in self.given else []
 
     def _of_degrees(self, tensor: int, context: int) -> Iterator[Setting]:
         ranks = self.devices // tensor
         modes = [self.args.activation_checkpointing] if {*CHECKPOINTING} & self.given else MODES
-        offload = self._free("sm_activation_offloading") or ([False, True] if self.gpu else [False])
+        offload = self._fixed("sm_activation_offloading") or ([False, True] if self.gpu else [False])
         per_rank, rest = divmod(self.rows, max(ranks // context, 1))
         if {*SHARDING} & self.given:
             try:
@@ -107,9 +107,9 @@ class Space:
             shards = [degrees.sharded]
         else:
             shards = [each for each in divisors(ranks) if each % context == 0]
-        for rows in [] if rest else self._free("train_batch_size") or divisors(per_rank):
+        for rows in [] if rest else self._fixed("train_batch_size") or divisors(per_rank):
             steps, rest = divmod(per_rank, rows)
-            if rest or steps not in (self._free("gradient_accumulation_steps") or [steps]):
+            if rest or steps not in (self._fixed("gradient_accumulation_steps") or [steps]):
                 continue
             for shard, mode, offloaded in product(shards, modes, offload):
                 yield Setting(tensor, context, shard, mode, offloaded, rows, steps)
@@ -134,7 +134,7 @@ class Space:
         ranks = max(self.devices // peers, 1)
         if self.rows % ranks:
             return f"refused: a step of {self.rows} rows does not divide among the ranks that read rows"
-        return "refused: with the micro-batch that is given, a step would have other than its " f"{self.rows} rows"
+        return f"refused: the micro-batch or accumulation that is given does not fit a step of {self.rows} rows"
 
     def _has_several_rows(self, one: Setting) -> bool:
         """Return whether fewer context ranks with fewer rows each do the same with less communication."""
@@ -142,7 +142,7 @@ class Space:
         return free and gcd(one.context, one.rows) > 1
 
     def applied(self, one: Setting) -> Arguments:
-        """Return the run's arguments with a choice."""
+        """Return the run's arguments with a setting."""
         changes: dict[str, Any] = {
             "tensor_parallel_degree": one.tensor, "context_parallel_degree": one.context,
             "sm_activation_offloading": one.offload, "train_batch_size": one.rows,
@@ -156,7 +156,7 @@ class Space:
         return replace(self.args, **changes)
 
     def flags(self, one: Setting) -> dict[str, Any]:
-        """Return the flags of a choice that the user has not given: what is to be added to the command."""
+        """Return the flags of a setting that the user has not given, which are to be added to the command."""
         args = self.applied(one)
         names = [name for name in CHOSEN if name not in self.given]
         if {*SHARDING} & self.given:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_train.arguments import Arguments
-from smp_train.distributed.degrees import plan as layout
+from smp_train.distributed import degrees
 from smp_train.launch import instances
 from smp_train.models.flops import flops_per_token
 from smp_train.models.resolve import ModelSpec
@@ -33,11 +33,11 @@ from smp_train.planning.world import Memory
 from smp_train.telemetry.metrics import peak_flops
 
 BANDWIDTH = 0.8
-"""Of the peak bandwidth of a GPU's memory."""
+"""Share of the peak bandwidth of a GPU's memory that is reached."""
 FUSED = 0.5
-"""Of the bytes and the kernels of memory-bound operations, what compilation leaves."""
+"""Share of the bytes and kernels of memory-bound operations that compilation leaves."""
 LINKS = 0.7
-"""Of a link's or a network's bandwidth, what a collective of large tensors reaches. These three, and `products` and
+"""Share of a link's or network's bandwidth that a collective of large tensors reaches. These three, and `products` and
 `attention` of A100 and H100, are fitted together to the published rows of docs/planning.md."""
 LAUNCH, HOP_WITHIN, HOP_ACROSS = 8.4e-6, 3.4e-6, 14e-6
 """Seconds of a ring: to start, and each hop within a node and between two. NCCL's own (src/graph/tuning.cc, Simple)."""
@@ -145,8 +145,8 @@ def predict(
         parts[UPDATING] = memory.work.operations[(UPDATE, 0), ELEMENTWISE].size / HOST_MEMORY
     parts[COPIES] = max(0.0, copied / (LINKS * machine.host) - stepping)
     parts[HOST] = max(0.0, calls * HOST_SECONDS - sum(parts.values()))
-    degrees = layout(args, devices, machine.per_node, smp=False)
-    tokens = args.train_batch_size * micro_batches * degrees.data_parallel * seq_len
+    readers = degrees.plan(args, devices, machine.per_node, smp=False).data_parallel
+    tokens = args.train_batch_size * micro_batches * readers * seq_len
     seconds = sum(parts.values())
     frozen = spec.lora is not None
     mfu = flops_per_token(spec.config, seq_len, frozen=frozen) * tokens / (seconds * devices * machine.peak)

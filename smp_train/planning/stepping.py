@@ -21,7 +21,7 @@ from smp_train.trial import some_batches
 
 FORWARD, HEAD, BACKWARD, UPDATE = "forward", "head", "backward", "update"
 EDGE = 2
-"""Layers at either end whose memory is not that of the layers between: gathered before others, or not freed."""
+"""Layers at either end whose memory differs from that of the layers between: gathered before others, or not freed."""
 
 Phase = tuple[str, int]
 """A part of the step and the layer: from the start, or from the end below 0; every other layer lies between the two."""

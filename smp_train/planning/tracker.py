@@ -35,10 +35,10 @@ class LiveMemory(TorchDispatchMode):
     Not seen: what a kernel allocates and frees inside itself, which no tensor holds.
     """
 
-    def __init__(self, count: Callable[..., None] | None = None) -> None:
-        """Start counting; ``count`` is told phase, operation, arguments and result of each operation."""
+    def __init__(self) -> None:
         super().__init__()
-        self.count = count
+        self.count: Callable[..., None] | None = None
+        """Called with phase, operation, arguments and result of each operation, where it is set."""
         self.live: Counter[str] = Counter()
         """Bytes by what they are for."""
         self.peaks: dict[Any, Counter[str]] = {}
@@ -78,7 +78,7 @@ class LiveMemory(TorchDispatchMode):
         super().__exit__(*failure)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count the storages of its results; DTensors' operations, those on their local parts."""
+        """Run an operation and count the storages of its results; of DTensors, those of their local parts."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))

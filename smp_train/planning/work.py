@@ -70,11 +70,6 @@ class Work:
 
         return Work(sums(self.operations, other.operations), sums(self.collectives, other.collectives))
 
-    def total(self, kind: str) -> Cost:
-        """Return what a class of operations costs in all phases."""
-        found = (cost for (_, each), cost in self.operations.items() if each == kind)
-        return functools.reduce(Cost.plus, found, Cost())
-
 
 class WorkCounter:
     """Counts what is dispatched into `Work`."""

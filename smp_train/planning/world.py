@@ -43,7 +43,7 @@ ADDS_WIDE = getattr(torch.ops.aten.addmm, "dtype_out", None)
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors, whose operations on storages are not cached: the keys would hold what offloading gives up."""
+    """Fake tensors, without the cache for operations on storages, whose keys would keep what offloading frees."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         """Run an operation."""
@@ -95,10 +95,9 @@ class Memory:
 
 @contextmanager
 def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
-    """Be rank 0 of a group that never communicates; with ``gpu``, the loss takes chunks as on a GPU.
+    """Act as rank 0 of a group that never communicates; with ``gpu``, the loss takes chunks as on a GPU.
 
-    Tensors stay CPU's: FSDP2 asks a GPU's driver for streams, and there is none. What depends on the device is what is
-    replaced here.
+    Tensors stay on the CPU, as FSDP2 would ask a GPU's driver for streams. What depends on the device is replaced here.
     """
     packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
     read, grouped, squares = expert_parallel.read, moe._grouped_mm, grad_norm._sum_of_squares
