@@ -62,7 +62,7 @@ class HostPool:
 
     A buffer is a few blocks of sizes that torch's allocator of page-locked memory does not round up. The pool never
     holds more bytes than were in use at its peak: before it allocates beyond that, it frees unused blocks of other
-    sizes.
+    sizes. (torch's allocator keeps page-locked ones for the next of their size.)
     """
 
     def __init__(self, *, pin_memory: bool) -> None:
