@@ -41,7 +41,7 @@ def save(run: Run, *, force: bool) -> None:
         "tokens": progress.tokens,
         **run.losses,
         "best": run.best.to_json(),
-        "spikes": run.spikes.state(),
+        "spikes": run.spikes.state(run.train_data.global_batch),
         "lr": run.schedule(progress.step - 1),
         "data": run.train_data.state(progress.consumed),
         "model_type": run.spec.model_type,

@@ -1,10 +1,11 @@
 """Spikes of loss and gradient norm: the rule, and what a run knows of its own.
 
-A value is a spike above ``median + threshold * max(1.4826 * MAD, 0.02 * median)`` of the window: the last
+A value is a spike above ``median + threshold * max(1.4826 * MAD, floor * median)`` of the window: the last
 --spike_window steps that were no spikes themselves. MAD is the median absolute deviation from the median; times 1.4826
 it estimates the standard deviation of a normal distribution, and half of the window can be anything (Rousseeuw and
-Croux, "Alternatives to the Median Absolute Deviation", 1993). The window of step s ends at step s - 2, whose numbers
-are on the host when s is queued: so the rule does not depend on when they are read, or on a resume.
+Croux, "Alternatives to the Median Absolute Deviation", 1993). The floor is 0.02 of a loss and 0.1 of a gradient norm,
+which moves more while training is sound. The window of step s ends at step s - 2, whose numbers are on the host when s
+is queued: so the rule does not depend on when they are read, or on a resume.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ LARGEST = 3.4028234e38
 """The largest float32: numbers are within, infinity and nan are not."""
 
 
+FLOOR_OF_LOSS, FLOOR_OF_NORM = 0.02, 0.1
+"""Of the median: the least deviation that is counted with."""
+
+
 class Limits(NamedTuple):
     """The largest values that are no spikes."""
 
@@ -35,11 +40,11 @@ class Limits(NamedTuple):
 NONE = Limits()
 
 
-def bound(values: Sequence[float], threshold: float) -> float:
+def bound(values: Sequence[float], threshold: float, floor: float) -> float:
     """Return the largest value that is no spike after ``values``."""
     middle = median(values)
     deviation = median(abs(value - middle) for value in values)
-    return min(middle + threshold * max(1.4826 * deviation, 0.02 * abs(middle)), LARGEST)
+    return min(middle + threshold * max(1.4826 * deviation, floor * abs(middle)), LARGEST)
 
 
 class Spikes:
@@ -61,7 +66,10 @@ class Spikes:
             known = [numbers for numbers in self.accepted if numbers[0] <= step - 2][-self.window :]
             limits = Limits()
             if len(known) >= min(LEAST, self.window):
-                limits = Limits(*(bound([numbers[at] for numbers in known], self.threshold) for at in (1, 2)))
+                limits = Limits(
+                    bound([loss for _, loss, _ in known], self.threshold, FLOOR_OF_LOSS),
+                    bound([norm for _, _, norm in known], self.threshold, FLOOR_OF_NORM),
+                )
             self._found = step, limits
         return self._found[1]
 
@@ -100,12 +108,19 @@ class Spikes:
                 "again from an older one, with a lower --lr, or raise --spike_threshold"
             )
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, plain JSON."""
-        return {"accepted": [list(numbers) for numbers in self.accepted], "skipped": self.skipped, "row": self._row}
+    def state(self, batch: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps, plain JSON; ``batch`` is the samples of a step."""
+        accepted = [list(numbers) for numbers in self.accepted]
+        return {"accepted": accepted, "skipped": self.skipped, "row": self._row, "batch": batch}
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Take up the state of a checkpoint; one of an earlier version has none."""
-        self.accepted = [(int(s), float(loss), float(norm)) for s, loss, norm in (state or {}).get("accepted", [])]
-        self.skipped = [[int(first), int(last)] for first, last in (state or {}).get("skipped", [])]
-        self._row = int((state or {}).get("row", 0))
+    def restore(self, state: dict[str, Any] | None, batch: int) -> None:
+        """Take up the state of a checkpoint; one of an earlier version has none.
+
+        Of steps of another size than ``batch`` no numbers are kept: those of smaller ones deviate more.
+        """
+        state = state or {}
+        accepted = state.get("accepted", []) if state.get("batch", batch) == batch else []
+        self.accepted = [(int(s), float(loss), float(norm)) for s, loss, norm in accepted]
+        self.skipped = [[int(first), int(last)] for first, last in state.get("skipped", [])]
+        self._row = int(state.get("row", 0))
+        self._found = (-1, NONE)

@@ -98,7 +98,7 @@ def resume(run: Run) -> None:
         consumed = data_position(run, found)
     if run.start.continues:  # another run's best checkpoint is not among this one's
         run.best = Best.of_meta(found.meta)
-    run.spikes.restore(found.meta.get("spikes"))
+    run.spikes.restore(found.meta.get("spikes"), run.train_data.global_batch)
     run.progress = Position(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path

@@ -15,11 +15,11 @@ from smp_train.spikes import IN_A_ROW, LEAST, NONE, TO_ONE_CHECKPOINT, Spikes, b
 def test_the_bound_is_robust() -> None:
     draw = random.Random(1)
     values = [draw.gauss(3.0, 0.1) for _ in range(1000)]
-    assert bound(values, 10) == pytest.approx(3.0 + 10 * 0.1, rel=0.05)  # deviations of a normal distribution
+    assert bound(values, 10, 0.02) == pytest.approx(3.0 + 10 * 0.1, rel=0.05)  # deviations of a normal distribution
     wild = [1e6 if number % 3 == 0 else value for number, value in enumerate(values)]
-    assert bound(wild, 10) < 6  # a third of the window is off
-    assert bound([2.0] * 50, 10) == pytest.approx(2.0 + 10 * 0.02 * 2.0)  # no deviation at all
-    assert math.isfinite(bound([3e38, 1e38], 10))
+    assert bound(wild, 10, 0.02) < 6  # a third of the window is off
+    assert bound([2.0] * 50, 10, 0.02) == pytest.approx(2.0 + 10 * 0.02 * 2.0)  # no deviation at all
+    assert math.isfinite(bound([3e38, 1e38], 10, 0.02))
 
 
 def test_the_window_ends_two_steps_before() -> None:
@@ -27,7 +27,7 @@ def test_the_window_ends_two_steps_before() -> None:
     for step in range(1, 9):
         limits = spikes.limits(step)
         known = [float(number) for number in range(max(1, step - 5), step - 1)]
-        assert limits == (NONE if len(known) < 4 else (bound(known, 10), bound([1.0] * 4, 10)))
+        assert limits == (NONE if len(known) < 4 else (bound(known, 10, 0.02), bound([1.0] * 4, 10, 0.1)))
         spikes.accept(step, float(step), 1.0)
         assert spikes.limits(step + 1) == spikes.limits(step + 1)
     assert spikes.limits(8) == limits  # as it was before that step was read
@@ -45,16 +45,19 @@ def test_what_a_checkpoint_keeps_decides_alike() -> None:
     one.skip_one(20)
     one.skip(18, 21)
     one.skip_one(30)
-    other.restore(json.loads(json.dumps(one.state())))
+    other.restore(json.loads(json.dumps(one.state(8))), 8)
     assert other.skipped == one.skipped == [[18, 21], [30, 30]]
     assert [other.limits(step) for step in (20, 21)] == [one.limits(step) for step in (20, 21)]
     one.skip_one(31)  # the second in a row
-    other.restore(json.loads(json.dumps(one.state())))
+    other.restore(json.loads(json.dumps(one.state(8))), 8)
     for step in range(32, 30 + IN_A_ROW):
         other.skip_one(step)
     with pytest.raises(SmpTrainError):
         other.skip_one(30 + IN_A_ROW)
-    other.restore(None)
+    other.restore(one.state(8), 4)  # numbers of steps of another size
+    assert other.limits(21) == NONE
+    assert other.skipped == one.skipped
+    other.restore(None, 8)
     assert other.limits(20) == NONE
 
 
