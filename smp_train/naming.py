@@ -20,6 +20,7 @@ from smp_train.checkpoints.manifest import parse_folder_name
 from smp_train.checkpoints.node_local import is_node_local, storage_of
 from smp_train.checkpoints.runs import Origin, origin, summary
 from smp_train.distributed import Runtime
+from smp_train.distributed.environment import LAUNCH
 from smp_train.errors import CheckpointError, ConfigError, DataError, redacted
 from smp_train.models.resolve import resolve
 from smp_train.storage import normal
@@ -187,7 +188,7 @@ def _again(resolved: Resolved, ranks: Runtime, flags: dict[str, list[str]]) -> s
         given = ((name, values if len(values) > 1 else values[0]) for name, values in flags.items())
         return redacted(f"train(..., {', '.join(f'{name}={value!r}' for name, value in given)})")
     words = list(sys.orig_argv)
-    if ranks.launcher == "torchrun":
+    if ranks.launcher in ("torchrun", LAUNCH):
         with contextlib.suppress(OSError):  # torchrun itself
             words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     return redacted(shlex.join([*words, *(word for name, values in flags.items() for word in (f"--{name}", *values))]))

@@ -18,6 +18,8 @@ LOOPBACK = "127.0.0.1"
 SAGEMAKER_PORT = 7777
 """The port of SageMaker's own toolkit."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH = "smp-train launch"
+"""Gives its processes torchrun's variables, and this as their ROLE_NAME."""
 JOB_VARIABLES = (
     "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "PALS_APID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
 )  # fmt: skip
@@ -28,7 +30,7 @@ JOB_VARIABLES = (
 class Runtime:
     """Where a process stands among the processes of the run.
 
-    ``launcher`` is torchrun, python, openmpi, mpich, pals or srun. ``master_port`` is 0 in a world of one.
+    ``launcher`` is torchrun, `LAUNCH`, python, openmpi, mpich, pals or srun. ``master_port`` is 0 in a world of one.
     """
 
     launcher: str
@@ -163,7 +165,8 @@ def _from_torchrun(environ: Mapping[str, str]) -> Runtime:
         nodes = _number(environ, "torchrun", "GROUP_WORLD_SIZE")
     if environ.get("GROUP_RANK"):
         node = _number(environ, "torchrun", "GROUP_RANK")
-    return _runtime(environ, "torchrun", (rank, world, local_rank, local, node, nodes), environ["MASTER_ADDR"], port)
+    launcher = LAUNCH if environ.get("ROLE_NAME") == LAUNCH else "torchrun"
+    return _runtime(environ, launcher, (rank, world, local_rank, local, node, nodes), environ["MASTER_ADDR"], port)
 
 
 def _from_mpi(environ: Mapping[str, str], launcher: str) -> Runtime:

@@ -35,7 +35,7 @@ def call(*command: str, text: str, absent: str, advice: Advice) -> subprocess.Co
         raise ConfigError(f"there is no {command[0]} here; {absent}")
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
-        output = " ".join((done.stdout + done.stderr).split())
+        output = " ".join((done.stdout + done.stderr).split()).replace(f"{command[0]}: error: ", "")
         raise ConfigError(f"{command[0]}: {output}{advise(output, advice)}")
     return done
 

@@ -38,6 +38,11 @@ class Instance:
     note: str = ""
 
     @property
+    def gpu_bytes(self) -> int:
+        """Memory of one GPU by the vendor's number; a driver reports this or more."""
+        return self.gpu_memory_gb * 10**9
+
+    @property
     def most_gpu_bytes(self) -> int:
         """More than the driver of a GPU reports, which is up to 7 % above 10^9 for each GB (H100: 85.5e9 of 80 GB)."""
         return self.gpu_memory_gb << 30

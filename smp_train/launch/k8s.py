@@ -189,6 +189,7 @@ def main(words: Sequence[str]) -> int:
         saving += planned.check(spec.resolved, spec.train_flags, spec.instance, spec.nodes, spec.processes)
     tell(spec, [*warnings(target), *saving])
     if options["dry_run"]:
+        planned.tell_unplanned(spec.resolved.args, spec.instance, spec.processes)
         print(text, end="")
         return 0
     check(text, target)

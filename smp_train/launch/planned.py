@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from smp_train.arguments import Resolved
+from smp_train.arguments import Arguments, Resolved
 from smp_train.errors import ConfigError
 from smp_train.launch.command import ask
 from smp_train.launch.instances import Instance
@@ -14,6 +14,19 @@ from smp_train.models.resolve import names_model
 
 SECONDS = 600
 """That a plan may take; it takes some ten, most of them imports, and more where it looks for what lowers it."""
+
+
+def _has_plan(args: Arguments, instance: Instance, processes: int) -> bool:
+    known = names_model(args) or args.resume_from_checkpoint is None
+    planned = args.memory_check and not (args.evaluate_only or args.trust_remote_code)
+    return bool(known and planned and processes == instance.gpus)
+
+
+def tell_unplanned(args: Arguments, instance: Instance | None, processes: int) -> None:
+    """Say on stderr, of a dry run, which has to be fast, that `check` was not called; arguments are its."""
+    if instance is not None and _has_plan(args, instance, processes):
+        what = "settings were not searched (--auto)" if args.auto != "off" else "whether the run fits was not planned"
+        print(f"smp-train: {what} in this dry run; --check does it", file=sys.stderr)
 
 
 def check(
@@ -37,11 +50,11 @@ def check(
             ``--auto``, nothing fits.
     """
     args = resolved.args
-    known = names_model(args) or args.resume_from_checkpoint is None
-    if instance is None or processes != instance.gpus or not known:
+    if instance is None or not _has_plan(args, instance, processes):
         return []
-    if args.evaluate_only or args.trust_remote_code or not args.memory_check:
-        return []
+    if args.auto != "off":
+        gpus = nodes * processes
+        print(f"smp-train: searching settings for {gpus} GPUs (--auto); a minute or two", file=sys.stderr, flush=True)
     plan = [sys.executable, "-m", "smp_train", "plan", "--json", "--instance_type", instance.name]
     search = ["--search"] * (args.auto != "off")
     code, output = ask(*plan, "--nodes", str(nodes), *search, *words, seconds=SECONDS)

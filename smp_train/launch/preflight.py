@@ -25,6 +25,7 @@ from smp_train.launch.instances import Instance
 from smp_train.models.resolve import settled_flags
 from smp_train.models.state_memory import (
     CHECKPOINT_BYTES,
+    GIB,
     STATE_BYTES,
     check_state,
     fewest_parameters,
@@ -50,7 +51,7 @@ def check(resolved: Resolved, instance: Instance | None, nodes: int, processes: 
             f"--fp8 1: the {instance.gpu} of {instance.name} has no FP8; take p5 or later, or leave it out"
         )
     _check_state(
-        resolved, nodes * processes, processes, where=f"on each {instance.gpu} of {instance.name}, which has",
+        resolved, nodes * processes, processes, where=f"on each {instance.gpu} of {instance.name}, which has at most",
         memory=None if args.cpu_offload else instance.most_gpu_bytes,
     )  # fmt: skip
 
@@ -103,8 +104,8 @@ def memory(resolved: Resolved, instance: Instance | None, nodes: int, processes:
     if count is None or instance is None or resolved.args.cpu_offload:
         return []
     return [
-        f"weights, gradients and optimizer ({count / 1e9:.1f} B parameters): {STATE_BYTES * count / over / 1e9:.1f} of "
-        f"the {instance.gpu_memory_gb} GB of each {instance.gpu}, spread over {over}; activations come on top, "
+        f"weights, gradients and optimizer ({count / 1e9:.1f} B parameters): {STATE_BYTES * count / over / GIB:.2f} of "
+        f"the {instance.gpu_bytes / GIB:.2f} GiB of each {instance.gpu}, spread over {over}; activations come on top, "
         "which `smp-train plan` counts"
     ]
 

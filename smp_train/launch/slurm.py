@@ -254,6 +254,7 @@ def main(words: Sequence[str]) -> int:
     script = render(spec, options)
     if options["dry_run"]:
         tell(spec)
+        planned.tell_unplanned(spec.resolved.args, spec.instance, spec.processes)
         print(script, end="")
         return 0
     needed = _seen_by_nodes(spec, options)

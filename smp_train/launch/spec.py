@@ -113,11 +113,11 @@ def profile_flags(kind: str | None) -> list[str]:
 
 def tell(spec: Spec, further: Sequence[str] = ()) -> None:
     """Print a description of the run on stderr, its warnings, and ``further`` ones."""
-    where = spec.instance.name if spec.instance else "nodes"
+    where = f"{spec.nodes} x {spec.instance.name}" if spec.instance else f"{spec.nodes} node" + "s" * (spec.nodes > 1)
     plural = "es" if spec.processes > 1 else ""
     args = spec.resolved.args
     for line in (
-        f"{spec.name}: {spec.nodes} x {where}, {spec.processes} process{plural} each, {spec.world_size} in all",
+        f"{spec.name}: {where}, {spec.processes} process{plural} each, {spec.world_size} in all",
         f"run folder {args.run_dir}; checkpoints {', '.join(args.checkpoint_dir)}; "
         f"resumes from {args.resume_from_checkpoint}",
         *preflight.memory(spec.resolved, spec.instance, spec.nodes, spec.processes),

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
+from smp_train.distributed.environment import LAUNCH
 from smp_train.distributed.host import cores
 from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
 from smp_train.launch.srun_step import node_name, say
@@ -66,6 +67,7 @@ class Place:
             "LOCAL_WORLD_SIZE": str(self.processes),
             "GROUP_RANK": str(self.node_rank),
             "GROUP_WORLD_SIZE": str(self.nodes),
+            "ROLE_NAME": LAUNCH,
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
@@ -200,7 +202,7 @@ class _Workers:
             self.send(signal.SIGKILL)
             return
         if number == signal.SIGINT:
-            self.say("asked to stop: saving after this step; ^C again ends everything at once")
+            self.say("^C: saving after this step (processes get SIGTERM); ^C again ends everything at once")
         self.send(signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number)
 
     def send(self, number: int) -> None:

@@ -9,6 +9,7 @@ from smp_train.errors import ConfigError
 from smp_train.models.families import FAMILIES, SYNONYMS
 from smp_train.models.resolve import presets, settled_flags
 
+GIB = 2**30
 WEIGHT_BYTES = 4
 """Per parameter: float32."""
 STATE_BYTES = 16
@@ -70,7 +71,7 @@ def check_state(
         return ""
     found = (
         f"{'weights' if frozen else 'weights, gradients and optimizer'} of {name} ({in_short(parameters)} parameters) "
-        f"take {needed / 1e9:.0f} GB {where} {memory / 1e9:.0f} GB, and are spread over {sharing} of {processes} "
+        f"take {needed / GIB:.1f} GiB {where} {memory / GIB:.1f} GiB, and are spread over {sharing} of {processes} "
         "processes"
     )
     if not args.memory_check:

@@ -118,7 +118,7 @@ def machine(own: argparse.Namespace) -> tuple[int, int, int | None, int | None]:
     if own.nodes < 1 or own.memory_gib is not None:
         raise ConfigError("plan: --nodes must be at least 1, and --memory_gib goes with --devices")
     host = instance.host_memory_gib * GIB // instance.gpus
-    return own.nodes * instance.gpus, instance.gpus, instance.gpu_memory_gb * 10**9, host
+    return own.nodes * instance.gpus, instance.gpus, instance.gpu_bytes, host
 
 
 def check(args: Arguments) -> None:

@@ -154,7 +154,7 @@ LOOKED_AT: dict[str, tuple[Mistake, int, str]] = {
     # Before anything of it is allocated, and before the data is looked at: the numbers, and what to change.
     "a model larger than the memory": (
         lambda folder: LARGE | on(folder / "nowhere"), CONFIG,
-        r"llama_v2-70b \(68\.98 B parameters\) take 1104 GB .* which has \d+ GB.* --memory_check 0",
+        r"llama_v2-70b \(68\.98 B parameters\) take 1027\.8 GiB .* which has [\d.]+ GiB.* --memory_check 0",
     ),
 }  # fmt: skip
 

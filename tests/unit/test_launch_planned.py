@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from smp_train import cli
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError
 from smp_train.launch import planned
@@ -21,6 +22,24 @@ def said(*words: str) -> list[str]:
     run, instance = parse([*LLAMA, *words], {}), find("p5.48xlarge")
     check(run, instance, 1, 8)  # the state alone fits
     return planned.check(run, words=[*LLAMA, *words], instance=instance, nodes=1, processes=8)
+
+
+PLACES = {
+    "slurm": ["--use_synthetic_data=1"],
+    "k8s": ["--use_synthetic_data=1", "--image=i", "--claims=c:/fsx", "--run_dir=/fsx/a"],
+    "sagemaker": ["--role=arn:aws:iam::123456789012:role/a", "--train=s3://bucket/a"],
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_dry_run_says_that_it_plans_nothing(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [where, *PLACES[where], *LLAMA, "--dry_run", "--instance_type=p5.48xlarge"]
+    assert cli.main(["launch", *words]) == 0
+    assert "not planned in this dry run; --check does" in capsys.readouterr().err
+    assert cli.main(["launch", *words, "--auto"]) == 0
+    assert "not searched (--auto) in this dry run; --check does" in capsys.readouterr().err
+    assert cli.main(["launch", *words, "--memory_check=0"]) == 0
+    assert "--check" not in capsys.readouterr().err, "which would not plan it either"
 
 
 @pytest.mark.slow
@@ -62,7 +81,9 @@ def test_with_auto_what_would_be_chosen_is_printed_or_that_nothing_fits(
     monkeypatch.setattr(planned, "ask", ask)
     assert said("--auto") == []
     assert "--search" in asked
-    assert "--hybrid_shard_degree 2" in capsys.readouterr().err
+    before, after = capsys.readouterr().err.splitlines()
+    assert "searching settings for 8 GPUs (--auto)" in before, "for a minute or two nothing else is said"
+    assert "--hybrid_shard_degree 2" in after
     with pytest.raises(ConfigError, match=r"--auto.*nothing fits 8 devices"):
         said("--auto")
 

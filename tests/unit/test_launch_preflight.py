@@ -15,6 +15,7 @@ from smp_train.arguments import parse
 from smp_train.errors import ConfigError
 from smp_train.launch import preflight
 from smp_train.launch.instances import find
+from smp_train.planning.cli import machine, options
 from smp_train.models.resolve import presets
 from smp_train.models.state_memory import fewest_parameters
 
@@ -24,9 +25,9 @@ LLAMA_70B = ["--model_type", "llama_v2", "--model_size", "70b"]
 @pytest.mark.parametrize(
     ("words", "instance", "nodes", "complaint"),
     [
-        (LLAMA_70B, "p4d.24xlarge", 1, "take 138 GB on each A100 of p4d.24xlarge, which has 43 GB"),
+        (LLAMA_70B, "p4d.24xlarge", 1, "take 128.5 GiB on each A100 of p4d.24xlarge, which has at most 40.0 GiB"),
         ([*LLAMA_70B, "--hybrid_shard_degree", "8"], "p5.48xlarge", 8, "a larger --hybrid_shard_degree,"),
-        ([*LLAMA_70B, "--sharding_strategy", "no_shard"], "p5.48xlarge", 8, "take 1104 GB"),
+        ([*LLAMA_70B, "--sharding_strategy", "no_shard"], "p5.48xlarge", 8, "take 1027.8 GiB"),
         ([*LLAMA_70B, "--sharding_strategy", "hybrid_shard"], "p5.48xlarge", 16, "spread over 8 of 128 processes"),
         (["--fp8", "1"], "g5.48xlarge", 1, "the A10G of g5.48xlarge has no FP8"),
     ],
@@ -174,3 +175,10 @@ def test_parameters_are_never_overestimated(tmp_path: Path) -> None:
         shallow = fewest_parameters(parse([*named, "--num_layers", "1"], {}).args)
         assert 0 < shallow <= of_folder < preset.parameters, preset
         assert of_folder > 0.35 * preset.parameters or preset.hf_model_type in ("falcon", "gpt2"), preset
+
+
+def test_the_memory_of_a_gpu_is_that_of_a_plan() -> None:
+    run, gpus = parse(["--model_type", "llama_v2", "--model_size", "7b"], {}), find("g5.48xlarge")
+    (line,) = preflight.memory(run, gpus, 1, 8)
+    assert "12.55 of the 22.35 GiB of each A10G" in line
+    assert machine(options().parse_args(["--instance_type", "g5.48xlarge"]))[2] == gpus.gpu_bytes

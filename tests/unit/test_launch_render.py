@@ -144,6 +144,7 @@ SAGEMAKER = {"role": ROLE, "instance_type": "ml.p5.48xlarge", "train": "s3://buc
     ("options_", "flags", "complaint"),
     [
         ({"role": "training"}, {}, "is not the ARN of a role"),
+        ({"role": None}, {}, "--role is missing: the ARN of a role"),
         ({"train": "/data"}, {}, "--train /data: is not s3://bucket/prefix"),
         ({"train": "s3://ab/data"}, {}, "ab is not the name of a bucket, which has 3 to 63"),
         ({"instance_count": 2}, {}, "2 instances share no disk"),
@@ -356,6 +357,9 @@ def test_submitted_by_what_sbatch_answers_alone(
     assert cli.main(words) == 0
     assert "submitted job 77\n" in capsys.readouterr().out
     assert (run / "logs").is_dir(), "where it is missing, Slurm ends the job without a word"
+    double(tmp_path / "bin", "sbatch", 'echo "sbatch: error: Invalid partition" >&2; exit 1')
+    assert cli.main([*words, "--partition=x"]) == 2
+    assert "error: sbatch: Invalid partition; `sinfo`" in capsys.readouterr().err
 
 
 def test_interpreter_without_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

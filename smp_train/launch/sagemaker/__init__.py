@@ -55,6 +55,7 @@ def main(words: Sequence[str]) -> int:
     wanted = request(job, region=region, name=name, code=code)
     if session is None:
         warn(job.warnings)
+        planned.tell_unplanned(job.resolved.args, job.instance, job.instance.gpus)
         print(json.dumps(wanted, indent=2))
         return 0
     found = [*job.warnings, *lint(job.environment), *ineffective(job.resolved)]

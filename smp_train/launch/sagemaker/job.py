@@ -278,7 +278,8 @@ def _problems(job: Job) -> Iterator[str]:
     """Yield what SageMaker would refuse, and what would lose checkpoints."""
     args = job.resolved.args
     if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+", job.role):
-        yield f"--role {job.role!r}: is not the ARN of a role, arn:aws:iam::123456789012:role/NAME"
+        said = f"--role {job.role!r}: is not" if job.role else "--role is missing:"
+        yield f"{said} the ARN of a role, arn:aws:iam::123456789012:role/NAME"
     for name in ("train", "test", "checkpoints", "output"):
         uri = getattr(job, name)
         if uri and not re.match(r"s3://[^/]", uri):
