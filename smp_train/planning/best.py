@@ -6,16 +6,19 @@ from typing import Any
 
 from smp_train.arguments.chosen import words
 from smp_train.errors import ConfigError
-from smp_train.planning.fitting import gib, on_host
+from smp_train.planning.fitting import TIGHT, gib, on_host
 from smp_train.planning.search import NO_HOST, Plan, Search
 from smp_train.planning.space import Space
 from smp_train.planning.step_time import Machine
 
 
 def search(
-    space: Space, there: int | None, machine: Machine | None, *, compiled: bool
+    space: Space, there: int | None, machine: Machine | None, *, compiled: bool, cautious: bool = False
 ) -> tuple[dict[str, Any], str, Search, list[Plan]]:  # fmt: skip
-    """Return what is found, as ``--json`` prints it, a complaint where nothing fits, else "", the search, its plans."""
+    """Return what is found, as ``--json`` prints it, a complaint where nothing fits, else "", the search, its plans.
+
+    A ``cautious`` search leaves a tenth of a GPU's memory free, unless nothing fits so.
+    """
     if there is None:
         raise ConfigError("--search needs --memory_gib, or --instance_type: what fits depends on it")
     if space.args.expert_parallel_degree > 1:
@@ -23,11 +26,14 @@ def search(
             f"--expert_parallel_degree {space.args.expert_parallel_degree}: --search does not cover expert "
             "parallelism; give degree 1, or leave out --search"
         )
-    of = Search(space, there, machine, compiled)
-    plans = of.run()
+    for bound in [int(TIGHT * there)] * (cautious and space.gpu) + [there]:
+        of = Search(space, bound, machine, compiled)
+        plans = of.run()
+        if plans:
+            break
     found = {
         "model": space.spec.name, "devices": space.devices, "memory": there, "rows": space.rows,
-        "tokens": space.rows * space.seq_len, "best": [described(space, plan) for plan in plans],
+        "tokens": space.rows * space.seq_len, "best": [described(space, plan, there) for plan in plans],
         "lost": dict(of.lost.most_common()), "stepped": len(of.stepped),
     }  # fmt: skip
     if plans:
@@ -40,11 +46,12 @@ def search(
     return found, complaint, of, plans
 
 
-def described(space: Space, plan: Plan) -> dict[str, Any]:
+def described(space: Space, plan: Plan, there: int) -> dict[str, Any]:
     """Return one plan, sizes in bytes."""
     flags = space.flags(plan.setting)
     found: dict[str, Any] = {
         "flags": flags, "words": words(flags), "needed": plan.needed,
+        "tight": space.gpu and plan.needed > TIGHT * there,
         "host": on_host(plan.args, plan.memory, gpu=space.gpu),
     }  # fmt: skip
     if plan.time is not None:
@@ -64,12 +71,15 @@ def text(found: dict[str, Any]) -> str:
         + (untimed if best and "step_seconds" not in best[0] else ""), "",
     ]  # fmt: skip
     if best:
-        rows.append(f"  {'tokens/s':>10} {'step':>9} {'memory':>11}  flags")
+        rows.append(f"  {'tokens/s':>10} {'step':>9} {'memory':>11}    flags")
     for plan in best:
         speed, step = "-", "-"
         if "step_seconds" in plan:
             speed, step = f"{plan['tokens_per_second']:,.0f}", f"{plan['step_seconds']:.2f} s"
-        rows.append(f"  {speed:>10} {step:>9} {gib(plan['needed']):>11}  {plan['words'] or '(as given)'}")
+        memory = gib(plan["needed"]) + (" *" if plan["tight"] else "  ")
+        rows.append(f"  {speed:>10} {step:>9} {memory:>13}  {plan['words'] or '(as given)'}")
+    if any(plan["tight"] for plan in best):
+        rows += ["", f"  * more than {TIGHT:.0%} of the device: try it before a long run"]
     left = "not among them" if best else "nothing fits"
     rows += [""] * bool(best) + [f"  {left}, after {found['stepped']} were stepped:"]
     rows += [f"  {count:>8}  {reason}" for reason, count in found["lost"].items()]

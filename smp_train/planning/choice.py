@@ -45,7 +45,9 @@ def choose(request: dict[str, Any]) -> dict[str, Any]:
         bool(request["gpu"]), request["batch"], request["host_memory"],
     )  # fmt: skip
     rates = rates_of(request["gpu"], request["memory"], space) if request["gpu"] else None
-    found, complaint, of, plans = search(space, request["memory"], rates, compiled=compiled)
+    found, complaint, of, plans = search(
+        space, request["memory"], rates, compiled=compiled, cautious=args.auto == "plan"
+    )  # fmt: skip
     if complaint:
         return {"error": complaint}
     best = found["best"][0]

@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         if own.tokens is not None:
             raise ConfigError("plan: --tokens is of one plan: give it with the flags that --search finds")
         space = Space(args, given(resolved), spec, devices, per_node, seq_len, gpu, host=host)
-        best, nothing, *_ = search(space, there, rates, compiled=compiled)
+        best, nothing, *_ = search(space, there, rates, compiled=compiled, cautious=args.auto == "plan")
         print(json.dumps(best) if own.json else table(best), flush=True)
         if nothing:
             raise ConfigError(nothing)
@@ -185,7 +185,8 @@ def text(found: dict[str, Any]) -> str:
         rows += ["  lower, with one change each:", *(f"  {size:>14}  {change}" for size, change in sizes), ""]
     rows += cost.text(found)
     if found["fits"] is not None:
-        rows.append(_verdict(found["needed"], found["memory"]))
+        tight = fitting.TIGHT * found["memory"] < found["needed"] <= found["memory"]
+        rows.append(_verdict(found["needed"], found["memory"], ", tightly: try it before a long run" * tight))
         if found["host_memory"]:
             rows.append(_verdict(found["host_needed"], found["host_memory"], " of host memory"))
     return "\n".join(rows).rstrip()

@@ -12,6 +12,9 @@ GIB = 2**30
 FIXED_SLACK, SHARE_SLACK = 2 * GIB, 0.05
 """GPU memory besides tensors: the driver, workspaces of libraries and NCCL's buffers; and the share of the peak that is
 lost to fragments. Assumptions, which the plan prints."""
+TIGHT = 0.9
+"""Of a GPU's memory: where a plan needs more, the run may still run out of it. Published memory is up to 15 % above
+what is planned (docs/planning.md)."""
 HOST_SLACK = 4 * GIB
 """Host memory of a GPU's process besides tensors: Python, torch, CUDA's libraries. An assumption."""
 STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)

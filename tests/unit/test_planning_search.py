@@ -169,6 +169,33 @@ def test_nothing_fits_is_said_with_what_would_be_needed(monkeypatch: pytest.Monk
     assert "does not fit" in text(found)
 
 
+def test_what_takes_nearly_all_of_a_gpu_is_marked_and_a_cautious_search_leaves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(searching, "estimate", pretended)
+    machine, space = machine_of(instances.find("p5.48xlarge")), space_of()
+
+    def found(there: int, cautious: bool) -> dict[str, Any]:
+        return search(space, there, machine, compiled=True, cautious=cautious)[0]
+
+    most = found(12 * GIB, False)["best"][0]["needed"]
+    there = int(most / 0.95)
+    bold, careful = found(there, False), found(there, True)
+    assert bold["best"][0]["needed"] == most
+    assert [plan["tight"] for plan in bold["best"]] == [plan["needed"] > 0.9 * there for plan in bold["best"]]
+    assert " *" in text(bold)
+    assert careful["best"]
+    assert not any(plan["tight"] for plan in careful["best"])
+    assert "*" not in text(careful)
+
+    every = Search(space, there, machine)
+    settings, _ = space.settings()
+    least = min(
+        every._plan(one, pretended(space.applied(one), None, devices=16, per_node=8)).needed for one in settings
+    )
+    assert {plan["needed"] for plan in found(least, True)["best"]} == {least}  # nothing fits nine tenths
+
+
 def test_without_times_the_rule_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "estimate", pretended)
     space = space_of(devices=4, per_node=4, gpu=False)
