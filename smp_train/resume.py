@@ -11,10 +11,11 @@ from smp_train.arguments import Arguments
 from smp_train.checkpoints import Checkpoint, foreign, tokenizer
 from smp_train.checkpoints.discovery import is_checkpoint_folder, newest_readable, open_checkpoint
 from smp_train.checkpoints.node_local import find_newest, is_node_local
+from smp_train.checkpoints.runs import runs_in
 from smp_train.data.blend import read_weights
 from smp_train.data.pipelines.data_pipeline import Loader
 from smp_train.distributed import ALL_RANKS
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import CheckpointError, ConfigError, first_few
 from smp_train.models.configuration import changes_from
 from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
 from smp_train.naming import Start
@@ -142,7 +143,15 @@ def look_for_checkpoint(args: Arguments, spec: ModelSpec, start: Start, mesh: di
                 f"--pretrained_checkpoint_file {found.path}"
             )
     if found is None:
-        log.info("No committed checkpoint in %s yet", location)
+        of = f"No committed checkpoint of run {start.run.quoted} in {location}"
+        others = distributed.on_main("looking for other runs", lambda: runs_in(location))
+        if others:
+            log.warning(
+                "%s, which holds those of %s: it begins at step 0; to go on with one of these give its --run_name, to "
+                "begin from one --resume_from_checkpoint CHECKPOINT", of, first_few(others),
+            )  # fmt: skip
+        else:
+            log.info("%s yet", of)
     return found
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,7 +27,7 @@ from smp_train.checkpoints.manifest import (
 from smp_train.checkpoints.pruning import deleting
 from smp_train.checkpoints.runs import committed, committed_names, last_run, run_of
 from smp_train.checkpoints.target import Policy
-from smp_train.errors import CheckpointError, ConfigError, redacted
+from smp_train.errors import CheckpointError, ConfigError, first_few, redacted
 from smp_train.models.hugging_face import trust_code
 from smp_train.progress import Progress
 from smp_train.storage import normal
@@ -39,17 +39,19 @@ def parser() -> argparse.ArgumentParser:
     found = VerbParser(prog="smp-train checkpoint", description=__doc__, allow_abbrev=False)
     verbs = found.add_subparsers(dest="verb", required=True, parser_class=VerbParser)
 
-    def verb(name: str, help: str, source: str, target: str | None = None) -> argparse.ArgumentParser:
-        made = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)
+    def verb(name: str, help: str, source: str, target: str | None = None, **more: Any) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=help, description=help, allow_abbrev=False, **more)
         made.add_argument("source", help=source)
         if target is not None:
             made.add_argument("target", help=target)
         return made
 
     either = "a checkpoint, or a folder of them (the newest one of the run that saved last)"
-    made = verb("ls", "list the checkpoints of a folder", "folder of checkpoints, or one checkpoint")
+    listing = "list the checkpoints of a folder"
+    made = verb("ls", listing, "folder of checkpoints, or one checkpoint", aliases=["list"])
     made.add_argument("--json", action="store_true", help="as JSON")
-    verb("show", "tell what a checkpoint holds", either)
+    made = verb("show", "tell what a checkpoint holds", either)
+    made.add_argument("--json", action="store_true", help="all of it, as JSON")
     verb("verify", "recompute checksums", "a checkpoint, or a folder: all of its committed ones")
     for name, help, source in (
         ("export", "write a checkpoint's model as a Hugging Face folder", either),
@@ -83,8 +85,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     trust_code(bool(getattr(options, "trust_remote_code", 0)))
     actions = {
-        "ls": ls, "show": show, "verify": verify, "export": export_model, "convert": convert, "import": import_weights,
-        "prune": prune,
+        "ls": ls, "list": ls, "show": show, "verify": verify, "export": export_model, "convert": convert,
+        "import": import_weights, "prune": prune,
     }  # fmt: skip
     return actions[options.verb](options)
 
@@ -170,9 +172,37 @@ def show(options: argparse.Namespace) -> int:
     among = f" in {len(readers)} parts" if len(readers) > 1 else ""
     for kind, counts in kinds.items():
         facts[f"{kind}.*"] = f"{len(counts)} tensors, {sum(counts):,} numbers{among}"
+    if options.json:
+        print(json.dumps(facts, indent=1))
+        return 0
     for key, value in facts.items():
-        print(f"{key + ':':<12} {value if isinstance(value, str) else json.dumps(value)}")
+        print(f"{key + ':':<12} {READ_AS.get(key, in_words)(value)}")
     return 0
+
+
+def in_words(value: Any) -> str:
+    """Return a value of meta.json as a person reads it: of a long list how many entries it has."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {f'({in_words(each)})' if isinstance(each, dict) else in_words(each)}"
+                         for key, each in value.items())  # fmt: skip
+    if isinstance(value, list):
+        return f"{len(value)} entries" if len(value) > 8 else " ".join(map(in_words, value)) or "none"
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+
+
+def _best(best: Any) -> str:
+    if not isinstance(best, dict) or best.get("step") is None:
+        return "no validation yet"
+    return f"step {best['step']} with validation loss {best.get('loss')}, {best.get('since')} validations since"
+
+
+def _spikes(spikes: Any) -> str:
+    spans = spikes.get("skipped") if isinstance(spikes, dict) else None
+    stretches = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans or ()]
+    return f"updates skipped: {f'steps {first_few(stretches)}' if stretches else 'none'}"
+
+
+READ_AS: dict[str, Callable[[Any], str]] = {"best": _best, "spikes": _spikes}
 
 
 def verify(options: argparse.Namespace) -> int:

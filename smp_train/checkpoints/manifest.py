@@ -65,6 +65,11 @@ class RunId:
         """The name as eight hexadecimal digits, for names of files: jobs of one run have the same; empty if unknown."""
         return hashlib.sha256(self.name.encode()).hexdigest()[:8] if self.id else ""
 
+    @property
+    def quoted(self) -> str:
+        """The name in quotation marks, for messages."""
+        return f"'{self.name}'" if self.name else str(self)
+
     def __str__(self) -> str:
         return self.name or "(no run)"
 

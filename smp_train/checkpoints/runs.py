@@ -153,13 +153,18 @@ def last_run(entries: Sequence[Entry]) -> RunId:
     return max(entries, key=lambda entry: (entry.time, entry.step)).run
 
 
+def runs_in(location: str) -> list[str]:
+    """Return the names, quoted, of the runs with committed checkpoints in a folder."""
+    return sorted({entry.run.quoted for entry in committed(open_folder(location))})
+
+
 def summary(location: str, run: RunId) -> str:
     """Return in a few words whose checkpoints of which steps a folder holds; ``run`` is the one that asks."""
     storage = open_folder(location, run)
     steps: dict[RunId, list[int]] = {}
     for entry in reversed(committed(storage)):
         steps.setdefault(entry.run, []).append(entry.step)
-    found = [f"{owner} {_shortened(of)}{' (this run)' * (owner == run)}" for owner, of in steps.items()]
+    found = [f"{owner.quoted} {_shortened(of)}{' (this run)' * (owner == run)}" for owner, of in steps.items()]
     others = {name: storage.storage.level(name) for name in storage.names() if parse_folder_name(name)}
     uncommitted = [name for name, (files, _) in others.items() if not any(file.startswith(COMMITTED) for file in files)]
     for name in uncommitted[:3]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.models.hugging_face import load_tokenizer
-from smp_train.storage.paths import names_in, on_this_machine, place
+from smp_train.storage.paths import names_in, on_this_machine, place, temporary
 
 SETTINGS = "tokenizer_config.json"
 DECISIVE = {
@@ -58,8 +58,8 @@ def set_ends(config: Any, files: Mapping[str, bytes]) -> None:
 
 @contextmanager
 def written(files: Mapping[str, bytes]) -> Iterator[str]:
-    """Yield a temporary folder that holds the files."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Yield a temporary folder that holds the files, those of a checkpoint for failures in the body."""
+    with temporary("the checkpoint's tokenizer", called="((--)?tokenizer )?") as folder:
         for name, content in files.items():
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)

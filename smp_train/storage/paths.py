@@ -6,13 +6,14 @@ import fnmatch
 import io
 import os
 import posixpath
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from smp_train.storage import s3
 from smp_train.storage.base import Entry, Range, normal
 from smp_train.storage.client import is_s3, split
@@ -22,6 +23,8 @@ READ_AHEAD = 1 << 18
 """Bytes of one request of an object that is read as a file."""
 SMALL_BYTES = 1 << 26
 """Largest file that is taken for part of a tokenizer; weights are larger."""
+TEMPORARY = "smp-train-copy-"
+"""Beginning of the names of temporary folders."""
 
 
 class S3Path:
@@ -109,14 +112,29 @@ def names_in(folder: Place, pattern: str = "*") -> list[str]:
 
 
 @contextmanager
+def temporary(name: str, called: str = "") -> Iterator[str]:
+    """Yield a temporary folder; failures in the body, of any rank, name ``name`` in its place.
+
+    ``called`` is a regular expression of what is replaced with it.
+    """
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as folder:
+        try:
+            yield folder
+        except SmpTrainError as failure:
+            failure.args = (re.sub(rf"{called}[^\s']*/{TEMPORARY}\w+", lambda _: name, str(failure)),)
+            raise
+
+
+@contextmanager
 def on_this_machine(location: str) -> Iterator[str]:
     """Yield a location, or for as long as it is used a copy of the file, or of a folder's small files, that S3 has."""
     if not is_s3(location):
         yield location
         return
     there = S3Path(location)
-    with tempfile.TemporaryDirectory() as copy:
-        if there.is_file():
+    is_file = there.is_file()
+    with temporary(str(there.parent if is_file else there)) as copy:
+        if is_file:
             (Path(copy) / there.name).write_bytes(there.read_bytes())
             yield os.path.join(copy, there.name)
             return

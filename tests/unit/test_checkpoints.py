@@ -551,6 +551,25 @@ def test_the_verbs(place, capsys):
     assert open_checkpoint(f"{place}/llama_v2-9steps").verify() == []
 
 
+def test_what_a_checkpoint_holds_is_read_by_people_and_by_programs(tmp_path, capsys):
+    meta = {
+        "best": {"step": 2, "loss": 1.5, "since": 3}, "data": {"size": 48, "cursor": {"rows": list(range(9))}},
+        "spikes": {"accepted": [[step, 1.0, 2.0] for step in range(100)], "skipped": [[4, 6], [9, 9]], "row": 0},
+    }  # fmt: skip
+    manager(tmp_path).save(5, state(), meta)
+    assert main(["show", str(tmp_path)]) == 0
+    shown = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert all(len(line) < 120 and not set(line) & set("{[") for line in shown.values())
+    assert "steps 4 to 6, 9" in shown["spikes"]
+    assert "step 2 with validation loss 1.5" in shown["best"]
+    assert " ".join(shown["data"].split()) == "size 48, cursor (rows 9 entries)"
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).items() > meta.items()
+    for verb in ("ls", "list"):
+        assert main([verb, str(tmp_path)]) == 0
+        assert "llama_v2-5steps  committed" in capsys.readouterr().out
+
+
 def test_prune_lets_a_running_job_be_and_deletes_damaged_ones_when_asked(place, capsys):
     save(place, 3, 6, 9)
     harm(place, "llama_v2-9steps", ".distcp", flipped)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +15,9 @@ from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.owner import Owner
 from smp_train.checkpoints.runs import committed, origin
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.naming import Start
+from smp_train.resume import look_for_checkpoint
+from smp_train.storage import is_s3
 from tests.checkpoint_files import Stop, manager, state, stop_at
 
 FIRST, SECOND = RunId("first", "11111111"), RunId("second", "22222222")
@@ -176,6 +181,23 @@ def test_whose_checkpoints_a_start_goes_on_from(place):
     assert goes_on_from(place, "first") == goes_on_from(place) == FIRST
     save(place, RunId.fresh("neox"), 99, model_type="gpt_neox")
     assert goes_on_from(place) == FIRST, "of the model type that is trained"
+
+
+def test_a_run_that_finds_others_alone_says_whose(place, caplog):
+    def warned(name: str) -> list[str]:
+        caplog.clear()
+        args = parse([f"--resume_from_checkpoint={place}", f"--checkpoint_dir={place}"]).args
+        config = SimpleNamespace(to_dict=dict)
+        assert look_for_checkpoint(args, SimpleNamespace(config=config), Start(RunId.fresh(name), None), {}) is None
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+    if not is_s3(place):
+        os.makedirs(place)
+    assert warned("other") == []
+    save(place, FIRST, 3, 4)
+    save(place, SECOND, 5)
+    (line,) = warned("other")
+    assert all(word in line for word in ("'other'", place, "'first', 'second'", "step 0", "--run_name"))
 
 
 def test_a_run_with_damaged_checkpoints_only_does_not_begin_afresh(place):

@@ -14,7 +14,14 @@ import pytest
 from smp_train import resume
 from smp_train.arguments import parse
 from smp_train.checkpoints import tokenizer
+from smp_train.data.text.fields import Fields
+from smp_train.data.text.opening import open_tokenizer
+from smp_train.errors import ConfigError
+from smp_train.models.hugging_face import load_tokenizer
+from smp_train.storage.s3 import S3Storage
 from tests.chats import PLAIN, write_tokenizer
+
+CHATS = Fields(("messages",), chat=True)
 
 
 def args_of(*data: Path, **changes: Any) -> Any:
@@ -88,3 +95,23 @@ def test_the_template_that_chats_were_read_with_is_kept(made: Path, tmp_path: Pa
     saved: Any = SimpleNamespace(tokenizer=lambda: tokenizer.tokenizer_files(str(made / "chats")))
     args = parse([f"--dataset={tmp_path}", f"--chat_template={given}", f"--resume_from_checkpoint={tmp_path}"]).args
     assert template_of(resume.tokenizer_of(args, spec_of(None), saved)) == PLAIN + "!"
+
+
+def test_a_checkpoints_tokenizer_is_named_and_not_the_folder_it_is_copied_to(made: Path) -> None:
+    """That of any rank: where one fails, all repeat its line."""
+    files = tokenizer.tokenizer_files(str(made / "text"))
+    with pytest.raises(ConfigError, match=r"^the checkpoint's tokenizer: has"), tokenizer.written(files) as folder:
+        open_tokenizer(folder, None, CHATS)
+    broken = {**files, "tokenizer.json": b"{"}
+    with pytest.raises(ConfigError, match=r"^the checkpoint's tokenizer cannot"), tokenizer.written(broken) as folder:
+        load_tokenizer(folder)
+    with pytest.raises(ConfigError, match=r"^rank 1 on HOST: the checkpoint's tokenizer: has"), tokenizer.written({}):
+        raise ConfigError(f"rank 1 on HOST: --tokenizer {folder}: has no chat template")
+
+
+def test_a_tokenizer_in_s3_is_named_and_not_its_copy(made: Path, s3_place: str) -> None:
+    for file in made.joinpath("text").glob("*.json"):
+        S3Storage(s3_place).put(file.name, file.read_bytes())
+    for given in (s3_place, f"{s3_place}/tokenizer.json"):
+        with pytest.raises(ConfigError, match=rf"^--tokenizer {given}: has no chat template"):
+            open_tokenizer(given, None, CHATS)
