@@ -10,7 +10,7 @@ from smp_train.arguments.verb_parser import VerbParser, at_least
 from smp_train.data import manifest
 from smp_train.data.audit import audit
 from smp_train.data.survey import ANY_VOCABULARY, look
-from smp_train.data.text.opening import holds_text
+from smp_train.data.text.opening import holds_text, refuse_documents
 from smp_train.data.text.survey import look_at_documents
 from smp_train.errors import DataError
 
@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
             args.path, args.tokenizer, args.max_context_width, column=args.text_column, template=args.chat_template
         )
     else:
+        refuse_documents(args.path, getattr(args, "text_column", None))
         survey = look(args.path, args.vocab_size, args.cache_dir, args.max_context_width)
     if args.verb == "verify":
         differences = manifest.differences(args.path, checksums=True)

@@ -9,8 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError, first_line, one_line
@@ -32,8 +38,53 @@ OUR_MARK = "COMMITTED"
 BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 """Files of the configuration, of the tokenizer and of its chat template."""
 
+PROBE_SECONDS = 5.0
+
 logger = logging.getLogger("smp_train.models")
 _trusted = False
+
+
+class HubUnreachable(OSError):
+    """A name is not on this machine, and the hub cannot be reached."""
+
+
+@contextmanager
+def asking_hub() -> Iterator[None]:
+    """Let the body ask the Hugging Face hub; where that cannot be reached, its cache on this machine alone.
+
+    Otherwise each request would be repeated for half a minute, with a line each time. Raises `HubUnreachable`.
+    """
+    from huggingface_hub import constants, utils
+
+    if constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT):
+        yield
+        return
+    reset = getattr(utils, "reset_sessions", lambda: None)  # before version 1 a session keeps its mode
+    constants.HF_HUB_OFFLINE = True
+    reset()
+    try:
+        yield
+    except OSError as failure:
+        raise HubUnreachable("no such path, and the hub cannot be reached") from failure
+    finally:
+        constants.HF_HUB_OFFLINE = False
+        reset()
+
+
+def _answers(endpoint: str) -> bool:
+    """Return whether a server can be connected to, at the second attempt at the latest; true behind a proxy."""
+    where = urlsplit(endpoint)
+    if not urllib.request.getproxies().keys().isdisjoint({where.scheme, "all"}):
+        return True
+    for wait in (0, 1):
+        time.sleep(wait)
+        try:
+            port = where.port or (80 if where.scheme == "http" else 443)
+            socket.create_connection((where.hostname or "", port), PROBE_SECONDS).close()
+        except OSError:
+            continue
+        return True
+    return False
 
 
 def transformers_major() -> int:
@@ -73,7 +124,8 @@ def load_tokenizer(location: str) -> Any:
             for key, value in json.loads(settings.read_text(encoding="utf-8")).items():
                 if key.endswith("_file") and isinstance(value, str) and "/" in value and os.path.isfile(value):
                     raise ConfigError(f"{settings}: {key} leads out of the folder, to {value}; take that entry out")
-        return AutoTokenizer.from_pretrained(location, trust_remote_code=_trusted)
+        with nullcontext() if path.exists() else asking_hub():
+            return AutoTokenizer.from_pretrained(location, trust_remote_code=_trusted)
     except ConfigError:
         raise
     except Exception as failure:  # anything, for files of unknown origin
@@ -236,12 +288,14 @@ def _download(name: str, *, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=[*BESIDE_WEIGHTS, *["*.safetensors"] * with_weights]))
-        if with_weights and not weight_files(folder):
-            folder = Path(snapshot_download(name, allow_patterns=[*BESIDE_WEIGHTS, "*.bin"]))
-        return folder
+        with asking_hub():
+            folder = Path(snapshot_download(name, allow_patterns=[*BESIDE_WEIGHTS, *["*.safetensors"] * with_weights]))
+            if with_weights and not weight_files(folder):
+                folder = Path(snapshot_download(name, allow_patterns=[*BESIDE_WEIGHTS, "*.bin"]))
+            return folder
     except Exception as failure:  # no network, no such model, no access: each raises its own class
+        why = failure if isinstance(failure, HubUnreachable) else type(failure).__name__
         raise ConfigError(
-            f"{name} is neither a folder nor a model that the Hugging Face hub gives "
-            f"({type(failure).__name__}); download it and give the folder"
+            f"{name} is neither a folder nor a model that the Hugging Face hub gives ({why}); download it and give the "
+            "folder"
         ) from failure

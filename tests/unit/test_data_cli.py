@@ -50,6 +50,26 @@ def test_verify_names_every_problem(tmp_path, capsys):
     assert "length: 3 to 3, median 3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_text_and_chats_are_one_line(verb, tmp_path, capsys):
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    pq.write_table(pa.table({"text": ["é🙂"] * 5}), tmp_path / "more.parquet")
+    for name in ("chats.jsonl", "chats.json"):
+        (tmp_path / name).write_text('{"messages": [{"role": "user", "content": "?"}]}\n' * 5)
+    (tmp_path / "other.jsonl").write_text('{"conversations": []}\n' * 5)
+    (tmp_path / "a.txt").write_text("a story\n" * 5)
+    for name in ("more.parquet", "chats.jsonl", "chats.json", "other.jsonl", "a.txt", ""):
+        assert main(["data", verb, str(tmp_path / name)]) == 3
+        said = capsys.readouterr()
+        assert said.out == ""
+        (line,) = (line for line in said.err.splitlines() if "error" in line)
+        assert "--tokenizer" in line
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "a.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
+    (tmp_path / "tokens" / "README.md").write_text("of tokens")
+    assert main(["data", verb, str(tmp_path / "tokens")]) == 0
+
+
 def test_verify_prepared(tmp_path, capsys):
     (tmp_path / "a.json").write_text('{"input_ids": [1, 2, 3]}\n' * 5)
     open_place(str(tmp_path), vocab_size=9)

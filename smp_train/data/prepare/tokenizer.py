@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smp_train.errors import ConfigError
-from smp_train.models.hugging_face import load_tokenizer
+from smp_train.models.hugging_face import asking_hub, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -59,7 +59,8 @@ def load(name: str) -> Tokenizer:
             if tokenizer is None:
                 raise ConfigError(f"--tokenizer {name}: has no fast form; convert it to a tokenizer.json")
         else:
-            tokenizer = Tokenizer.from_pretrained(name)
+            with asking_hub():
+                tokenizer = Tokenizer.from_pretrained(name)
     except ConfigError:
         raise
     except Exception as error:

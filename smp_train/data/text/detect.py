@@ -37,7 +37,7 @@ def find_fields(files: Sequence[TextFile], column: str | None) -> Fields:
 
 
 def _by_first_record(file: TextFile, column: str | None) -> Fields:
-    lists = _fields_that_are_lists(file)
+    lists = fields_that_are_lists(file)
     if column:
         names = (column,) if column in lists else tuple(column.split(","))
         if len(names) > 2:
@@ -50,7 +50,7 @@ def _by_first_record(file: TextFile, column: str | None) -> Fields:
     return found[0] if found else FOUND[0]
 
 
-def _fields_that_are_lists(file: TextFile) -> dict[str, bool]:
+def fields_that_are_lists(file: TextFile) -> dict[str, bool]:
     """Return, by the name of each field of the first record, whether it is a list; nothing where there is no record.
 
     What is wrong with such a file its reader names.

@@ -11,6 +11,7 @@ from typing import Any
 from smp_train.data.text.fields import Fields
 from smp_train.data.text.read import TextFile, refuse_columns
 from smp_train.errors import ConfigError, DataError, install
+from smp_train.models.hugging_face import HubUnreachable, asking_hub
 
 ROWS_AT_ONCE = 1000
 
@@ -66,8 +67,11 @@ def open_split(name: str, config: str | None, split: str, flag: str) -> Split:
     try:
         # From datasets 4 on no code of a data set is run, and the option is refused.
         runs_code = "trust_remote_code" in inspect.signature(datasets.load_dataset_builder).parameters
-        builder = datasets.load_dataset_builder(name, config, **({"trust_remote_code": False} if runs_code else {}))
-        splits = builder.as_streaming_dataset()
+        with asking_hub():
+            builder = datasets.load_dataset_builder(name, config, **({"trust_remote_code": False} if runs_code else {}))
+            splits = builder.as_streaming_dataset()
+    except HubUnreachable as failure:
+        raise DataError(f"{flag} {name}: {failure}; check the path, or download the data set") from None
     except Exception as error:
         raise DataError(
             f"{flag} {name}: is no file or folder here, and cannot be opened as a data set of the hub ({_line(error)})"

@@ -16,14 +16,15 @@ from smp_train.data.lines import LINE_BYTES
 from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
+from smp_train.data.rows import FIELDS as ROW_FIELDS
 from smp_train.data.source import Source
 from smp_train.data.text.conversations import Conversations, chat_tokenizer
-from smp_train.data.text.detect import find_fields
+from smp_train.data.text.detect import fields_that_are_lists, find_fields
 from smp_train.data.text.fields import Fields
 from smp_train.data.text.files import begins_with, find_files
 from smp_train.data.text.read import TextFile
 from smp_train.data.text.stream import Reading, spread_tokenizing
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import ConfigError, DataError, first_few
 from smp_train.storage.paths import on_this_machine
 from smp_train.storage.paths import place as place_of
 
@@ -185,6 +186,25 @@ def _split_of_hub(name: str, config: str | None) -> list[TextFile]:
         except DataError as error:
             first = first or error
     raise DataError(f"{first}; give --test_dir to validate on")
+
+
+def refuse_documents(location: str, column: str | None) -> None:
+    """Raise DataError, once, where a place surely holds text or chats, of which each line would be no row of tokens."""
+    if not place_of(location).exists() or formats.kind_of(location) != formats.SHARDS:
+        return
+    try:
+        files = find_files([location], column=column, flag="PATH")
+    except DataError:
+        return  # opened as shards, which names what is wrong with it
+    of_lines = [file for file in files if file.kind == "lines"]
+    fields = fields_that_are_lists(of_lines[0]) if of_lines else {}
+    if of_lines and (not fields or not fields.keys().isdisjoint(ROW_FIELDS)):
+        return
+    holds = f"records with {first_few(list(fields))}" if fields else "text" if files[0].kind == "whole" else "a table"
+    raise DataError(
+        f"{location}: holds {holds}, not rows of token ids; to look at text and chats give data inspect --tokenizer, "
+        "to make such rows of them: smp-train prepare"
+    )
 
 
 def holds_text(location: str, column: str | None = None) -> bool:
