@@ -190,7 +190,8 @@ def answer(
     if not stream:
         print(text)
     sys.stdout.flush()
-    print(f"{len(tokens)} tokens in {seconds:.1f} s ({len(tokens) / seconds:.1f} tokens/s)", file=sys.stderr)
+    took = f"{seconds:.{1 if seconds >= 1 else 3}f} s"
+    print(f"{len(tokens)} tokens in {took} ({len(tokens) / seconds:.1f} tokens/s)", file=sys.stderr)
     return text
 
 

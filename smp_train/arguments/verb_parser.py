@@ -38,6 +38,10 @@ class VerbParser(argparse.ArgumentParser):
             options = {"nargs": "?", "const": 1, **options}
         return super().add_argument(*names, **options)
 
+    def format_help(self) -> str:
+        """Return the help, in which docstrings are without the markup of the source."""
+        return super().format_help().replace("``", "`")
+
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError`."""
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,6 +25,8 @@ def root_cause(error: BaseException) -> str:
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, OSError):
         seen = seen.__cause__ or seen.__context__
+    if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{seen.strerror}; free space and start the same command again"
     text = str(seen or error).strip().splitlines()
     return f"{type(seen or error).__name__}: {text[0] if text else '(no message)'}"
 

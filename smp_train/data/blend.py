@@ -157,6 +157,11 @@ class BlendOrder:
         """Return how many rows each source has, by its place."""
         return {place: order.size for place, order in zip(self.places, self.orders, strict=True)}
 
+    def shares(self) -> str:
+        """Return what part of the samples comes from each source, for the log."""
+        parts = zip(self.places, self.slots, strict=True)
+        return ", ".join(f"{100 * slots / BLOCK:g} % from {place}" for place, slots in parts)
+
     def identity(self) -> dict[str, Any]:
         """Return what, with the data, decides which row is at a position."""
         blend = [[order.size, slots] for order, slots in zip(self.orders, self.slots, strict=True)]

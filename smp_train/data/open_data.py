@@ -89,6 +89,7 @@ def open_data(
         source = sources[0] if len(sources) == 1 else Joined(sources, places)
         if weights is not None and isinstance(source, Joined):
             order = BlendOrder(source, weights, args.seed, args.shuffle)
+            logger.info("Samples are drawn %s", order.shares())
     with distributed.together("preparing the data"):
         training = TrainingData(
             source, order or Order(len(source), args.seed, args.shuffle, shards(source)), long=long,

@@ -168,7 +168,7 @@ function drawnMark({ event, i, r }, x) {
   const odd = !QUIET.includes(event.event);
   if (event.event === "save") return [el("path", { d: `M${x - 3} ${FOOT + 5}l3 -5l3 5z`, fill: color(r) })];
   if (!odd && event.event !== "resume" && !(event.event === "start" && i)) return [];
-  const look = odd ? { stroke: RED } : { stroke: GREY, "stroke-dasharray": "2 3" };
+  const look = odd ? { stroke: several ? color(r) : RED } : { stroke: GREY, "stroke-dasharray": "2 3" };
   return [el("line", { x1: x, x2: x, y1: TOP, y2: FOOT, ...look })];
 }
 
@@ -230,7 +230,7 @@ function follow(svg, all, marked, { X, inside, value }) {
     for (const key of ["x1", "x2"]) rule.setAttribute(key, X(where));
     rule.setAttribute("visibility", inside(where) ? "visible" : "hidden");
     const near = marked.filter(each => Math.abs(X(each.x) - X(x)) < 5);
-    const lines = new Set(near.map(({ event }) => `${event.event} at step ${event.step}`));
+    const lines = new Set(near.map(({ event, r }) => `${several ? runs[r].name + ", " : ""}${event.event} at step ${event.step}`));
     tip.replaceChildren(el("b", {}, `${$("axis").selectedOptions[0].text} ${short(where)}`), ...rows.map(row => {
       const [curve, [, y, note]] = row, name = `${several ? runs[curve.run].name + ", " : ""}${curve.name}`;
       return el("div", {}, el("i", { style: `background:${curve.color}` }), `${name} ${short(y)}${note || ""}`);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -549,6 +550,14 @@ def test_the_verbs(place, capsys):
     assert main(["prune", place, "--keep", "1"]) == 0
     assert keys(place) == files("llama_v2-9steps")
     assert open_checkpoint(f"{place}/llama_v2-9steps").verify() == []
+
+
+def test_a_full_disk_is_named_with_the_remedy(tmp_path):
+    def full(stage):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "__0_0.distcp")
+
+    with pytest.raises(CheckpointError, match=r"-5steps: No space left on device; free space and start the same"):
+        manager(tmp_path, on_stage=full).save(5, state(), {})
 
 
 def test_what_a_checkpoint_holds_is_read_by_people_and_by_programs(tmp_path, capsys):

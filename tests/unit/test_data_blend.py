@@ -46,6 +46,10 @@ def test_each_source_keeps_its_own_order():
     assert joined.name(41) == "s1/1"
 
 
+def test_the_log_says_which_shares_weights_of_any_sum_are():
+    assert blend([0.7, 0.4])[1].shares() == "63.64 % from s0, 36.36 % from s1"
+
+
 class Known(Numbers):
     def report(self):
         return {"rows": self.size, "longest": self.size, "longest_at": "x:1"}

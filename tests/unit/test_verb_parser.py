@@ -9,6 +9,14 @@ import pytest
 from smp_train.cli import main
 
 
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "prepare", "data", "checkpoint", "plan"])
+def test_help_has_no_markup_of_docstrings(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    assert f"`smp-train {verb}`:" in (said := capsys.readouterr().out)
+    assert "``" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "flag", "values"),
     [
