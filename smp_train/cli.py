@@ -40,20 +40,25 @@ if TYPE_CHECKING:
 
 
 class Verb(NamedTuple):
-    """A verb: its help and the module of its ``main``, imported on use."""
+    """A verb: its help and the module of its ``main``, imported on use.
+
+    ``flags`` is one that needs neither torch nor numpy: its ``read`` prints help and names mistakes first.
+    """
 
     help: str
     module: str
+    flags: str = ""
 
 
+PLAN_FLAGS, PREPARE_FLAGS = "smp_train.planning.options", "smp_train.data.prepare.options"
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
-    "plan": Verb("say memory, time and cost of a run, before it has a machine", "smp_train.planning.cli"),
+    "plan": Verb("say memory, time and cost of a run, before it has a machine", "smp_train.planning.cli", PLAN_FLAGS),
     "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
     "doctor": Verb("say what this machine has and lacks, and how to mend it", "smp_train.launch.doctor"),
     "generate": Verb("continue a prompt with the model of a checkpoint", "smp_train.generation"),
     "evaluate": Verb("loss and perplexity of a checkpoint on data sets", "smp_train.evaluation"),
-    "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli"),
+    "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli", PREPARE_FLAGS),
     "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
     "checkpoint": Verb("ls, show, verify, export, convert, import and prune checkpoints", "smp_train.checkpoints.cli"),
     "bench": Verb("measure speed", "smp_train.bench"),
@@ -160,7 +165,10 @@ def _run(words: list[str], failing: Failing) -> int:
         return _train(rest, failing)
     if name in COLLECTIVE and not HELP_FLAGS & set(rest):
         failing.runtime = distributed.detect()
-    return int(_import(name).main(_split_debug(rest)[0]))
+    rest = _split_debug(rest)[0]
+    if VERBS[name].flags:
+        importlib.import_module(VERBS[name].flags).read(rest)
+    return int(_import(name).main(rest))
 
 
 def _train(words: list[str], failing: Failing) -> int:

@@ -54,7 +54,7 @@ def check(
         return []
     if args.auto != "off":
         gpus = nodes * processes
-        print(f"smp-train: searching settings for {gpus} GPUs (--auto); a minute or two", file=sys.stderr, flush=True)
+        print(f"smp-train: searching settings for {gpus} GPUs (--auto); a minute or more", file=sys.stderr, flush=True)
     plan = [sys.executable, "-m", "smp_train", "plan", "--json", "--instance_type", instance.name]
     search = ["--search"] * (args.auto != "off")
     code, output = ask(*plan, "--nodes", str(nodes), *search, *words, seconds=SECONDS)

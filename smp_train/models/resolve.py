@@ -297,7 +297,8 @@ def _preset(family: str, size: str) -> Preset:
     sizes = [known for name, known in presets() if name == family]
     if not sizes:
         raise ConfigError(f"--model_type {family} has no presets; give --hidden_width, --num_layers, --num_heads")
-    hint = _suggest(wanted, sizes)
+    having = [name for name, known in presets() if known == wanted]
+    hint = _suggest(wanted, sizes) + (f" --model_type {' or '.join(having)} has {wanted}." if having else "")
     raise ConfigError(f"--model_size {size} is not known for {family}{hint} Sizes: {', '.join(sizes)}")
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from smp_train.arguments.chosen import words
 from smp_train.errors import ConfigError
-from smp_train.planning.fitting import TIGHT, gib, on_host
+from smp_train.planning import cost
+from smp_train.planning.fitting import TIGHT, devices, gib, on_host
 from smp_train.planning.search import NO_HOST, Plan, Search
 from smp_train.planning.space import Space
 from smp_train.planning.step_time import Machine
@@ -42,7 +43,7 @@ def search(
     why = f"the least of those stepped needs {gib(least)}" if least else "; ".join(of.lost)
     if space.host is not None and of.lost[NO_HOST]:
         why += f", others more than the {gib(space.host)} of host memory for each device"
-    complaint = f"nothing fits {space.devices} devices of {gib(there)}: {why}; take more or larger devices"
+    complaint = f"nothing fits {devices(space.devices)} of {gib(there)}: {why}; take more or larger devices"
     return found, complaint, of, plans
 
 
@@ -67,7 +68,8 @@ def text(found: dict[str, Any]) -> str:
     best = found["best"]
     untimed = "; no speed is known for this machine: in the order of docs/planning.md's rule"
     rows = [
-        f"{found['model']} on {found['devices']} devices of {gib(found['memory'])}, {found['tokens']:,} tokens a step"
+        f"{found['model']} on {devices(found['devices'])} of {gib(found['memory'])}, "
+        f"{found['rows']:,} rows of {found['tokens'] // found['rows']:,} tokens a step"
         + (untimed if best and "step_seconds" not in best[0] else ""), "",
     ]  # fmt: skip
     if best:
@@ -80,6 +82,8 @@ def text(found: dict[str, Any]) -> str:
         rows.append(f"  {speed:>10} {step:>9} {memory:>13}  {plan['words'] or '(as given)'}")
     if any(plan["tight"] for plan in best):
         rows += ["", f"  * more than {TIGHT:.0%} of the device: try it before a long run"]
+    if spent := cost.text(found):
+        rows += ["", "  with the first:", *spent[:-1]]
     left = "not among them" if best else "nothing fits"
     rows += [""] * bool(best) + [f"  {left}, after {found['stepped']} were stepped:"]
     rows += [f"  {count:>8}  {reason}" for reason, count in found["lost"].items()]

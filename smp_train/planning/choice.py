@@ -16,7 +16,7 @@ from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import resolve, row_length
 from smp_train.planning.best import search
-from smp_train.planning.cli import check
+from smp_train.planning.options import check
 from smp_train.planning.search import Plan, Search
 from smp_train.planning.space import Setting, Space
 from smp_train.planning.step_time import Machine, machine_of

@@ -3,63 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
 from smp_train.arguments import Arguments
 from smp_train.errors import ConfigError
+from smp_train.planning.options import short
 from smp_train.planning.step_time import LINKS, Machine, Prediction
 from smp_train.planning.tracker import OPTIMIZER, PARAMETERS
 from smp_train.planning.world import Memory
-
-HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
-"""Of one device: Llama 3 was interrupted 419 times unexpectedly in 54 days on 16,384 H100 (The Llama 3 Herd of Models,
-2024, table 5)."""
-RESTART_MINUTES = 10.0
-"""From a failure to the next step. An assumption."""
-UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what `described` reads."""
-    add = parser.add_argument
-    add("--tokens", type=number, help="train on so many, such as 15e12 or 1T: hours, and with a price the cost")
-    add("--price_per_hour", type=float, help="of one instance, in any currency")
-    add("--device_hours_per_failure", type=float, default=HOURS_PER_FAILURE,
-        help=f"of one device (default: {HOURS_PER_FAILURE:,.0f}, Llama 3's)")  # fmt: skip
-    add("--interruptions_per_hour", type=float, default=0.0, help="of one spot instance (default: 0)")
-    add("--restart_minutes", type=float, default=RESTART_MINUTES,
-        help=f"from a failure to the next step (default: {RESTART_MINUTES:.0f}, an assumption)")  # fmt: skip
-    add(
-        "--write_gb_per_s",
-        type=float,
-        help="what a node writes of a checkpoint, 10^9 bytes/s; without it saves are free",
-    )
-
-
-def number(text: str) -> float:
-    """Read a number such as 15e12, 300B or 1T; ValueError otherwise."""
-    unit = UNITS.get(text[-1:].upper())
-    return float(text[:-1]) * unit if unit else float(text)
-
-
-def short(tokens: float) -> str:
-    """Return a number as `number` reads it: 1.5T; in full where it has no unit."""
-    unit = max((name for name, size in UNITS.items() if size <= tokens), key=UNITS.__getitem__, default="")
-    return f"{tokens / UNITS.get(unit, 1):.4g}{unit}"
-
-
-def check(own: argparse.Namespace) -> None:
-    """Raise `ConfigError` for flags of `add_flags` that cannot be."""
-    above = ("tokens", "price_per_hour", "device_hours_per_failure", "write_gb_per_s")
-    wrong = [name for name in above if (value := getattr(own, name)) is not None and not 0 < value < math.inf]
-    wrong += [name for name in ("interruptions_per_hour", "restart_minutes") if not 0 <= getattr(own, name) < math.inf]
-    if wrong:
-        raise ConfigError(f"plan: --{wrong[0]} {getattr(own, wrong[0])}: give a positive number")
-    if own.tokens is None and own.price_per_hour is not None:
-        raise ConfigError("plan: --price_per_hour is for a budget; give --tokens")
-    if own.tokens is not None and own.instance_type is None:
-        raise ConfigError("plan: --tokens needs --instance_type: the speed of other devices is not known")
 
 
 def described(
@@ -71,7 +22,7 @@ def described(
     failures, too: the hours without any are divided by one less the part of an hour that is lost.
 
     Args:
-        own: Flags of `add_flags`.
+        own: Flags of `options`.
         args: Of the run.
         found: Its speed.
         machine: Its devices.

@@ -25,6 +25,11 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
+def devices(count: int) -> str:
+    """Return a number of devices as it is printed."""
+    return f"{count} device{'s' * (count != 1)}"
+
+
 def uses(args: Arguments, memory: Memory, *, gpu: bool) -> dict[Phase, dict[str, int]]:
     """Return what is on the device, by phase and use; without what --cpu_offload keeps on the host."""
     away = STATE if args.cpu_offload and gpu else ()

@@ -64,8 +64,8 @@ def predicted(names: list[str]) -> list[float]:
     from smp_train import arguments
     from smp_train.launch import instances
     from smp_train.models.resolve import resolve
-    from smp_train.planning.cli import check
     from smp_train.planning.estimate import estimate
+    from smp_train.planning.options import check
     from smp_train.planning.step_time import machine_of, predict
     from smp_train.planning.work import GATHER, Work
 
@@ -125,8 +125,8 @@ def reserved(names: list[str]) -> list[float]:
     from smp_train.models.resolve import resolve
     from smp_train.parallel import activation_checkpointing
     from smp_train.planning import fitting
-    from smp_train.planning.cli import check
     from smp_train.planning.estimate import estimate
+    from smp_train.planning.options import check
 
     contexts = activation_checkpointing.create_selective_checkpoint_contexts
     activation_checkpointing.create_selective_checkpoint_contexts = lambda policy: contexts(every_second(policy))

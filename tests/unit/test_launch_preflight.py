@@ -17,7 +17,7 @@ from smp_train.launch import preflight
 from smp_train.launch.instances import find
 from smp_train.models.resolve import presets
 from smp_train.models.state_memory import fewest_parameters
-from smp_train.planning.cli import machine, options
+from smp_train.planning.options import machine, options
 
 LLAMA_70B = ["--model_type", "llama_v2", "--model_size", "70b"]
 

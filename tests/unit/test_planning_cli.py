@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from smp_train.arguments import Arguments
-from smp_train.planning import fitting
-from smp_train.planning.cli import complaint
+from smp_train.planning import cli, fitting
+from smp_train.planning.cli import complaint, main
+from smp_train.planning.step_time import Prediction
 from smp_train.planning.stepping import UPDATE
 from smp_train.planning.tracker import GRADIENTS, OPTIMIZER, PARAMETERS
 from smp_train.planning.world import Memory
@@ -55,3 +59,50 @@ def test_what_is_page_locked_is_counted_by_blocks(
     args = Arguments(cpu_offload=cpu_offload)
     assert fitting.on_host(args, memory, gpu=gpu) == on_host
     assert fitting.while_saving(args, memory, gpu=gpu) == while_saving
+
+
+TINY = ["--hidden_width=64", "--num_layers=2", "--num_heads=2", "--vocab_size=256", "--max_context_width=1024"]
+
+
+def test_a_search_prices_the_first_of_its_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {
+        "model": "a", "devices": 8, "memory": GIB, "rows": 16, "tokens": 16384, "lost": {}, "stepped": 1,
+        "best": [{"words": "", "needed": GIB, "tight": False}],
+    }  # fmt: skip
+
+    def search(space: Any, *_: Any, **more: Any) -> tuple[Any, ...]:
+        assert "searching settings for 8 devices" in capsys.readouterr().err, "before it begins"
+        time = Prediction(5.0, 1000, 8, 0.5, {}, {})
+        plan = SimpleNamespace(args=space.args, time=time, memory=SimpleNamespace(trained=1))
+        return found, "", None, [plan]
+
+    monkeypatch.setattr(cli, "search", search)
+    costs = ["--tokens=720K", "--price_per_hour=3", "--device_hours_per_failure=1e30"]
+    assert main([*TINY, "--instance_type=p5.48xlarge", "--search", *costs]) == 0  # 720 steps of 5 s
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["all", "720K", "tokens", "1.0", "h"] in rows
+    assert ["price,", "at", "3.00", "an", "hour", "3"] in rows
+
+
+def test_help_and_mistakes_need_neither_torch_nor_numpy() -> None:
+    """In a process of its own: this one has imported both."""
+    commands = [
+        ["plan", "--help"], ["prepare", "--help"], ["plan", "--modl=x"], ["plan", "--model_size=8b", "--devices=1"],
+        ["plan", "--model_size=7b", "--instance_type=p5.48xlarge", "--tokens=-5"],
+    ]  # fmt: skip
+    program = (
+        "import sys; from smp_train.cli import main; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        f"for words in {commands}:\n"
+        "  try: sys.stderr.write(f'{main(words)}\\n')\n"
+        "  except SystemExit as left: sys.stderr.write(f'{left.code}\\n')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "usage: smp-train plan" in done.stdout
+    assert "usage: smp-train prepare" in done.stdout
+    helped, helped_too, flag, code, size, another, tokens, last = done.stderr.splitlines()
+    assert (helped, helped_too, code, another, last) == ("0", "0", "2", "2", "2")
+    assert "--modl; did you mean --model" in flag
+    assert "--model_type llama_v3 has 8b" in size
+    assert "--tokens -5:" in tokens

@@ -13,7 +13,7 @@ from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.flops import flops_per_token
 from smp_train.models.resolve import resolve
-from smp_train.planning import cost
+from smp_train.planning import cost, options
 from smp_train.planning import step_time as st
 from smp_train.planning.stepping import BACKWARD, FORWARD, UPDATE
 from smp_train.planning.tracker import HOST, OPTIMIZER, PARAMETERS
@@ -130,15 +130,15 @@ def test_saves() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="never done"):
         spent(interruptions_per_hour=1.0)
-    assert (cost.number("1T"), cost.number("15e12"), cost.number("300b")) == (1e12, 15e12, 300e9)
-    assert [*map(cost.short, (1e12, 1.5e13, 3e11, 500))] == ["1T", "15T", "300B", "500"]
+    assert (options.number("1T"), options.number("15e12"), options.number("300b")) == (1e12, 15e12, 300e9)
+    assert [*map(options.short, (1e12, 1.5e13, 3e11, 500))] == ["1T", "15T", "300B", "500"]
     good = {"tokens": None, "price_per_hour": None, "device_hours_per_failure": 1.0, "write_gb_per_s": None,
             "interruptions_per_hour": 0.0, "restart_minutes": 1.0, "instance_type": None}  # fmt: skip
-    cost.check(SimpleNamespace(**good))  # type: ignore[arg-type]
+    options.check_cost(SimpleNamespace(**good))  # type: ignore[arg-type]
     for wrong, named in (
         ({"tokens": -1.0}, "--tokens -1"), ({"price_per_hour": 1.0}, "give --tokens"),
         ({"tokens": float("inf")}, "--tokens inf"), ({"tokens": 1e9}, "--instance_type"),
         ({"restart_minutes": float("nan")}, "--restart_minutes"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=named):
-            cost.check(SimpleNamespace(**{**good, **wrong}))  # type: ignore[arg-type]
+            options.check_cost(SimpleNamespace(**{**good, **wrong}))  # type: ignore[arg-type]

@@ -7,17 +7,16 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_train.arguments.verb_parser import VerbParser, at_least
 from smp_train.data import token_file
 from smp_train.data.atomic_file import atomic_file
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare import pipeline, writing
 from smp_train.data.prepare import tokenizer as tokenizers
+from smp_train.data.prepare.options import SEQ_LEN, read
 from smp_train.data.prepare.packing import Collector, Position, entropy, held_out, numbered
 from smp_train.data.prepare.pipeline import PROGRESS, SPLITS, Preparation, is_whole, saved_progress
 from smp_train.data.text.conversations import chat_tokenizer
@@ -25,7 +24,7 @@ from smp_train.data.text.detect import find_fields
 from smp_train.data.text.fields import Fields, texts_of
 from smp_train.data.text.files import find_files
 from smp_train.data.text.read import TextFile
-from smp_train.errors import ConfigError, DataError, install
+from smp_train.errors import ConfigError, DataError
 from smp_train.models.hugging_face import trust_code
 from smp_train.progress import Progress
 from smp_train.storage.paths import place
@@ -35,75 +34,16 @@ if TYPE_CHECKING:
 
 MAKER = "smp-train prepare"
 FORMAT = 1
-SEQ_LEN = 512
 TOKENIZER_SAMPLE_PER_ENTRY = 512
 """Bytes of text a tokenizer is trained on, for each entry of its vocabulary."""
 OURS = re.compile(r"(train|test)-\d{5}\.(json|json\.gz|tok|idx|arrow)|state\.json|dataset_info\.json")
 NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of this verb's flags."""
-    found = VerbParser(prog="smp-train prepare", description=__doc__, allow_abbrev=False)
-    add = found.add_argument
-    add(
-        "--input", nargs="+", required=True,
-        help="files or folders of .jsonl(.gz) .json(.gz) .parquet .txt .md .rst .py, s3://, or a name on the hub",
-    )  # fmt: skip
-    add("--dataset_config_name", help="configuration of a data set of the hub, as en")
-    add("--split", default="train", help="split of a data set of the hub (default: %(default)s)")
-    add(
-        "--text_column", metavar="FIELD",
-        help="field of the text or of the chats, or two, PROMPT,COMPLETION (default: text, messages, or "
-        "prompt,completion, whichever is there)",
-    )  # fmt: skip
-    add("--chat_template", metavar="FILE", help="chat template; default: the tokenizer's own")
-    add("--output", required=True, help="folder for train/, test/, tokenizer.json and " + MANIFEST)
-    add("--pattern", nargs="+", default=[], help="which files of a folder, as '*.py'; default: by suffix")
-    add("--exclude", nargs="+", default=[], help="names of files and folders to leave out, as 'test*'")
-    which = found.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tokenizer", help="tokenizer.json, a folder with one, or a name on the hub")
-    which.add_argument("--train_tokenizer", type=at_least(1), metavar="SIZE", help="train a byte-level BPE here")
-    add("--special_tokens", nargs="+", default=[], help="for --train_tokenizer: entries that are never split")
-    add(
-        "--min_frequency", type=at_least(0), default=0,
-        help="for --train_tokenizer: of a pair that is merged (default: 0)",
-    )  # fmt: skip
-    add("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run the tokenizer's own code")
-    add(
-        "--bad_rows", choices=("stop", "skip"), default="stop",
-        help="a document that is broken, no text, not UTF-8 or has a NUL stops this, or is left out (default: stop)",
-    )  # fmt: skip
-    add("--eos_token", help="token that ends a document; default: the tokenizer's own")
-    add(
-        "--seq_len", type=at_least(2),
-        help=f"tokens per row of text (default: {SEQ_LEN}); a conversation is a row of its own",
-    )  # fmt: skip
-    add("--rows_per_shard", type=at_least(1), default=1024, help="rows per file (default: %(default)s)")
-    add("--max_rows", type=at_least(1), help="training rows to make at most; default: all there are")
-    add("--validation_fraction", type=float, default=0.1, help="share of documents held out (default: 0.1)")
-    add("--validation_shards", type=at_least(0), help="validation files to make at most; default: no limit")
-    add(
-        "--output_type", choices=writing.KINDS, default="shards",
-        help="JSON lines, the token cache training makes of them, or a Hugging Face data set (default: %(default)s)",
-    )  # fmt: skip
-    add("--processes", type=at_least(1), help="to tokenise and write in; default: one for each core, where worth it")
-    add("--zip", type=int, choices=(0, 1), default=1, help="gzip the shards (default: %(default)s)")
-    add("--overwrite", type=int, choices=(0, 1), default=0, help="replace an earlier preparation")
-    return found
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Raises ConfigError and DataError."""
-    args = parser().parse_args([_underscored(word) for word in argv])
+    args = read(argv)
     trust_code(bool(args.trust_remote_code))
-    if not 0 <= args.validation_fraction < 1:
-        raise ConfigError(f"--validation_fraction {args.validation_fraction}: must be in [0, 1)")
-    for flag in ("special_tokens", "min_frequency"):
-        if getattr(args, flag) and not args.train_tokenizer:
-            raise ConfigError(f"--{flag} needs --train_tokenizer")
-    if args.output_type == "arrow" and not find_spec("pyarrow"):
-        raise ConfigError(f"--output_type arrow needs the package pyarrow: {install('hf')}")
     files = find_files(
         args.input, args.pattern, args.exclude, config=args.dataset_config_name, split=args.split,
         column=args.text_column,
@@ -148,11 +88,6 @@ def _settle_fields(args: argparse.Namespace, files: list[TextFile]) -> Fields:
             raise ConfigError("--train_tokenizer: chats need a chat template; give --chat_template FILE")
     args.seq_len = args.seq_len or SEQ_LEN
     return fields
-
-
-def _underscored(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
 
 
 def prepare(args: argparse.Namespace, files: list[TextFile], fields: Fields, output: Path) -> dict[str, Any]:

@@ -23,7 +23,6 @@ try:
 except ImportError:
     orjson = None  # type: ignore[assignment]
 
-KINDS = ("shards", "cache", "arrow")
 Block = np.ndarray | list[Row]
 """Rows of one shard: [rows, tokens], all counted, or rows with labels."""
 
