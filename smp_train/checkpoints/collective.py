@@ -13,6 +13,9 @@ from smp_train.errors import CheckpointError, SmpTrainError
 
 T = TypeVar("T")
 
+REMEDY = "free space and start the same command again"
+"""Of a full disk."""
+
 
 def root_cause(error: BaseException) -> str:
     """Return the cause of ``error`` in one line: the first `OSError` in its chain, or what a rank raised inside DCP."""
@@ -26,7 +29,7 @@ def root_cause(error: BaseException) -> str:
     while seen is not None and not isinstance(seen, OSError):
         seen = seen.__cause__ or seen.__context__
     if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{seen.strerror}; free space and start the same command again"
+        return f"{seen.strerror}; {REMEDY}"
     text = str(seen or error).strip().splitlines()
     return f"{type(seen or error).__name__}: {text[0] if text else '(no message)'}"
 

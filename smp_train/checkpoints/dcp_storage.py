@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import posixpath
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from smp_train.checkpoints.collective import root_cause
+from smp_train.checkpoints.collective import REMEDY, root_cause
 from smp_train.checkpoints.dcp import DCP_METADATA, Reader, parsed_index
 from smp_train.checkpoints.manifest import Checksum, FileRecord, checksum_of
 from smp_train.distributed.agree import here
@@ -161,9 +160,9 @@ class TreeWriter(FileSystemWriter):
             free = shutil.disk_usage(self._storage.location).free
         except OSError:  # as in S3
             return said
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        # torch's stream writer loses the reason for a short write.
-        return f"{said} ({free >> 20} MiB free there)" if full or free < 1 << 20 else said
+        if free < 1 << 20 and REMEDY not in said:  # torch's stream writer loses the reason for a short write
+            said = f"{said}; {REMEDY}"
+        return f"{said} ({free >> 20} MiB free there)" if REMEDY in said else said
 
 
 def _size(item: Any) -> int:

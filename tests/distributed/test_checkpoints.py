@@ -308,6 +308,7 @@ def test_a_disk_that_fills_up_stops_all_and_is_given_back(small_disk):
     message = same_on_all(run(failing, 2, str(small_disk), "mount"))
     # The index, too, may be what finds no room: then without the number.
     assert "MiB free there" in message or "No space left on device" in message
+    assert "free space and start" in message
     assert committed(small_disk) == []
     assert run(failing, 2, str(small_disk), "small") == ["saved", "saved"]
 
