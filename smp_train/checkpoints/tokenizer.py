@@ -85,8 +85,8 @@ def beside_data(folders: Sequence[str]) -> str | None:
     other = next((one for one in found[1:] if one != found[0] and _decisive(one) != _decisive(found[0])), None)
     if other is not None:
         logger.warning(
-            "The tokenizers of %s and %s differ, and checkpoints are written without that of the data; give the right "
-            "one, such as --tokenizer %s", found[0], other, found[0],
+            "The tokenizers of %s and %s differ, and checkpoints are written without that of the data; give one of "
+            "them, --tokenizer %s or --tokenizer %s", found[0], other, found[0], other,
         )  # fmt: skip
         return None
     return found[0] if found else None

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
             args.path, args.tokenizer, args.max_context_width, column=args.text_column, template=args.chat_template
         )
     else:
-        refuse_documents(args.path, getattr(args, "text_column", None))
+        refuse_documents(args.path)
         survey = look(args.path, args.vocab_size, args.cache_dir, args.max_context_width)
     if args.verb == "verify":
         differences = manifest.differences(args.path, checksums=True)

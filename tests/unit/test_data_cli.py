@@ -68,6 +68,9 @@ def test_text_and_chats_are_one_line(verb, tmp_path, capsys):
     (tmp_path / "tokens" / "a.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
     (tmp_path / "tokens" / "README.md").write_text("of tokens")
     assert main(["data", verb, str(tmp_path / "tokens")]) == 0
+    assert "left out" not in capsys.readouterr().err
+    assert main(["data", verb, str(SAMPLE)]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_verify_prepared(tmp_path, capsys):

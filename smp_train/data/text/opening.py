@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
-from smp_train.data import formats, hf_dataset
+from smp_train.data import formats, hf_dataset, manifest
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.lines import LINE_BYTES
 from smp_train.data.pipelines.data_pipeline import ValidationData
@@ -21,8 +21,8 @@ from smp_train.data.source import Source
 from smp_train.data.text.conversations import Conversations, chat_tokenizer
 from smp_train.data.text.detect import fields_that_are_lists, find_fields
 from smp_train.data.text.fields import Fields
-from smp_train.data.text.files import begins_with, find_files
-from smp_train.data.text.read import TextFile
+from smp_train.data.text.files import OF_DATASETS, SUFFIXES, begins_with, find_files
+from smp_train.data.text.read import LOOKED_INTO, TextFile
 from smp_train.data.text.stream import Reading, spread_tokenizing
 from smp_train.errors import ConfigError, DataError, first_few
 from smp_train.storage.paths import on_this_machine
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.data")
 
+LOOKED_AT = 16
+"""Files of lines that are looked at for rows of tokens."""
 HELD_OUT = ("validation", "test")
 """Splits of the hub to validate on: the first of these that a data set has."""
 
@@ -188,18 +190,20 @@ def _split_of_hub(name: str, config: str | None) -> list[TextFile]:
     raise DataError(f"{first}; give --test_dir to validate on")
 
 
-def refuse_documents(location: str, column: str | None) -> None:
+def refuse_documents(location: str) -> None:
     """Raise DataError, once, where a place surely holds text or chats, of which each line would be no row of tokens."""
     if not place_of(location).exists() or formats.kind_of(location) != formats.SHARDS:
         return
+    manifest.refuse_root(location)
     try:
-        files = find_files([location], column=column, flag="PATH")
+        files = find_files([location], [f"*{suffix}" for suffix in (*SUFFIXES, LOOKED_INTO)], ["_*", *OF_DATASETS])
     except DataError:
         return  # opened as shards, which names what is wrong with it
-    of_lines = [file for file in files if file.kind == "lines"]
-    fields = fields_that_are_lists(of_lines[0]) if of_lines else {}
-    if of_lines and (not fields or not fields.keys().isdisjoint(ROW_FIELDS)):
-        return
+    fields: dict[str, bool] = {}
+    for file in [file for file in files if file.kind == "lines"][:LOOKED_AT]:
+        fields = fields_that_are_lists(file)
+        if not fields or not fields.keys().isdisjoint(ROW_FIELDS):
+            return
     holds = f"records with {first_few(list(fields))}" if fields else "text" if files[0].kind == "whole" else "a table"
     raise DataError(
         f"{location}: holds {holds}, not rows of token ids; to look at text and chats give data inspect --tokenizer, "
