@@ -16,14 +16,18 @@ from smp_train.errors import SmpTrainError
 from smp_train.models import hugging_face
 
 
+def of_data(name: str) -> Any:
+    pytest.importorskip("datasets")
+    return find_files([name])
+
+
 @pytest.mark.parametrize(
     "ask",
-    [load, hugging_face.load_tokenizer, hugging_face.open_configuration, lambda name: find_files([name])],
+    [load, hugging_face.load_tokenizer, hugging_face.open_configuration, of_data],
     ids=["prepare", "tokenizer", "model", "data"],
 )
 def test_a_misspelt_path_is_one_line(ask: Callable[[str], Any], monkeypatch: Any, caplog: Any, tmp_path: Path) -> None:
     constants = pytest.importorskip("huggingface_hub.constants")
-    pytest.importorskip("datasets")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
