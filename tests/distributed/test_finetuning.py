@@ -171,7 +171,7 @@ REFUSED = {
     "nameless": (ConfigError, {"pretrained_checkpoint_file": "full.pt"}, r"has no config.json beside it"),
     "deeper": (
         CheckpointError, {**TINY, "num_layers": 1, "pretrained_checkpoint_file": "foreign"},
-        r"it has, unasked for, model.model.layers.1.",
+        r"it has unexpected entries model.model.layers.1.",
     ),
     "wider": (
         CheckpointError, {**TINY, "hidden_width": 64, "pretrained_checkpoint_file": "full.pt"},
