@@ -151,7 +151,7 @@ def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckpointError, match=f"{kind}-8steps"):
         main(["verify", str(ours)])
     with pytest.raises(ConfigError, match="invalid choice"):
-        main(["list", str(ours)])
+        main(["lst", str(ours)])
     with pytest.raises(CheckpointError, match="nowhere"):
         main(["ls", str(tmp_path / "nowhere")])
 
