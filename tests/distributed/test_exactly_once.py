@@ -54,6 +54,7 @@ def test_every_sample_once_whatever_the_number_of_ranks(tmp_path: Path) -> None:
     assert audit(moved / "run") == 0
 
 
+@pytest.mark.slow
 def test_epochs_use_every_row_so_many_times(tmp_path: Path) -> None:
     """11 rows, 6 a step, and other numbers after a resume: the last batch is filled up with rows that do not count."""
     write_shard(tmp_path / "data" / "0.jsonl", 5)

@@ -124,7 +124,9 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "changes"), slow(MESHES, lambda mesh: "use_torch_compile" in mesh[1]), ids=str)
+@pytest.mark.parametrize(
+    ("world", "changes"), slow(MESHES, lambda mesh: {"use_torch_compile", "hybrid_shard_degree"} & {*mesh[1]}), ids=str
+)
 def test_every_mesh_trains_the_same_adapters(
     world: int, changes: dict[str, Any], base: Path, trained: Path, tmp_path: Path
 ) -> None:

@@ -146,7 +146,7 @@ LIMITED = ["llama fsdp 2 none", "gpt2 fsdp 2 bf16 none", "mixtral ep 2", "llama 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", core(LIMITED, lambda name: name == LIMITED[0]))
+@pytest.mark.parametrize("name", LIMITED)
 def test_what_is_said_to_fit_does_and_what_is_said_not_to_does_not_but_for_the_slack(name: str) -> None:
     """The same step runs in the memory that the plan says is enough, and out of it in less than that by the slack."""
     world, changes = SETTINGS[name]

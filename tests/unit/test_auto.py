@@ -122,6 +122,7 @@ def test_a_search_ends_before_the_ranks_that_wait_for_it(tmp_path: Path) -> None
         planned(tmp_path, *LLAMA, "--distributed_timeout_minutes=0.0001")
 
 
+@pytest.mark.slow
 def test_the_search_answers_where_trusted_code_is_warned_of(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     with pytest.raises(ConfigError) as refused:

@@ -180,6 +180,7 @@ def test_every_kind_of_output_holds_the_same_rows(plain: Path, tmp_path: Path, k
         assert sorted((tuple(one["input_ids"]), tuple(one["labels"])) for one in loaded) == expected(plain, "chats")
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     load, place = datasets.load_dataset_builder, put(tmp_path / "in", "parquet")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from smp_train.launch import batch_job, srun_step
+from tests.tiers import slow
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launchers/hyperpod_slurm"
@@ -119,7 +120,7 @@ UNPACK = 'echo "pyxis: couldn\'t start container" >&2; exit 1'
 COMMIT = 'sleep 0.1; mkdir -p "$RUN/checkpoints/x-1steps" && date >"$RUN/checkpoints/x-1steps/COMMITTED"\n'
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("limit", slow([1, 2, 3], lambda limit: limit != 2))
 def test_a_job_starts_so_often_without_a_checkpoint(cluster: Cluster, limit: int) -> None:
     """Whatever they fail of; a checkpoint begins the count anew, also one of a start whose node was lost."""
     steps = [UNPACK, fails("error") + "exit 1", "exit 1"]
