@@ -70,7 +70,7 @@ def s3_place(bucket, monkeypatch) -> str:
     return f"{bucket}/runs/one"
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.slow)])
 def place(request, tmp_path) -> str:
     """Return a location of this test's own, of either kind, in which nothing is."""
     return str(tmp_path / "runs" / "one") if request.param == "folder" else request.getfixturevalue("s3_place")

@@ -82,6 +82,7 @@ def test_what_a_library_wrote_itself_is_brought_to_the_disk_with_its_names(tmp_p
     assert synced == [str(part.parent), str(part / "__0_0.distcp"), str(part)]
 
 
+@pytest.mark.core
 def test_what_is_saved_is_found_and_loaded(place):
     save(place, 7, 12, 9)
     found = find(f"{place}/")
@@ -532,6 +533,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
 # --- the verbs
 
 
+@pytest.mark.core
 def test_the_verbs(place, capsys):
     save(place, 3, 6, 9)
     assert main(["ls", place]) == 0

@@ -166,6 +166,7 @@ def test_two_jobs_of_one_run_are_refused_and_of_two_runs_not(place):
     second.release()
 
 
+@pytest.mark.core
 def test_whose_checkpoints_a_start_goes_on_from(place):
     save(place, FIRST, 58, 60)
     again = RunId.fresh("first")
