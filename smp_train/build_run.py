@@ -280,7 +280,7 @@ def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runt
     device, here, on_host = backend.topology.device, ranks.hostname, 0
     if device.type == "cpu" or args.cpu_offload:
         memory, on_host = free_host_bytes(), ranks.local_world_size
-        where = f"for the {on_host} processes of {here}, which has"
+        where = f"for the {on_host} process{'es' * (on_host > 1)} of {here}, which has"
     else:
         memory = torch.cuda.get_device_properties(device).total_memory
         where = f"on each GPU, which has on {here}"

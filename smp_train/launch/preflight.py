@@ -64,7 +64,8 @@ def check_host(resolved: Resolved, processes: int, on_host: int) -> None:
     """
     if resolved.args.distributed_backend == "gloo" or not may_have_gpus():
         _check_state(
-            resolved, processes, on_host, where=f"for the {on_host} processes of {socket.gethostname()}, which has",
+            resolved, processes, on_host,
+            where=f"for the {on_host} process{'es' * (on_host > 1)} of {socket.gethostname()}, which has",
             memory=free_host_bytes(), on_host=on_host,
         )  # fmt: skip
 

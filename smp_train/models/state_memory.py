@@ -71,8 +71,8 @@ def check_state(
         return ""
     found = (
         f"{'weights' if frozen else 'weights, gradients and optimizer'} of {name} ({in_short(parameters)} parameters) "
-        f"take {needed / GIB:.1f} GiB {where} {memory / GIB:.1f} GiB, and are spread over {sharing} of {processes} "
-        "processes"
+        f"take {needed / GIB:.1f} GiB {where} {memory / GIB:.1f} GiB"
+        + (f", and are spread over {sharing} of {processes} processes" if processes > 1 else "")
     )
     if not args.memory_check:
         return found
