@@ -19,7 +19,7 @@ from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.groups import flags
 from smp_train.arguments.model_flags import ParallelArguments
 from smp_train.arguments.validation import check_values, refuse_natively
-from smp_train.arguments.verb_parser import VerbParser
+from smp_train.arguments.verb_parser import beside_train
 from smp_train.data.open_data import long_rows, open_evaluation, open_own
 from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.source import Source
@@ -52,11 +52,7 @@ READ = {
 def options() -> argparse.ArgumentParser:
     """Return the parser of this verb's own flags."""
 
-    found = VerbParser(
-        prog="smp-train evaluate", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="all other flags are those of `smp-train train`, such as --hybrid_shard_degree, --val_batch_size",
-    )  # fmt: skip
+    found = beside_train("evaluate", __doc__ or "", "--hybrid_shard_degree, --val_batch_size")
     add = found.add_argument
     add("--checkpoint", required=True, help="checkpoint, folder of them, or Hugging Face model; also s3://")
     add("--data", nargs="+", required=True, help="token shards, Arrow data sets or text; each is evaluated by itself")

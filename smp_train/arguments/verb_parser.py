@@ -29,6 +29,15 @@ def positive(text: str) -> float:
     return float(text)
 
 
+def beside_train(verb: str, about: str, such_as: str) -> VerbParser:
+    """Return a parser of the own flags of a verb that also takes those of ``train``, ``such_as`` some of them."""
+    return VerbParser(
+        prog=f"smp-train {verb}", description=about, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"all other flags are those of `smp-train train`, such as {such_as}",
+    )  # fmt: skip
+
+
 class VerbParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` whose errors are `ConfigError`: one line and exit code 2, as for any other mistake."""
 

@@ -27,8 +27,8 @@ OF_A_MODEL = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
 OPENS = (CONFIG_FILE, ADAPTER_FILE)
 """Files without which a model, or an adapter, does not open. transformers opens an adapter before a model beside it."""
 OF_A_TOKENIZER = frozenset({
-    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
 })  # fmt: skip
 """Files of tokenizers: one left over from an earlier tokenizer would be read together with the new one's."""
 OF_AN_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")

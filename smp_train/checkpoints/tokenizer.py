@@ -10,14 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from smp_train.checkpoints.model_folder import OF_A_TOKENIZER
 from smp_train.models.hugging_face import load_tokenizer
 from smp_train.storage.paths import names_in, on_this_machine, place, temporary
 
 SETTINGS = "tokenizer_config.json"
-DECISIVE = {
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",
-    "special_tokens_map.json", "chat_template.jinja",
-}  # fmt: skip
+DECISIVE = OF_A_TOKENIZER - {SETTINGS}
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 from smp_train.arguments.chosen import words
 from smp_train.errors import ConfigError
 from smp_train.planning import cost
-from smp_train.planning.fitting import TIGHT, devices, gib, on_host
+from smp_train.planning.fitting import TIGHT, devices, gib, on_host, tight
 from smp_train.planning.search import NO_HOST, Plan, Search
 from smp_train.planning.space import Space
 from smp_train.planning.step_time import Machine
@@ -52,7 +52,7 @@ def described(space: Space, plan: Plan, there: int) -> dict[str, Any]:
     flags = space.flags(plan.setting)
     found: dict[str, Any] = {
         "flags": flags, "words": words(flags), "needed": plan.needed,
-        "tight": space.gpu and plan.needed > TIGHT * there,
+        "tight": tight(plan.needed, there, gpu=space.gpu),
         "host": on_host(plan.args, plan.memory, gpu=space.gpu),
     }  # fmt: skip
     if plan.time is not None:

@@ -96,6 +96,7 @@ def described(
         "peak": peaks[phase], "phase": named(phase), "at_peak": at_peak, "slack": slack, "needed": needed,
         "memory": there, "host_memory": host,
         "fits": None if there is None else needed <= there and (host is None or on_host <= host),
+        "tight": there is not None and fitting.tight(needed, there, gpu=gpu),
         "state": memory.state, "host": fitting.on_host(args, memory, gpu=gpu), "host_needed": on_host,
         "host_while_saving": fitting.while_saving(args, memory, gpu=gpu),
         "checkpoint": CHECKPOINT_BYTES * memory.trained,
@@ -137,8 +138,7 @@ def text(found: dict[str, Any]) -> str:
         rows += ["  lower, with one change each:", *(f"  {size:>14}  {change}" for size, change in sizes), ""]
     rows += cost.text(found)
     if found["fits"] is not None:
-        tight = fitting.TIGHT * found["memory"] < found["needed"] <= found["memory"]
-        rows.append(_verdict(found["needed"], found["memory"], ", tightly: try it before a long run" * tight))
+        rows.append(_verdict(found["needed"], found["memory"], ", tightly: try it before a long run" * found["tight"]))
         if found["host_memory"]:
             rows.append(_verdict(found["host_needed"], found["host_memory"], " of host memory"))
     return "\n".join(rows).rstrip()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from smp_train.arguments import Arguments
 from smp_train.arguments.checkpointing import FULL
+from smp_train.models.state_memory import GIB
 from smp_train.planning.stepping import BACKWARD, Phase
 from smp_train.planning.tracker import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
 from smp_train.planning.world import Memory
 
-GIB = 2**30
 FIXED_SLACK, SHARE_SLACK = 2 * GIB, 0.05
 """GPU memory besides tensors: the driver, workspaces of libraries and NCCL's buffers; and the share of the peak that is
 lost to fragments. Assumptions, which the plan prints."""
@@ -82,3 +82,8 @@ def while_saving(args: Arguments, memory: Memory, *, gpu: bool) -> int:
 def host_needed(args: Arguments, memory: Memory) -> int:
     """Return the host memory that a GPU's process needs, in bytes."""
     return on_host(args, memory, gpu=True) + HOST_SLACK
+
+
+def tight(needed: int, there: int, *, gpu: bool) -> bool:
+    """Return whether a run that fits may still run out of a GPU's memory."""
+    return gpu and TIGHT * there < needed <= there

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.validation import check_together, check_values, refuse_natively
-from smp_train.arguments.verb_parser import VerbParser
+from smp_train.arguments.verb_parser import beside_train
 from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.resolve import names_model, settled_flags
@@ -30,11 +30,7 @@ UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 def options() -> argparse.ArgumentParser:
     """Return the parser of this verb's own flags."""
-    found = VerbParser(
-        prog="smp-train plan", description=ABOUT, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="all other flags are those of `smp-train train`, such as --model_type, --hybrid_shard_degree",
-    )  # fmt: skip
+    found = beside_train("plan", ABOUT, "--model_type, --hybrid_shard_degree")
     add = found.add_argument
     add("--devices", type=int, help="GPUs of the whole run, or with --distributed_backend gloo processes")
     add("--memory_gib", type=float, help="memory of each, in GiB; without it the plan says what is needed")

@@ -7,9 +7,9 @@ import multiprocessing
 
 from smp_train.arguments import parse
 from smp_train.models.resolve import presets, resolve
+from smp_train.models.state_memory import GIB
 from smp_train.planning import fitting
 from smp_train.planning.estimate import estimate
-from smp_train.planning.fitting import GIB
 from smp_train.planning.options import check
 from smp_train.planning.world import world
 

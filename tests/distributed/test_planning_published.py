@@ -122,6 +122,7 @@ MEMORY = {
 def reserved(names: list[str]) -> list[float]:
     """Return what the allocator holds of each GPU, in GiB: tensors, and our share for fragments."""
     from smp_train import arguments
+    from smp_train.models import state_memory
     from smp_train.models.resolve import resolve
     from smp_train.parallel import activation_checkpointing
     from smp_train.planning import fitting
@@ -138,7 +139,7 @@ def reserved(names: list[str]) -> list[float]:
         assert args.max_context_width is not None
         memory = estimate(args, resolve(args), devices=devices, per_node=8, seq_len=args.max_context_width)
         tensors = sum(fitting.at_peak(args, memory, gpu=True).values())
-        found.append(round((1 + fitting.SHARE_SLACK) * tensors / fitting.GIB, 1))
+        found.append(round((1 + fitting.SHARE_SLACK) * tensors / state_memory.GIB, 1))
     return found
 
 

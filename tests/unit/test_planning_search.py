@@ -13,9 +13,10 @@ from smp_train.arguments.flag import show
 from smp_train.distributed.degrees import plan
 from smp_train.launch import instances
 from smp_train.models.resolve import resolve
+from smp_train.models.state_memory import GIB
 from smp_train.planning import search as searching
 from smp_train.planning.best import search, text
-from smp_train.planning.fitting import GIB, HOST_SLACK
+from smp_train.planning.fitting import HOST_SLACK
 from smp_train.planning.search import Plan, Search, kind
 from smp_train.planning.space import Setting, Space
 from smp_train.planning.step_time import machine_of
