@@ -57,6 +57,8 @@ class Start:
         self.user = False
         """A person asked to stop: by STOP, or by ^C in an allocation."""
         self.ended = False
+        self.end_step = False
+        """A person asked twice: the step is to end without saving, once it has started."""
         self.step: subprocess.Popen[bytes] | None = None
         self.stop = self.run_dir / "STOP"
         self.starts = self.run_dir / "logs" / f"starts-{self.id}"
@@ -156,6 +158,8 @@ class Start:
         )
         # ^C of a terminal reaches srun too, which would answer it by itself.
         self.step = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        if self.end_step:
+            self.step.terminate()
         code = self.step.wait()
         self.ended = True
         if self.stop_is_mine():
@@ -165,7 +169,8 @@ class Start:
     def on_signal(self, number: int, _: Any) -> None:
         """Forward a request to stop; ^C of a person in an allocation saves and stops, ^C again ends the step."""
         if number == signal.SIGINT:
-            if self.user and self.step is not None:
+            self.end_step = self.user
+            if self.end_step and self.step is not None:
                 self.step.terminate()
             self.user = True
             if not self.stop.exists():

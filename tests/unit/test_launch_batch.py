@@ -11,10 +11,12 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from smp_train.launch import batch_job, srun_step
+from smp_train.launch.batch_job import REQUEUED
 from tests.tiers import slow
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +119,10 @@ def words(cluster: Cluster) -> list[str]:
 UNPACK = 'echo "pyxis: couldn\'t start container" >&2; exit 1'
 
 
-COMMIT = 'sleep 0.1; mkdir -p "$RUN/checkpoints/x-1steps" && date >"$RUN/checkpoints/x-1steps/COMMITTED"\n'
+# A checkpoint counts where it is newer than the record of starts; clocks of file systems advance in ticks.
+COMMIT = """mkdir -p "$RUN/checkpoints/x-1steps"; marker="$RUN/checkpoints/x-1steps/COMMITTED"
+until [ "$marker" -nt "$RUN/logs/starts-77" ]; do date >"$marker"; done
+"""
 
 
 @pytest.mark.parametrize("limit", slow([1, 2, 3], lambda limit: limit != 2))
@@ -212,7 +217,9 @@ ENDS: dict[str, tuple[str, dict[str, str], int, str]] = {
     "stopped after a swap": (fails("killed") + 'mkdir "$logs.1"\n' + STOPPED, {}, 0, "stopped on request and saved"),
     "the last step": (fails("data", step=9) + fails("error", node="n2", step=10), {}, 143, f"{FIRST}error"),
     "time is up": (ASKED.format("USR1") + STOPPED, {}, 143, "asked to stop by USR1"),
-    "both asked": ('touch "$RUN/STOP"; kill -USR1 $PPID\n' + STOPPED, {}, 0, "stopped on request and saved"),
+    # As a FIFO, STOP is empty and shows when it is read.
+    "both asked": ('mkfifo "$RUN/STOP"; kill -USR1 $PPID; : >"$RUN/STOP"\n' + STOPPED, {}, 0,
+                   "stopped on request and saved"),
     "^C": (ASKED.format("INT") + STOPPED, {}, 0, "stopped on request and saved"),
     "^C twice": (ASKED.format("INT") + "kill -INT $PPID; exec sleep 1000", {"NO_REQUEUE": "1"}, 1, "error"),
     "silent node": (SILENT, THREE, 143, "cause=lost-peer; no word from n2; Slurm has lost n2\n"),
@@ -234,6 +241,38 @@ def test_how_a_start_ends(cluster: Cluster, end: str) -> None:
     excluded = ["update JobId=77 ExcNodeList=n9,n2"] if end == "bad node" else []
     assert cluster.calls("scontrol") == ["requeue 77"] * requeued + excluded
     assert ("could not be requeued" in output) == ("NO_REQUEUE" in environ)
+
+
+def test_interrupts_that_come_before_python_has_started_the_step_end_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step runs before `subprocess.Popen` returns: a busy machine leaves time for ^C twice."""
+    terminated: list[bool] = []
+
+    class Interrupted:
+        def __init__(self, *args: Any, **more: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+            assert (cluster.run / "STOP").exists()
+            signal.raise_signal(signal.SIGINT)
+
+        def terminate(self) -> None:
+            terminated.append(True)
+
+        def wait(self) -> int:
+            return -signal.SIGTERM
+
+    cluster.run.mkdir()
+    monkeypatch.setenv("SLURM_JOB_ID", JOB)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(batch_job, "output", lambda *words: "")
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    try:
+        code = batch_job.Start(srun_step.Job([], str(ROOT), str(cluster.run), sys.executable)).run(["srun"])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert (code, terminated) == (REQUEUED, [True])
 
 
 @pytest.mark.parametrize("marker", ["DONE", "STOPPED"])
