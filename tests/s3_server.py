@@ -117,10 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if fault is None and self.server.most and len(content) > self.server.most:
             self.wfile.write(content[: self.server.most])
-            self.wfile.flush()
-            self.close_connection = True
-            time.sleep(0.02)  # what has arrived can be read; what follows is the reset
-            self.reset()
+            self.close_connection = True  # not reset: that would throw away what the client has not read yet
             return
         if fault is None:
             if self.server.rate and len(content) > 1 << 16:

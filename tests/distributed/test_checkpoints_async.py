@@ -59,7 +59,7 @@ def torn(folder: str, layout: str) -> list[dict[str, str]]:
     with group(), late_copies():
         written = threading.Event()
         manager = CheckpointManager(
-            [Policy(folder, 1, 9)], model_type="m", asynchronous=True, on_stage=lambda stage: written.wait(30)
+            [Policy(folder, 1, 9)], model_type="m", asynchronous=True, on_stage=lambda stage: written.wait(600)
         )
         model, optimizer = prepare("small", layout, seed=1)
         optimizer.register_step_pre_hook(lambda *_: manager.staged())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def test_who_ends_a_run_that_hangs_promises_no_save(tmp_path: Path) -> None:
         running(ranks[0], tmp_path, 4)
         ranks[1].signal(signal.SIGSTOP)
         ranks[1].code(120)
-        ranks[0].signal(signal.SIGTERM)
+        with suppress(ProcessLookupError):  # on a busy machine it may have ended as well
+            ranks[0].signal(signal.SIGTERM)
         assert ranks.codes() == [1, -signal.SIGKILL], ranks.err
     assert "asked to stop" not in log(tmp_path)
 
