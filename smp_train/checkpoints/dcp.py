@@ -180,10 +180,12 @@ def _check(metadata: Any, files: Mapping[str, int]) -> None:
 class PlainLoadPlanner(DefaultLoadPlanner):
     """Unpickles no arbitrary objects."""
 
+    unpickle = staticmethod(partial(torch.load, weights_only=True))
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a value that is not a tensor: numbers, strings, and containers of them."""
         plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)
+        torch.save(self.unpickle(value), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
 
@@ -319,11 +321,11 @@ def plain_values(reader: Reader) -> dict[str, Any]:
     return found
 
 
-def plain_value(reader: Reader, key: str) -> Any:
+def plain_value(reader: Reader, key: str, planner: type[PlainLoadPlanner] = PlainLoadPlanner) -> Any:
     """Return one entry that is not a tensor. Not collective. Raises `CheckpointError` where it cannot be read."""
     state: dict[str, Any] = {key: None}
     try:
-        _load_state_dict(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=True)
+        _load_state_dict(state, storage_reader=reader, planner=planner(), no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{key} cannot be read: {root_cause(error)}") from error
     return state[key]

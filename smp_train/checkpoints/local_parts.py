@@ -12,13 +12,13 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from smp_train.checkpoints.dcp import Reader, plain_value, read_tensor, saved_entries
+from smp_train.checkpoints.rank_files import FlatPart, InertLoadPlanner
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.layouts import flat_order
@@ -30,18 +30,11 @@ _NORM = re.compile(r"(?:norm\w*|ln_\w+)\.weight$")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NUMBERED = re.compile(r"optimizer\.state\.(?P<number>\d+)\.(?P<what>\w+)")
 _GROUP = re.compile(r"optimizer\.param_groups\.(\d+)\.params")
+_CONFIG = "model_config"
 OWN = (
     "it holds slices of SMP's own implementation (--use_smp_implementation, tensor or expert parallelism) without "
     "their shapes and order: have the sample write a sharded checkpoint"
 )
-
-
-@dataclass(frozen=True)
-class FlatPart:
-    """What a rank holds of a flat parameter without its padding: where it begins there, and the numbers."""
-
-    offset: int
-    tensor: Any
 
 
 class Stored:
@@ -122,6 +115,7 @@ def of_tree(reader: Reader) -> dict[str, Any]:
     return {
         "model": model,
         "optimizer": {"state": state, "param_groups": [{"params": groups[index]} for index in sorted(groups)]},
+        _CONFIG: plain_value(reader, _CONFIG, InertLoadPlanner) if _CONFIG in saved_entries(reader) else None,
     }
 
 
@@ -157,6 +151,7 @@ class _Model:
         self.kind, self.shapes = kind, shapes
         self.parts = [{canonical_name(name): value for name, value in rank["model"].items()} for rank in ranks]
         self.states: list[dict[int, dict[str, Any]]] = [rank["optimizer"]["state"] for rank in ranks]
+        self.config = getattr(ranks[0].get(_CONFIG), "state", ())
         self.groups = [list(group["params"]) for group in ranks[0]["optimizer"]["param_groups"]]
 
     def held(self, name: str) -> list[Any]:
@@ -208,6 +203,11 @@ class _Model:
         found: dict[str, Any] = {}
         order = flat_order(self.kind, self.shapes)
         flats = [name for name in self.parts[0] if is_flat(name)]
+        if flats and any(".experts." in name for name in order) and "torch_dtype" not in self.config:
+            raise CheckpointError(
+                "its flat parameters were not written with transformers 4 (its model_config has no torch_dtype), and "
+                "transformers 5 stores experts in another order; have that program save a sharded checkpoint"
+            )
         layers = dict.fromkeys(f"{layer[0]}_flat_param" for name in order if (layer := _LAYER.match(name)))
         units = _units(flats or ["_flat_param", *layers], order)
         numbers = list(itertools.chain(*self.groups))

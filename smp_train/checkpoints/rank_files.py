@@ -6,13 +6,23 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from smp_train.checkpoints.local_parts import FlatPart
+from smp_train.checkpoints.dcp import PlainLoadPlanner
 from smp_train.errors import CheckpointError, first_line
 from smp_train.models.weight_files import refuse_compressed
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """A rank's slice of a flat parameter, without padding: its offset in the parameter, and its numbers."""
+
+    offset: int
+    tensor: Any
 
 
 class _Inert:
@@ -101,6 +111,12 @@ class _Pickle:
     __name__ = "pickle"
 
 
+class InertLoadPlanner(PlainLoadPlanner):
+    """Unpickles any object that is not a tensor or plain value as an inert placeholder."""
+
+    unpickle = staticmethod(partial(torch.load, map_location="cpu", weights_only=False, pickle_module=_Pickle))
+
+
 def read(path: Any) -> dict[str, Any]:
     """Return what is in a file of ``torch.save``, tensors mapped from it. Raises `CheckpointError`."""
     try:
@@ -109,7 +125,7 @@ def read(path: Any) -> dict[str, Any]:
         with zipfile.ZipFile(path) as members:
             if any(name.endswith("constants.pkl") for name in members.namelist()):
                 raise ValueError("it is TorchScript")  # which torch.load would open as such
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_Pickle)
+        found = InertLoadPlanner.unpickle(path, mmap=True)
     except Exception as failure:
         raise CheckpointError(f"{path} cannot be read: {first_line(failure)}") from failure
     if not (isinstance(found, dict) and all(isinstance(found.get(part), dict) for part in ("model", "optimizer"))):

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 
+from smp_train import arguments
 from smp_train.checkpoints import cli
 from smp_train.errors import CheckpointError
-from tests import harness, smp_trees
+from smp_train.models.resolve import resolve
+from tests import harness, sample_run, smp_trees
 from tests.s3_server import bucket, environment, serving, upload
 from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, OF_THE_MODEL, alike, numbers, refusal_of, smp, train_on_smp
 from tests.training import flags, read_checkpoint, records, train
@@ -197,6 +200,18 @@ def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:
     step, consumed, found = harness.run(smp_trees.take_up, 2, native(tmp_path / "native", tmp_path / "ours"))[0]
     assert (step, consumed) == (2, 2 * 4)
     same(saved, found)
+
+
+@needs_native
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 does not stack experts")
+@pytest.mark.parametrize("kind", ["local", "async_local"])
+def test_flat_experts_of_todays_transformers_are_refused(kind: str, tmp_path: Path) -> None:
+    line = flags(tmp_path / "theirs", **sample_run.options("mixtral"))
+    harness.run(sample_run.write, 2, line, str(tmp_path / "aws"), kind, 2, False)
+    resolve(arguments.parse(line).args).config.save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"mixtral-2steps: .* transformers 5 stores experts in another order"):
+        cli.main(["import", str(tmp_path / "aws"), str(tmp_path / "ours"), "--model", str(tmp_path / "model")])
+    assert not list((tmp_path / "ours").glob("*/COMMITTED"))
 
 
 def read_apart() -> str:

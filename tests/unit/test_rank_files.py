@@ -6,15 +6,18 @@ import io
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch._tensor import _rebuild_from_type_v2
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from smp_train.checkpoints import dcp, local_parts, rank_files
-from smp_train.checkpoints.local_parts import FlatPart
+from smp_train.checkpoints.commit import open_folder
+from smp_train.checkpoints.rank_files import FlatPart
 from smp_train.errors import CheckpointError
 
 
@@ -247,3 +250,46 @@ def test_slices_of_smps_own_implementation_are_refused() -> None:
     optimizer = {"state": {}, "param_groups": [{"params": [0]}]}
     with pytest.raises(CheckpointError, match="own implementation"):
         local_parts.tensors([{"model": model, "optimizer": optimizer}], "llama", LLAMA)
+
+
+EXPERTS = {
+    "model.embed_tokens.weight": (3, 2),
+    **{f"model.layers.0.block_sparse_moe.experts.{e}.w{w}.weight": (2, 2) for e in (0, 1) for w in (1, 2, 3)},
+    "model.norm.weight": (2,),
+    "lm_head.weight": (3, 2),
+}
+
+
+@pytest.mark.parametrize("form", ["file", "tree"])
+@pytest.mark.parametrize(
+    ("config", "readable"),
+    [
+        ({"model_type": "mixtral", "torch_dtype": torch.float32}, True),
+        ({"model_type": "mixtral", "dtype": torch.float32}, False),
+        ({}, False),
+    ],
+    ids=["transformers 4", "transformers 5", "unknown"],
+)
+def test_flat_experts_are_read_in_the_order_of_transformers_4_alone(
+    form: str, config: dict[str, Any], readable: bool, tmp_path: Path
+) -> None:
+    """Those of transformers 5 are as many numbers, stacked by kind: a flat parameter does not show it."""
+    outside = [name for name in EXPERTS if ".experts." not in name]
+    units = {"_flat_param": outside, "model.layers.0._flat_param": [name for name in EXPERTS if name not in outside]}
+    whole = {name: torch.rand(shape) for name, shape in EXPERTS.items()}
+    model = {unit: torch.cat([whole[name].flatten() for name in names]) for unit, names in units.items()}
+    content: dict[str, Any] = {"model": model, "optimizer": {"state": {}, "param_groups": [{"params": [0, 1]}]}}
+    if config:
+        content["model_config"] = SimpleNamespace(**config)
+    if form == "file":
+        torch.save(content, tmp_path / "0.pt")
+        held = rank_files.read(tmp_path / "0.pt")
+    else:
+        torch.distributed.checkpoint.save(content, checkpoint_id=tmp_path / "tree", no_dist=True)
+        held = local_parts.of_tree(open_folder(tmp_path).reader("tree"))
+    if readable:
+        found = local_parts.tensors([held], "mixtral", EXPERTS)
+        assert all(torch.equal(all_of(found[f"model.{name}"]), value) for name, value in whole.items())
+    else:
+        with pytest.raises(CheckpointError, match="transformers 5 stores experts in another order"):
+            local_parts.tensors([held], "mixtral", EXPERTS)
