@@ -108,10 +108,9 @@ class Attempt:
             now = self._target.commit_time()
             committed = Committed(step, self._model_type, files, run=self._folder.run, time=now)
             self._on_stage("commit")
-            if self._target.owner is not None:
-                self._target.owner.check()
             self._on_stage("publish")
-            return os.path.join(self._folder.location, self._folder.publish(self._staged, committed))
+            check = self._target.owner.check if self._target.owner is not None else lambda: None
+            return os.path.join(self._folder.location, self._folder.publish(self._staged, committed, check))
 
         path = on_main(self._what, commit)
         return Saved(step, path, time.monotonic() - self._began, not self._target.node_local)

@@ -18,7 +18,7 @@ import posixpath
 import re
 import socket
 import uuid
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -227,12 +227,19 @@ class CheckpointFolder:
             "is; move it away, or give another folder"
         )
 
-    def publish(self, staged: str, committed: Committed) -> str:
-        """Make the attempt ``staged`` count, by one file; an older one's files then go. Returns the name."""
+    def publish(self, staged: str, committed: Committed, check: Callable[[], None] = lambda: None) -> str:
+        """Commit the attempt ``staged`` by putting COMMITTED, then delete the attempt it replaces; return the name.
+
+        ``check`` is called right before COMMITTED is put, and raises if another job has taken the folder over.
+        """
         name, root = staged.split("/")
         older = self._marker(name)
         if self.has(name, COMMITTED) and not self._is_own(older):
             raise self._taken(name)
+        removed = not self.has(staged, CLAIM)  # a job that took over, and may have ended since, sweeps attempts
+        check()
+        if removed:
+            raise CheckpointError(f"another job of this run has removed {staged}; this step is not committed")
         self._published.add(staged)
         self.put(name, COMMITTED, committed.at(root).to_bytes())
         if older is not None:

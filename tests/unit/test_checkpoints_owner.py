@@ -18,6 +18,7 @@ from smp_train.checkpoints import CheckpointManager, Policy, find, owner
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.owner import OWNER, Owner, Token
 from smp_train.errors import CheckpointError
+from tests.checkpoint_files import files, keys
 
 STATE = {"model": {"w": torch.ones(3)}}
 ELSEWHERE = {"host": "node-7", "job": "Slurm job 4711", "pid": 99}
@@ -200,8 +201,8 @@ def test_it_beats_until_it_is_released(folder, monkeypatch):
     assert names(folder) == [], "a beat that was on its way when it was released is gone too"
 
 
-def manager(folder: Path, **more) -> CheckpointManager:
-    return CheckpointManager([Policy(str(folder), 1, 2)], model_type="m", **more)
+def manager(folder: Path | str, keep: int = 2, **more) -> CheckpointManager:
+    return CheckpointManager([Policy(str(folder), 1, keep)], model_type="m", **more)
 
 
 def save_locked(folder: Path) -> None:
@@ -246,6 +247,31 @@ def test_who_was_forced_out_leaves_the_save_of_the_other_alone(tmp_path):
     first.close()
     second.close()
     assert (find(tmp_path).step, find(tmp_path).verify()) == (3, [])
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_late_commit_leaves_the_successors_checkpoint_alone(place, ended):
+    """The first one stands still before it publishes: the second takes over and saves, and perhaps ends meanwhile."""
+    second = manager(place)
+
+    def meanwhile(stage: str) -> None:
+        if stage == "publish":
+            second.lock(force=True)
+            second.save(2, {"model": {"w": torch.zeros(3)}}, {})
+            if ended:
+                second.close()
+
+    first = manager(place, on_stage=meanwhile, keep=1)
+    first.lock()
+    with pytest.raises(CheckpointError, match=r"cannot save .*m-2steps: .*is not committed$") as late:
+        first.save(2, STATE, {})
+    first.close()
+    second.close()
+    assert ("taken over" in str(late.value)) is not ended
+    found, state = find(place), {"model": {"w": torch.ones(3)}}
+    found.load(state)
+    assert (found.step, state["model"]["w"].tolist()) == (2, [0.0] * 3)
+    assert keys(place) == files("m-2steps")
 
 
 def test_a_file_system_that_loses_the_answer_to_a_first_try(folder, monkeypatch):
