@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smp_train import distributed, train_utils
 from smp_train.build_run import Run
-from smp_train.checkpoints import open_checkpoint
+from smp_train.checkpoints import find
 from smp_train.distributed import ALL_RANKS, heartbeat
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import SmpTrainError
@@ -107,7 +107,8 @@ def roll_back(run: Run, step: int) -> int:
     Steps go on counting, and the data goes on behind ``step``: the updates since the checkpoint are as if skipped.
     """
     assert run.saved_path is not None
-    found = open_checkpoint(run.saved_path)
+    found = find(run.saved_path)
+    assert found is not None
     run.spikes.count_rollback(step, found.step)
     saver = run.backend.saver
     run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))

@@ -27,7 +27,7 @@ import torch
 
 from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.dcp import read_tensor, saved_entries
-from smp_train.checkpoints.discovery import committed_names, open_checkpoint
+from smp_train.checkpoints.discovery import committed_names, find, open_checkpoint
 from smp_train.checkpoints.manifest import parse_folder_name
 from smp_train.telemetry.metrics import read_metrics
 from tests.harness import as_torchrun, forkserver, free_port, run
@@ -155,7 +155,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 def tensors(checkpoint: str) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint."""
-    reader = open_checkpoint(checkpoint).reader()
+    reader = find(checkpoint).reader()
     return {key: read_tensor(reader, key) for key, entry in saved_entries(reader).items() if hasattr(entry, "size")}
 
 

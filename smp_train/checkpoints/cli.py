@@ -12,24 +12,17 @@ from contextlib import ExitStack
 from typing import Any
 
 from smp_train.arguments.verb_parser import VerbParser, at_least, positive
-from smp_train.checkpoints import foreign
+from smp_train.checkpoints import Checkpoint, find, foreign, open_checkpoint
 from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
-from smp_train.checkpoints.discovery import Checkpoint, is_checkpoint_folder, is_one_checkpoint, open_checkpoint
+from smp_train.checkpoints.discovery import is_checkpoint_folder, is_one_checkpoint
 from smp_train.checkpoints.manager import CheckpointManager
-from smp_train.checkpoints.manifest import (
-    ABANDONED,
-    COMMITTED,
-    DAMAGED,
-    folder_name,
-    name_before,
-    parse_folder_name,
-)
+from smp_train.checkpoints.manifest import ABANDONED, COMMITTED, DAMAGED, folder_name, name_before, parse_folder_name
 from smp_train.checkpoints.pruning import deleting
 from smp_train.checkpoints.runs import committed, committed_names, last_run, run_of
 from smp_train.checkpoints.target import Policy
 from smp_train.errors import CheckpointError, ConfigError, first_few, redacted
 from smp_train.models.hugging_face import trust_code
-from smp_train.progress import Progress
+from smp_train.progress import MOVED, Progress
 from smp_train.storage import normal
 from smp_train.storage.paths import Place, place
 
@@ -149,12 +142,13 @@ def show(options: argparse.Namespace) -> int:
     place = normal(options.source)
     folder, name = parent_of(place)
     if not is_checkpoint_folder(place) and open_folder(folder).has(name, DCP_METADATA):  # another program's
-        readers = [open_folder(folder).reader(name)]
+        reader = open_folder(folder).reader(name)
+        entries = [saved_entries(reader)]
         facts: dict[str, Any] = {"path": place, "format": "DCP tree of another program"}
-        facts |= plain_values(readers[0])
+        facts |= plain_values(reader)
     else:
-        found = newest(options.source)
-        readers = [found.reader(part) for part in found.parts]
+        found = open_checkpoint(newest(options.source))
+        entries = found.entries()
         folder, name = parent_of(found.path)
         run, saved = run_of(open_folder(folder), name)
         facts = {
@@ -165,11 +159,11 @@ def show(options: argparse.Namespace) -> int:
         left_out = ("model_config", "generation_config", "arguments", "step", "run", "model_type")
         facts |= {key: value for key, value in found.meta.items() if key not in left_out}
     kinds: dict[str, list[int]] = {}
-    for reader in readers:
-        for key, entry in saved_entries(reader).items():
+    for tree in entries:
+        for key, entry in tree.items():
             if hasattr(entry, "size"):
                 kinds.setdefault(key.split(".")[0], []).append(entry.size.numel())
-    among = f" in {len(readers)} parts" if len(readers) > 1 else ""
+    among = f" in {len(entries)} parts" if len(entries) > 1 else ""
     for kind, counts in kinds.items():
         facts[f"{kind}.*"] = f"{len(counts)} tensors, {sum(counts):,} numbers{among}"
     if options.json:
@@ -215,10 +209,10 @@ def verify(options: argparse.Namespace) -> int:
     for name in names:
         try:
             checkpoint = open_checkpoint(os.path.join(storage.location, name))
-            with Progress(f"verify {name}", unit="B") as progress:
-                problems = checkpoint.verify(on_progress=progress.at)
-            for part in checkpoint.parts if not problems else ():
-                checkpoint.reader(part).preload()
+            with Progress(f"verify {name}", unit="B", moved=MOVED):
+                problems = checkpoint.verify()
+            if not problems:
+                checkpoint.entries()
         except CheckpointError as error:
             problems = [str(error)]
         print(f"{name}: {'; '.join(problems) or 'intact'}")
@@ -232,7 +226,10 @@ def export_model(options: argparse.Namespace) -> int:
     """Write a checkpoint's model as a Hugging Face folder."""
     from smp_train.checkpoints.export import DTYPES, export
 
-    found = newest(options.source)
+    source = newest(options.source)
+    with Progress(f"verify {os.path.basename(source)}", unit="B", moved=MOVED):
+        found = find(source)
+    assert found is not None
     with Progress(f"export {os.path.basename(found.path)}", unit="B") as progress:
         export(
             found, options.target, dtype=DTYPES.get(options.dtype), tokenizer=options.tokenizer,
@@ -342,15 +339,15 @@ def prune(options: argparse.Namespace) -> int:
     return 0
 
 
-def newest(location: str) -> Checkpoint:
-    """Return the checkpoint at ``location``, or in a folder the newest one of the run that committed last.
+def newest(location: str) -> str:
+    """Return the path of the checkpoint at ``location``; in a folder, the newest one of the run that committed last.
 
     Raises `CheckpointError` where there is none.
     """
     place = normal(location)
     storage, only = _folder_and_name(location)
     if only:
-        return open_checkpoint(place)
+        return place
     entries = committed(storage)
     if not entries and (samples := foreign.names_in(place)):
         one = os.path.join(parent_of(place)[0] if foreign.is_one(place) else place, samples[0])
@@ -361,7 +358,7 @@ def newest(location: str) -> Checkpoint:
         raise CheckpointError(f"{location} holds no committed checkpoint")
     run = last_run(entries)
     name = next(entry.name for entry in entries if entry.run == run)
-    return open_checkpoint(os.path.join(storage.location, name))
+    return os.path.join(storage.location, name)
 
 
 def _weights(location: str) -> Place:

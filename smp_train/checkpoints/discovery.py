@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import posixpath
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,15 @@ from typing import Any
 
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
-from smp_train.checkpoints.dcp import Reader, load_state
+from smp_train.checkpoints.dcp import Reader, load_state, saved_entries
 from smp_train.checkpoints.manifest import (
     COMMITTED,
     META,
     METADATA,
+    NODE_LOCAL,
     TOKENIZER,
     Committed,
+    FileRecord,
     RunId,
     checksum_of,
     name_before,
@@ -34,6 +36,7 @@ from smp_train.distributed.agree import rank, world_size
 from smp_train.errors import CheckpointError, first_few, one_line
 from smp_train.models.hugging_face import config_of
 from smp_train.models.smp_names import HubModel, Ranks
+from smp_train.progress import MOVED
 from smp_train.storage import is_s3, normal
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,8 @@ class Checkpoint:
     committed: Committed
     _storage: CheckpointFolder = field(repr=False, compare=False)
     _name: str = field(repr=False, compare=False)
+    verified: bool = field(default=False, compare=False, kw_only=True)
+    """Whether all checksums have been compared, as `find` does. Tensors are only read from a verified checkpoint."""
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` (see `gather_state`) in place, whatever mesh it is laid out on. Collective.
@@ -103,9 +108,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} does not say which model it is: meta.json {what}") from None
 
     def tokenizer(self) -> dict[str, bytes]:
-        """Return the files of the run's tokenizer by name; none where it was not known."""
-        names = [name for name in self.committed.files if name.startswith(TOKENIZER)]
-        return {name.removeprefix(TOKENIZER): self._storage.read(self._folder, name) for name in names}
+        """Return the verified files of the run's tokenizer by name; empty if the run knew of no tokenizer."""
+        files = {}
+        for name in self.committed.files:
+            if name.startswith(TOKENIZER):
+                files[name.removeprefix(TOKENIZER)] = data = self._storage.read(self._folder, name)
+                self._verify_file(name, checksum_of([data]))
+        return files
 
     @property
     def parts(self) -> list[str]:
@@ -118,7 +127,23 @@ class Checkpoint:
         return Ranks.of_folders(self.parts or [""])
 
     def reader(self, part: str = "") -> Reader:
-        """Return the reader of its tensors, those in the sub-folder ``part``."""
+        """Return the reader of the tensors in the sub-folder ``part`` of this `verified` checkpoint."""
+        if not self.verified:
+            raise RuntimeError(f"{self.path}: open the checkpoint with `find`, which verifies it, to read its tensors")
+        return self._reader(part)
+
+    def entries(self) -> list[Mapping[str, Any]]:
+        """Return the metadata of each tree's entries by name. Raises `CheckpointError` if an index is damaged."""
+        for part in self.parts:
+            name = posixpath.join(part, METADATA)
+            self._verify_file(name, self._storage.checksum(self._folder, name, self.committed.files[name].size))
+        return [saved_entries(self._reader(part)) for part in self.parts]
+
+    def _verify_file(self, name: str, record: FileRecord) -> None:
+        if record != self.committed.files[name]:
+            raise Damaged(f"checkpoint {self.path} is damaged: {name} is not what was written (CRC-32)")
+
+    def _reader(self, part: str) -> Reader:
         below = f"{part}/" if part else ""
         files = {n[len(below) :]: r.size for n, r in self.committed.files.items() if n.startswith(below)}
         return self._storage.reader(posixpath.join(self._folder, part), files)
@@ -127,21 +152,16 @@ class Checkpoint:
     def _folder(self) -> str:
         return posixpath.join(self._name, self.committed.root)
 
-    def verify(
-        self, rank: int = 0, world: int = 1, on_progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> list[str]:
+    def verify(self, rank: int = 0, world: int = 1) -> list[str]:
         """Recompute the checksums of this rank's share of the files; one line per difference. No collective.
 
-        ``on_progress`` is called with the bytes done and in all. Raises `CheckpointError` where a file cannot be read
-        for a reason that says nothing about its contents.
+        `MOVED` counts the bytes. Raises `CheckpointError` if a file cannot be read for a reason other than damage.
         """
         problems = []
         largest_first = sorted(self.committed.files.items(), key=lambda item: (-item[1].size, item[0]))
-        share, done = largest_first[rank::world], 0
-        total = sum(record.size for _, record in share)
+        share = largest_first[rank::world]
+        MOVED.begin(sum(record.size for _, record in share))
         for name, record in share:
-            on_progress(done, total)
-            done += record.size
             try:
                 found = self._storage.checksum(self._folder, name, record.size)
             except OSError as error:
@@ -152,9 +172,9 @@ class Checkpoint:
                     ) from None
                 problems.append(f"{name} cannot be read: {error.strerror}")
                 continue
+            MOVED.done += record.size
             if found != record:
                 problems.append(f"{name} has CRC-32 {found.crc32}, {record.crc32} was written")
-        on_progress(total, total)
         return problems
 
 
@@ -163,21 +183,20 @@ def find(
     *,
     missing_ok: bool = False,
     strict: bool = False,
-    checksums: bool = True,
     run: RunId | None = None,
     rename: bool = True,
 ) -> Checkpoint | None:
-    """Find what to resume from. Collective: every rank calls it and gets the same answer.
+    """Find and verify a checkpoint to resume from or to read. Collective: every rank gets the same answer.
 
     ``location`` is a folder of checkpoints, of which the newest committed one of ``run`` by step is taken (where it
     is not given, of the run that committed last), or one checkpoint. None means that there is nothing to resume from:
     the folder holds no such checkpoint, or it does not exist and ``missing_ok`` is set.
 
-    Sizes are always compared with those recorded; ``checksums`` too, each rank reading its share. A damaged one in a
-    folder of checkpoints is renamed to ``*.damaged`` (without ``rename``, for another run's, left as it is) and the
-    next older one is taken, with a warning; with ``strict`` it is an error. Raises `CheckpointError` on every rank:
-    nothing at ``location``; the one checkpoint asked for is not committed or is damaged; every committed one is damaged
-    (starting afresh would hide the loss). Raises `ConfigError` for a location of a kind that is not supported.
+    Sizes and checksums are compared with those recorded, each rank reading its share. A damaged one in a folder of
+    checkpoints is renamed to ``*.damaged`` (without ``rename``, for another run's, left as it is) and the next older
+    one is taken, with a warning; with ``strict`` it is an error. Raises `CheckpointError` on every rank: nothing at
+    ``location``; the one checkpoint asked for is not committed or is damaged; every committed one is damaged (starting
+    afresh would hide the loss); it is one rank's part. Raises `ConfigError` for an unsupported kind of location.
     """
     place = normal(location)
     names = on_main("cannot resume", lambda: _candidates(place, missing_ok, run))
@@ -187,7 +206,7 @@ def find(
     storage = open_folder(folder)
     for position, name in enumerate(candidates):
         try:
-            return open_intact(storage, name, checksums)
+            checkpoint = open_intact(storage, name)
         except Damaged as damage:
             if strict or single:
                 others = committed_names(storage) if single else candidates[position + 1 :]
@@ -196,6 +215,13 @@ def find(
                 on_main("cannot resume", partial(_set_aside, storage, name, str(damage)))
             elif rank() == 0:
                 logger.warning("%s; it is left as it is, trying the next older one", damage)
+            continue
+        if NODE_LOCAL in checkpoint.meta:
+            raise CheckpointError(
+                f"{checkpoint.path} is one rank's part of a checkpoint, and only its run can use it; give a checkpoint "
+                "from a folder that all nodes share"
+            )
+        return checkpoint
     if candidates:
         raise CheckpointError(
             f"cannot resume: every checkpoint in {folder} is damaged; they are kept there{' as *.damaged' * rename}. "
@@ -205,9 +231,9 @@ def find(
 
 
 def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
-    """Open the one committed checkpoint at ``location``, its sizes compared. Not collective.
+    """Open the committed checkpoint at ``location`` for its metadata: only the sizes of files are compared.
 
-    Raises `CheckpointError` where it is not committed, or not what was committed.
+    Not collective. Raises `CheckpointError` if it is not committed or a size differs.
     """
     place = normal(location)
     folder, name = parent_of(place)
@@ -288,16 +314,15 @@ def is_one_checkpoint(place: str, other_programs: bool = True) -> bool:
     return named_so and not any(parse_folder_name(name) for name in open_folder(place).names())
 
 
-def open_intact(storage: CheckpointFolder, name: str, checksums: bool) -> Checkpoint:
-    """Open and verify one checkpoint. Collective. Raises `Damaged` on every rank when any finds it so."""
+def open_intact(storage: CheckpointFolder, name: str) -> Checkpoint:
+    """Open and verify a checkpoint, so that its tensors can be read. Collective; raises `Damaged` on every rank."""
     label = os.path.join(storage.location, name)
     checkpoint = _checkpoint(storage, name, on_main(f"cannot read {label}", lambda: _open(storage, name)))
-    if checksums:
-        shares = gather("cannot verify", lambda: checkpoint.verify(rank(), world_size()))
-        problems = [problem for share in shares for problem in share]
-        if problems:
-            raise Damaged(f"checkpoint {label} is damaged: {first_few(problems, '; ')}")
-    return checkpoint
+    shares = gather("cannot verify", lambda: checkpoint.verify(rank(), world_size()))
+    problems = [problem for share in shares for problem in share]
+    if problems:
+        raise Damaged(f"checkpoint {label} is damaged: {first_few(problems, '; ')}")
+    return replace(checkpoint, verified=True)
 
 
 def _checkpoint(storage: CheckpointFolder, name: str, opened: tuple[Committed, dict[str, Any]] | str) -> Checkpoint:

@@ -222,13 +222,18 @@ def _items_of_model(plain: Any, reader: Reader, dtype: torch.dtype | None, label
 
         items.append(Item(converted({name: torch.empty(entry.size, dtype=to, device="meta")}), read))
         saved.add(name)
-    found = {name for item in items for name in item.tensors}
+    shapes = {name: value.shape for item in items for name, value in item.tensors.items()}
     needed = {name: torch.empty(value.shape, device="meta") for name, value in named_once(plain).items()}
-    missing = [name for name in to_hub(plain, needed) if name not in found]
+    on_hub = {name: value.shape for name, value in to_hub(plain, needed).items()}
+    missing = [name for name in on_hub if name not in shapes]
+    misshapen = [f"{name} is {list(shapes[name])} in the checkpoint and {list(shape)} in the model"
+                 for name, shape in on_hub.items() if shapes.get(name, shape) != shape]  # fmt: skip
     if missing and saved >= needed.keys():
         raise CheckpointError(f"{label}: transformers stores several parameters of this model as one; not exported")
     if missing:
         raise CheckpointError(f"{label} does not hold the whole model: it lacks {first_few(missing)}")
+    if misshapen:
+        raise CheckpointError(f"{label} does not hold the model of its configuration: {first_few(misshapen, '; ')}")
     return items
 
 

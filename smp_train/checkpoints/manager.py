@@ -14,8 +14,8 @@ from smp_train.checkpoints.attempt import Attempt, Elsewhere, Saved
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import UNKNOWN
 from smp_train.checkpoints.discovery import TORCHS, Checkpoint
-from smp_train.checkpoints.manifest import TOKENIZER, RunId, folder_name, parse_folder_name
-from smp_train.checkpoints.node_local import META_KEY, compatible_with, local_part
+from smp_train.checkpoints.manifest import NODE_LOCAL, TOKENIZER, RunId, folder_name, parse_folder_name
+from smp_train.checkpoints.node_local import compatible_with, local_part
 from smp_train.checkpoints.owner import ADVICE, Owner
 from smp_train.checkpoints.saver import HUGGING_FACE, LibrarySaver, Saver
 from smp_train.checkpoints.state import present
@@ -175,7 +175,7 @@ class CheckpointManager:
             durable = attempt(target, meta=meta).save(saver, state)
             target.retain(durable.step, self.on_stage)
             return durable
-        mine = {**meta, META_KEY: compatible_with([each.policy.folder for each in self._shared], meta.get("mesh"))}
+        mine = {**meta, NODE_LOCAL: compatible_with([each.policy.folder for each in self._shared], meta.get("mesh"))}
 
         def save_mine() -> Saved:
             with alone():

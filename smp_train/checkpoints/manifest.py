@@ -29,6 +29,8 @@ METADATA = ".metadata"
 """DCP's index of a tree."""
 TOKENIZER = "tokenizer/"
 """Folder of the files of the tokenizer, below which transformers opens it."""
+NODE_LOCAL = "node_local"
+"""Key of meta.json that marks one rank's part of a checkpoint, saved to a node's disk."""
 FORMAT = 1
 
 DAMAGED, ABANDONED = "damaged", "abandoned"

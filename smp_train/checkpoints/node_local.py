@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from smp_train.arguments.training_flags import NODE_LOCAL
+from smp_train.arguments.training_flags import NODE_LOCAL as PREFIX
 from smp_train.checkpoints.async_save import leaves, put
 from smp_train.checkpoints.collective import gather
 from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, open_folder
 from smp_train.checkpoints.discovery import TORCHS, Checkpoint, find, open_intact
-from smp_train.checkpoints.manifest import RunId
+from smp_train.checkpoints.manifest import NODE_LOCAL, RunId
 from smp_train.checkpoints.runs import committed
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.state import present
@@ -28,9 +28,6 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.storage import normal
 
 logger = logging.getLogger(__name__)
-
-PREFIX = NODE_LOCAL
-META_KEY = "node_local"
 
 
 def is_node_local(folder: str) -> bool:
@@ -131,9 +128,10 @@ def _open(
     """Return this rank's part, or what is wrong with it."""
     try:
         with alone():
-            found = open_intact(storage, name, checksums=True)
+            found = open_intact(storage, name)
     except (CheckpointError, OSError) as error:
         return None, str(error)
-    if found.meta.get(META_KEY) != wanted:
+    if found.meta.get(NODE_LOCAL) != wanted:
         return None, "it was saved by another run, or on another mesh"
-    return NodeLocalCheckpoint(found.path, found.step, found.meta, found.committed, storage, name), None
+    part = NodeLocalCheckpoint(found.path, found.step, found.meta, found.committed, storage, name, verified=True)
+    return part, None

@@ -58,7 +58,7 @@ class Start:
         """A person asked to stop: by STOP, or by ^C in an allocation."""
         self.ended = False
         self.end_step = False
-        """A person asked twice: the step is to end without saving, once it has started."""
+        """A person asked twice: end the step without saving, even if it is still starting."""
         self.step: subprocess.Popen[bytes] | None = None
         self.stop = self.run_dir / "STOP"
         self.starts = self.run_dir / "logs" / f"starts-{self.id}"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
+from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.node_local import find_newest
 from smp_train.errors import CheckpointError
 from tests.checkpoint_files import flipped, tree
@@ -69,6 +70,9 @@ def test_the_same_ranks_resume_from_their_own_disks(tmp_path: Path, world: int, 
     step, where, now = same_on_all(run(read, world, str(tmp_path), layout))
     assert (step, where) == (3, "near")
     assert now == seen[3]
+    for part in ("near/rank00001", "near/rank00001/m-3steps"):
+        with pytest.raises(CheckpointError, match=r"m-3steps is one rank's part of a checkpoint"):
+            main(["export", str(tmp_path / part), str(tmp_path / "out")])
     if layout == "fsdp":
         durable_instead(tmp_path, seen)
 

@@ -14,7 +14,7 @@ pytest.importorskip("moto.server")
 from transformers import AutoModelForCausalLM
 
 from smp_train import storage
-from smp_train.checkpoints import open_checkpoint
+from smp_train.checkpoints import find
 from smp_train.checkpoints.export import export
 from smp_train.errors import CheckpointError
 from tests.distributed.test_checkpoints import resume, same_on_all, write
@@ -58,7 +58,7 @@ def test_a_run_resumes_from_s3_as_if_it_had_never_stopped(server, place, tmp_pat
     said = (tmp_path / "s3" / "run" / "logs" / "rank-0.log").read_text()
     assert said.count("It was saved on another mesh") == 1
     assert {key.partition("/")[0] for key in storage.at(place).files()} == {"llama_v2-6steps", "llama_v2-7steps"}
-    export(open_checkpoint(f"{place}/llama_v2-7steps"), tmp_path / "exported")
+    export(find(f"{place}/llama_v2-7steps"), tmp_path / "exported")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).state_dict()
     for number, written in enumerate((final["model_dir"], f"{place}/llama_v2-7steps/hf")):
         model = AutoModelForCausalLM.from_pretrained(download(written, tmp_path / str(number)), dtype=torch.float32)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smp_train.checkpoints import CheckpointManager, Policy, gather_state, open_checkpoint
+from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state, open_checkpoint
 from smp_train.checkpoints.cli import in_bytes, main
 from smp_train.checkpoints.dcp_storage import TreeReader
 from smp_train.checkpoints.export import export
@@ -48,7 +48,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_the_round_trip_gives_the_same_logits_and_files(family: str, tmp_path: Path) -> None:
     save(FAMILIES[family], tmp_path / "theirs")
     path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    export(open_checkpoint(path), tmp_path / "back")
+    export(find(path), tmp_path / "back")
     assert torch.equal(expected_logits(tmp_path / "back"), expected_logits(tmp_path / "theirs"))
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "theirs"))
     assert ours.keys() == theirs.keys()
@@ -58,7 +58,7 @@ def test_the_round_trip_gives_the_same_logits_and_files(family: str, tmp_path: P
     assert (tmp_path / "back" / "generation_config.json").is_file()
     if family == "mixtral":  # into several files with an index
         seen: list[tuple[int, int]] = []
-        export(open_checkpoint(path), tmp_path / "split", shard_bytes=60_000, on_progress=lambda *now: seen.append(now))
+        export(find(path), tmp_path / "split", shard_bytes=60_000, on_progress=lambda *now: seen.append(now))
         files = sorted(tmp_path.glob("split/*.safetensors"))
         assert len(files) > 2
         assert all(file.stat().st_size < 70_000 for file in files)
@@ -73,7 +73,7 @@ def test_another_dtype_and_one_reading_of_the_index(
     read: list[str] = []
     once = TreeReader.preload
     monkeypatch.setattr(TreeReader, "preload", lambda self: (read.append(str(self.path)), once(self))[1])
-    export(open_checkpoint(path), tmp_path / "half", dtype=torch.bfloat16)
+    export(find(path), tmp_path / "half", dtype=torch.bfloat16)
     exact = load_file(theirs / "model.safetensors")
     for name, value in load_file(tmp_path / "half" / "model.safetensors").items():
         assert torch.equal(value, exact[name].bfloat16())
@@ -86,14 +86,14 @@ def test_what_is_there_is_not_overwritten_unasked(own: bool, llama: tuple[Path, 
     card = tmp_path / "README.md"
     if own:
         card.write_text("# My project\n")
-    export(open_checkpoint(llama[1]), tmp_path)
+    export(find(llama[1]), tmp_path)
     first = card.read_text()
     assert first == "# My project\n" if own else "| steps | 4 |" in first
     with pytest.raises(ConfigError, match="--overwrite 1"):
-        export(open_checkpoint(llama[1]), tmp_path)
+        export(find(llama[1]), tmp_path)
     if not own:
         card.write_text(first.replace("| steps | 4 |", "| steps | 3 |"))
-    export(open_checkpoint(llama[1]), tmp_path, replace=True)
+    export(find(llama[1]), tmp_path, replace=True)
     assert card.read_text() == first
 
 
@@ -102,11 +102,11 @@ def test_what_is_not_a_whole_model_is_refused(llama: tuple[Path, Path], tmp_path
     manager = CheckpointManager([Policy(str(tmp_path / "ours"), 1, 0)], model_type="llama_v2")
     (path,) = manager.save(1, {"model": {"lm_head.weight": torch.ones(99, 40)}}, {"model_config": config})
     with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
-        export(open_checkpoint(path), tmp_path / "back")
+        export(find(path), tmp_path / "back")
     assert not (tmp_path / "back" / "config.json").exists()
     (path,) = manager.save(2, {"model": {"w": torch.ones(2)}}, {})
     with pytest.raises(CheckpointError, match="does not say which model it is"):
-        export(open_checkpoint(path), tmp_path / "back")
+        export(find(path), tmp_path / "back")
 
 
 def tokenizer(folder: Path) -> Any:
@@ -194,7 +194,7 @@ def test_the_verbs_from_s3_to_s3(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_weights_alone_are_not_resumed_from(llama: tuple[Path, Path]) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="--pretrained_checkpoint_file"):
-        open_checkpoint(llama[1]).load(gather_state(model, torch.optim.AdamW(model.parameters())))
+        find(llama[1]).load(gather_state(model, torch.optim.AdamW(model.parameters())))
 
 
 def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smp_train.checkpoints import CheckpointManager, Policy, gather_state, open_checkpoint
+from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
 from smp_train.checkpoints.export import export
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.models.build import build_meta, materialise
@@ -64,7 +64,7 @@ def test_what_other_versions_saved_is_loaded_and_saved_as_published(family: str,
     state = in_memory(tmp_path / "theirs") if kind == "names in memory" else expected
     path = saved(state, tmp_path / "ours", tmp_path / "theirs")
     model, optimizer = fresh(tmp_path / "theirs")
-    open_checkpoint(path).load(gather_state(model, optimizer))
+    find(path).load(gather_state(model, optimizer))
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids=IDS).logits, expected_logits(tmp_path / "theirs"))
     found = read_checkpoint(saved(gather_state(model, optimizer), tmp_path / "again", tmp_path / "theirs"))
@@ -73,7 +73,7 @@ def test_what_other_versions_saved_is_loaded_and_saved_as_published(family: str,
     again, _ = fresh(tmp_path / "theirs")
     load_weights(again, str(path))
     assert all(map(torch.equal, again.parameters(), model.parameters()))
-    export(open_checkpoint(path), tmp_path / "back")
+    export(find(path), tmp_path / "back")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
