@@ -28,6 +28,7 @@ from smp_train.distributed.watch import watch
 from smp_train.errors import ConfigError
 from smp_train.inference import ids_of
 from smp_train.learning_rates import Schedule, schedule
+from smp_train.models import smp_names
 from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import ModelSpec, names_model, resolve, row_length
 from smp_train.models.state_memory import check_state, in_short
@@ -246,6 +247,8 @@ def open_run_folder(args: Arguments, ranks: Runtime) -> tuple[RunFolder, Metrics
 
 def choose_backend(resolved: Resolved, ranks: Runtime, device: torch.device) -> Backend:
     """Return the selected backend, and log the reason and the flags without effect on it; collective."""
+    with distributed.together("reading --smp_names"):
+        smp_names.read_table(resolved.args.smp_names)
     backend, why = backends.select(resolved.args, ranks, device)
     for line in arguments.ineffective(resolved, backend.name):
         log.info(line)

@@ -105,6 +105,9 @@ class ParallelArguments:
         "off", "Choose tensor, context and shard degree, activation checkpointing, offloading, micro-batch and "
         "accumulation for the machine, where they are not given; the global batch stays. trial also compares a few by "
         "real steps", choices=("off", "plan", "trial"), values={"1": "plan", "0": "off"}, switch=True)
+    smp_names: str | None = flag(
+        None, "JSON or YAML file of names of SMP's parameters, as `doctor --smp` writes it, for transformed "
+        "checkpoints")
     sharding_strategy: str = flag(
         "full_shard", "Shard everything over all processes (full_shard) or within groups (hybrid_shard); gradients and "
         "optimizer only (shard_grad_op, _hybrid_shard_zero2); nothing (no_shard). A group is --hybrid_shard_degree "

@@ -39,7 +39,7 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
         if library is None:
             raise ConfigError(cause)
         with distributed.together("starting SMP"):
-            smp_library.start(library, args, ranks.world_size)
+            smp_library.start(library, args, ranks)
         return _smp(args, ranks, device, library), "--backend smp"
     if not distributed.any_rank(distributed.smp_installed()):
         return _native(args, ranks, device), "this torch has no torch.sagemaker"
@@ -49,7 +49,7 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
     library, cause = smp_library.load()
     if library is not None:
         try:
-            smp_library.start(library, args, ranks.world_size)
+            smp_library.start(library, args, ranks)
         except ConfigError as failure:
             library, cause = None, str(failure)
     if distributed.any_rank(library is None):

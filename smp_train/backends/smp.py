@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
-from smp_train.backends import smp_model, smp_saver, smp_state
+from smp_train.backends import smp_choices, smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
 from smp_train.checkpoints.saver import LibrarySaver, Saver
 from smp_train.checkpoints.state import gather_state
 from smp_train.distributed import ALL_RANKS
-from smp_train.distributed.degrees import check_model, plan
+from smp_train.distributed.degrees import check_model_on_smp, plan
 from smp_train.errors import ConfigError, DataError
 from smp_train.models import build
 from smp_train.models.hub_names import canonical_name
@@ -72,10 +72,12 @@ class SmpBackend(Backend):
         )  # fmt: skip
         self._fp8 = Fp8(args, self.state, device) if args.fp8 else None
         self._root: Any = None
-        self._chunked = False
-        self._vocab_size = 0
+        self._chunked, self._whole_logits = False, True
         self._matrices: set[str] = set()
+        self._names: set[str] = set()
         self._tree: smp_state.Tree | None = None
+        self._hub: HubModel | None = None
+        """The model on the hub, where this one is SMP's own implementation of it."""
         self._saver: Saver = Saver()
 
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:
@@ -83,7 +85,7 @@ class SmpBackend(Backend):
         check_loss(spec.config)
         refuse_model(spec.config, self.args)
         if self.transforms:
-            check_model(
+            check_model_on_smp(
                 split_sizes(spec.config), seq_len=seq_len, tensor=self.topology.tp_size,
                 context=self.topology.cp_size, expert=self.args.expert_parallel_degree,
             )  # fmt: skip
@@ -91,7 +93,6 @@ class SmpBackend(Backend):
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build, transform, shard, checkpoint and offload: the canonical order of SMP's own scripts."""
         args = self.args
-        self._vocab_size = int(spec.config.vocab_size)
         weights = spec.pretrained if initial else None
         spec.config.delayed_param = args.delayed_param
         model: Any = build.build_meta(spec, attn_implementation=args.attn_implementation)
@@ -101,15 +102,16 @@ class SmpBackend(Backend):
         # SMP draws from torch's generators, which are seeded equally on all ranks so that replicas are equal.
         random.seed(seed)
         torch.manual_seed(seed)
-        hub = None
         if self.transforms:
-            hub = HubModel.of(spec.config, {n: tuple(each.shape) for n, each in gather_state(model)["model"].items()})
+            shapes = {name: tuple(value.shape) for name, value in gather_state(model)["model"].items()}
+            self._hub = HubModel.of(spec.config, shapes)
+            self._names = {canonical_name(name) for name, _ in model.named_parameters()}
             model, layer = smp_model.transform(self.library, model, args, from_rank0=weights is not None, real=real)
         for name, parameter in model.named_parameters():
             if parameter.dtype != torch.float32:
                 raise ConfigError(f"{name} is {parameter.dtype}: SMP's mixed precision wants float32 parameters")
-        self._matrices = {canonical_name(name) for name, p in model.named_parameters() if p.ndim >= 2}
-        names = [canonical_name(name) for name, _ in model.named_parameters()]
+        shapes = {canonical_name(name): tuple(p.shape) for name, p in model.named_parameters()}
+        self._matrices = {name for name, shape in shapes.items() if len(shape) >= 2}
         self._chunked = bool(args.chunked_loss) and not self.transforms and can_chunk(model)
         if self._chunked:
             smp_model.chunk_loss(model)
@@ -125,15 +127,21 @@ class SmpBackend(Backend):
         experts = args.expert_parallel_degree
         expert_rank = int(self.state.ep_rank) if experts > 1 else 0
         ranks = Ranks(self.topology.tp_rank, self.topology.tp_size, expert_rank, experts)
-        self._saver = smp_saver.make(self.state, self._root, sharded=sharded, hub=hub, ranks=ranks, in_folders=folders)
+        self._saver = smp_saver.make(
+            self.state, self._root, sharded=sharded, hub=self._hub, ranks=ranks, in_folders=folders
+        )
         library = self._saver.library if isinstance(self._saver, LibrarySaver) else None
         if args.checkpoint_type == "async_sharded" and library is not None and not library.asynchronous:
             why = "--hybrid_shard_degree above 1" if folders else "folders, where tensor or expert ranks write trees"
             logger.info("--checkpoint_type async_sharded: training waits for each save; SMP saves in the background "
                         "only with %s", why)  # fmt: skip
-        self._tree = smp_state.Tree(
-            self._root, names, sharded=sharded, device=self.device, raw=library is not None and library.asynchronous
-        )
+        raw = library is not None and library.asynchronous
+        self._tree = smp_state.Tree(self._root, list(shapes), sharded=sharded, device=self.device, raw=raw)
+        if self._hub is not None:
+            vocabulary = int(spec.config.vocab_size)
+            self._whole_logits = smp_choices.whole_logits(self._root, self.topology, seq_len, vocabulary)
+        refused = [f"{name} ({cause})" for name, cause in smp_choices.refusals.items() if cause]
+        logger.info("Calls of SMP in the form of AWS's sample: %s", ", ".join(refused) or "none")
         return wrapped
 
     def _settle_layout(self) -> bool:
@@ -184,10 +192,14 @@ class SmpBackend(Backend):
         if position_ids is not None:
             inputs = {"input_ids": input_ids, **packed_inputs(self._root.module, position_ids)}
         if self.transforms:
+            if not self._whole_logits:
+                inputs["labels"] = labels
             with self._fp8.forward() if self._fp8 is not None else nullcontext():
-                logits = model(**inputs)["logits"]
-            smp_model.check_logits(logits, input_ids, self._vocab_size)
-            loss = losses.cross_entropy_sum(logits, targets)
+                output = model(**inputs)
+            if self._whole_logits:
+                loss = losses.cross_entropy_sum(output["logits"], targets)
+            else:  # a mean over the counted tokens
+                loss = output["loss"].float() * (targets != losses.IGNORE_INDEX).sum()
         elif self._chunked:
             loss = model(**inputs, targets=targets)
         else:
@@ -223,14 +235,15 @@ class SmpBackend(Backend):
         return canonical_name(name) in self._matrices
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """See `Backend.full_weights`; SMP translates the names of its own implementation."""
-        if not self.transforms:
+        """See `Backend.full_weights`; None, too, where SMP does not translate the names of its own implementation."""
+        if self._hub is None:
             return None
         # On a CPU, offloading would return tensors that FSDP frees on leaving the context.
         whole = fsdp.FullStateDictConfig(offload_to_cpu=self.device.type != "cpu", rank0_only=True)
         with fsdp.FullyShardedDataParallel.state_dict_type(self._root, fsdp.StateDictType.FULL_STATE_DICT, whole):
             weights: dict[str, Tensor] = self._root.state_dict()
-        return {canonical_name(name): value for name, value in weights.items()}
+        weights = {canonical_name(name): value for name, value in weights.items()}
+        return weights if smp_choices.is_translated(weights, self._names) else None
 
     def state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """See `Backend.state_dict`."""
@@ -256,58 +269,29 @@ def refuse(args: Arguments) -> None:
     """Raise `ConfigError` for settings that SMP does not support, alone or together."""
     own, (share, per_operation) = transforms(args), checkpointing.read(args.activation_checkpointing)
     tensor, context, expert = args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree
-    for refused, message in (
-        (
+    smp = "with --backend smp"
+    refusals = {
+        f"--use_torch_compile 1 {smp}: SMP's containers do not compile FSDP1 models; use --backend native":
             args.use_torch_compile,
-            "--use_torch_compile 1 with --backend smp: SMP's containers do not compile FSDP1 models; "
-            "use --backend native",
-        ),
-        (
-            args.cpu_offload,
-            "--cpu_offload 1 with --backend smp: SMP has no offloading of parameters; use --backend native",
-        ),
-        (
-            args.lora_rank is not None,
-            "--lora_rank with --backend smp: SMP has no adapters; use --backend native",
-        ),
-        (
-            args.prompt is not None,
-            "--prompt with --backend smp: put it through the checkpoint, by smp-train generate",
-        ),
-        (
-            expert > 1 and not args.moe, f"--expert_parallel_degree {expert} needs --moe 1, SMP's own experts",
-        ),
-        (
+        f"--cpu_offload 1 {smp}: SMP has no offloading of parameters; use --backend native": args.cpu_offload,
+        f"--lora_rank {smp}: SMP has no adapters; use --backend native": args.lora_rank is not None,
+        f"--prompt {smp}: put it through the checkpoint, by smp-train generate": args.prompt is not None,
+        f"--expert_parallel_degree {expert} needs --moe 1, SMP's own experts": expert > 1 and not args.moe,
+        "--context_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP":
             expert > 1 and context > 1,
-            "--context_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP",
-        ),
-        (
+        "--distributed_backend smddp with --tensor_parallel_degree above 1 and --hybrid_shard_degree 1: SMP does that "
+        "over nccl only; give --distributed_backend nccl, or another shard degree":
             tensor > 1 and args.hybrid_shard_degree == 1 and args.distributed_backend == "smddp",
-            "--distributed_backend smddp with --tensor_parallel_degree above 1 and --hybrid_shard_degree 1: SMP does "
-            "that over nccl only; give --distributed_backend nccl, or another shard degree",
-        ),
-        (
-            args.fp8 and not own,
-            "--fp8 1 with --backend smp needs SMP's own implementation; give --use_smp_implementation 1",
-        ),
-        (
-            args.fp8 and args.sm_activation_offloading,
-            "--fp8 1 and --sm_activation_offloading 1 do not go together on SMP, which offloads what reentrant "
-            "checkpointing keeps and FP8 has another; give one of them",
-        ),
-        (
-            per_operation,
-            "--activation_checkpointing selective:op with --backend smp: SMP checkpoints whole layers; use full",
-        ),
-        (
+        f"--fp8 1 {smp} needs SMP's own implementation; give --use_smp_implementation 1": args.fp8 and not own,
+        "--fp8 1 and --sm_activation_offloading 1 do not go together on SMP, which offloads what reentrant "
+        "checkpointing keeps and FP8 has another; give one of them": args.fp8 and args.sm_activation_offloading,
+        f"--activation_checkpointing selective:op {smp}: SMP checkpoints whole layers; use full": per_operation,
+        f"--sm_activation_offloading 1 {smp} needs checkpointing; give --activation_checkpointing full":
             args.sm_activation_offloading and not share,
-            "--sm_activation_offloading 1 with --backend smp needs checkpointing; give --activation_checkpointing full",
-        ),
-        (
+        "--short pack with SMP's own implementation of models, which takes no positions; use --short concat or pad":
             args.short == "pack" and own,
-            "--short pack with SMP's own implementation of models, which takes no positions; use --short concat or pad",
-        ),
-    ):  # fmt: skip
+    }  # fmt: skip
+    for message, refused in refusals.items():
         if refused:
             raise ConfigError(message)
 

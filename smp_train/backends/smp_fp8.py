@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
+import inspect
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 OLDEST_CAPABILITY = (9, 0)
 """Hopper, the first GPUs on which SMP supports FP8 (its documentation, "Mixed precision training")."""
-NAMED_BY_STATE = (1, 8)
-"""First Transformer Engine whose checkpoint takes ``get_rng_state_tracker`` and ``use_reentrant``; in SMP 2.5."""
 
 
 class Fp8:
@@ -62,19 +60,8 @@ class Fp8:
     def checkpoint(self) -> Any:
         """Return Transformer Engine's activation checkpointing function, which preserves FP8 scales."""
         options: dict[str, Any] = {"distribute_saved_activations": False, "tp_group": self._state.tp_process_group}
-        if _version() >= NAMED_BY_STATE:
-            options |= {"get_rng_state_tracker": self._state.get_rng_state_tracker, "use_reentrant": False}
-        else:
+        if "get_cuda_rng_tracker" in inspect.signature(self._engine.checkpoint).parameters:  # before 1.8
             options |= {"get_cuda_rng_tracker": self._state.get_rng_state_tracker}
+        else:
+            options |= {"get_rng_state_tracker": self._state.get_rng_state_tracker, "use_reentrant": False}
         return functools.partial(self._engine.checkpoint, **options)
-
-
-def _version() -> tuple[int, ...]:
-    text = getattr(importlib.import_module("transformer_engine"), "__version__", "")
-    if not text:
-        try:
-            text = importlib.metadata.version("transformer_engine")
-        except importlib.metadata.PackageNotFoundError:
-            text = ""  # built from source without a version: assume that of the last containers
-    numbers = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
-    return numbers or NAMED_BY_STATE

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
 from smp_train.arguments.parse import launched_by_smp
+from smp_train.backends import smp_choices
 from smp_train.distributed.degrees import plan
-from smp_train.errors import ConfigError, first_few, one_line
+from smp_train.errors import ConfigError, SmpTrainError, first_few, one_line
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
+    from smp_train.distributed import Runtime
 
 CLUSTERS = Path("/var/log/aws/clusters")
 """Folder by which SMP detects HyperPod; containers must mount it."""
-BROUGHT_BY = {"context_parallel_degree": "context_parallel", "expert_parallel_degree": "moe"}
+BROUGHT_BY = {"context_parallel_degree": "context_parallel", "expert_parallel_degree": "moe.moe_config"}
 """Configuration keys unknown to older releases, and the module introduced with each."""
 
 
@@ -35,15 +37,11 @@ def load() -> tuple[Any, str]:
     except ConfigError as failure:
         cause = str(failure)
     causes = distributed.gather("importing torch.sagemaker", lambda: (socket.gethostname(), cause))
-    without: dict[str, list[int]] = {}
-    for rank, (host, failed) in enumerate(causes):
-        if failed:
-            without.setdefault(host, []).append(rank)
     failures = [failed for _, failed in causes if failed]
     if 0 < len(failures) < len(causes):
-        where = [f"{host} (rank {', '.join(map(str, ranks))})" for host, ranks in without.items()]
+        ranks = [f"{host} (rank {rank})" for rank, (host, failed) in enumerate(causes) if failed]
         raise ConfigError(
-            f"torch.sagemaker can be imported on some ranks only, not on {first_few(where)}: "
+            f"torch.sagemaker can be imported on some ranks only, not on {first_few(ranks)}: "
             f"{failures[0].partition(';')[0]}; run the same image on every node, or give --backend native"
         )
     return library, failures[0] if failures else ""
@@ -61,19 +59,28 @@ def _imported() -> Any:
         raise ConfigError(f"torch.sagemaker cannot be imported: {_refused(failure)}; use --backend native") from failure
 
 
-def start(library: Any, args: Arguments, world_size: int) -> None:
-    """Initialise ``torch.sagemaker`` from the flags; raises `ConfigError` with the cause."""
-    config = configuration(args, world_size)
-    if args.sm_activation_offloading and not importlib.util.find_spec("torch.sagemaker.moe"):
+def start(library: Any, args: Arguments, ranks: Runtime) -> None:
+    """Initialise ``torch.sagemaker`` from the flags; raises `ConfigError` with the cause; collective."""
+    config = configuration(args, ranks.world_size)
+    if args.sm_activation_offloading and not has("moe.moe_config"):
         raise ConfigError(
-            "--sm_activation_offloading 1: this release of SMP is older than 2.3 (it has no torch.sagemaker.moe), and "
-            "that of 2.2 is broken; leave it out, use a newer release, or --backend native"
+            "--sm_activation_offloading 1: this release of SMP is older than 2.3 (it has no torch.sagemaker.moe."
+            "moe_config), and offloading is broken in 2.2; leave it out, use a newer release, or --backend native"
         )
+
     try:
-        library.init(known_keys(config))
-    except Exception as failure:
-        raise ConfigError(f"torch.sagemaker.init refuses: {_refused(failure)}") from failure
+        smp_choices.initialise(library, known_keys(config), ranks, args)
+    except SmpTrainError as failure:
+        raise ConfigError(f"torch.sagemaker.init refuses: {_refused(failure.__cause__ or failure)}") from failure
     check_state(library, config)
+
+
+def has(module: str) -> bool:
+    """Return whether this release of SMP has a module; it may lack the module's package too."""
+    try:
+        return importlib.util.find_spec(f"torch.sagemaker.{module}") is not None
+    except ImportError:
+        return False
 
 
 def check_launcher(args: Arguments, world_size: int) -> None:
@@ -105,7 +112,7 @@ def check_state(library: Any, config: dict[str, Any]) -> None:
             )
 
 
-def _refused(failure: Exception) -> str:
+def _refused(failure: BaseException) -> str:
     """Return the message of a failed start, with a hint at the most common cause."""
     # Errors in the configuration do not depend on the machine.
     if isinstance(failure, ValueError | TypeError) or CLUSTERS.is_dir() or distributed.is_sagemaker(os.environ):
@@ -124,19 +131,18 @@ def part(name: str, wanted_by: str, since: str = "") -> Any:
 
 
 def moe_config(args: Arguments, *, reads_weights: bool) -> Any:
-    """Return the configuration of SMP's mixture of experts from the flags."""
+    """Return the configuration of SMP's mixture of experts from the flags; collective."""
     options: dict[str, Any] = {
         "smp_moe": True,
         "random_seed": int(args.seed if args.random_seed is None else args.random_seed),
         "moe_load_balancing": args.moe_load_balancing,
-        "moe_aux_loss_coeff": args.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": args.moe_z_loss_coeff,
         "global_token_shuffle": bool(args.global_token_shuffle),
         "moe_all_to_all_dispatcher": bool(args.moe_all_to_all_dispatcher),
     }
     if reads_weights:
         options["use_cpu_initialization"] = True  # the loaded weights are on the host
-    return part("moe.moe_config", "--moe 1", "2.3").MoEConfig(**options)
+    coefficients = {name: getattr(args, name) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")}
+    return smp_choices.moe_config(part("moe.moe_config", "--moe 1", "2.3").MoEConfig, options, coefficients)
 
 
 def context_options(library: Any, args: Arguments) -> dict[str, Any]:
@@ -176,5 +182,5 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
 
 def known_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration without degrees of 1 that the imported release does not support."""
-    older = {key for key, module in BROUGHT_BY.items() if not importlib.util.find_spec(f"torch.sagemaker.{module}")}
+    older = {key for key, module in BROUGHT_BY.items() if not has(module)}
     return {key: value for key, value in config.items() if key not in older or value != 1}

@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from smp_train import distributed, losses
 from smp_train.arguments import checkpointing
-from smp_train.backends import smp_library
+from smp_train.backends import smp_choices, smp_library
 from smp_train.backends.smp_fp8 import Fp8
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.errors import ConfigError, one_line
@@ -61,9 +61,9 @@ def transform(library: Any, model: nn.Module, args: Arguments, *, from_rank0: bo
     Raises `ConfigError` where SMP rejects the model, or where this release does not have a requested feature.
     """
     options: dict[str, Any] = {"config": None, "load_state_dict_from_rank0": from_rank0}
+    if args.moe:
+        options["config"] = smp_library.moe_config(args, reads_weights=from_rank0 and dist.get_rank() == 0)
     with distributed.together("transforming the model"):
-        if args.moe:
-            options["config"] = smp_library.moe_config(args, reads_weights=from_rank0 and dist.get_rank() == 0)
         if args.context_parallel_degree > 1:
             options |= smp_library.context_options(library, args)
         around = _without_weights() if args.moe and not real else nullcontext()
@@ -113,30 +113,36 @@ def wrap(
     Modules of class ``layer`` are FSDP units. ``initialise_module`` fills a module's own parameters (None: SMP does),
     unless this rank's are allocated already (``real``) or rank 0's are broadcast (``from_rank0``).
     """
-    initialiser: Any = None
-    if not real:
-        maker = smp_library.part("delayed_param", "--delayed_param 1").DelayedParamIniter
-        initialiser = maker(model, initialise_module) if initialise_module is not None else maker(model)
-    precision = None
-    if args.bf16:
-        precision = fsdp.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
-    complete = nullcontext()
-    if initialiser is not None and not from_rank0:
-        complete = initialiser.validate_params_and_buffers_inited()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with complete:
-        wrapped: Any = fsdp.FullyShardedDataParallel  # SMP's version also takes post_param_init_fn
-        return wrapped(
-            model, auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer}),
-            mixed_precision=precision, sharding_strategy=fsdp.ShardingStrategy[args.sharding_strategy.upper()],
-            backward_prefetch=fsdp.BackwardPrefetch[args.backward_fetch_policy.upper()],
-            forward_prefetch=args.forward_prefetch, limit_all_gathers=args.limit_all_gathers,
-            device_id=torch.cuda.current_device() if device.type == "cuda" else None, use_orig_params=True,
-            param_init_fn=None if initialiser is None else initialiser.get_param_init_fn(),
-            post_param_init_fn=None if initialiser is None else initialiser.get_post_param_init_fn(),
-            sync_module_states=from_rank0,
-        )  # fmt: skip
+
+    def wrapped(reduce_dtype: torch.dtype) -> Any:
+        initialiser: Any = None
+        if not real:
+            maker = smp_library.part("delayed_param", "--delayed_param 1").DelayedParamIniter
+            initialiser = maker(model, initialise_module) if initialise_module is not None else maker(model)
+        precision = None
+        if args.bf16:
+            precision = fsdp.MixedPrecision(torch.bfloat16, reduce_dtype=reduce_dtype, buffer_dtype=torch.float32)
+        complete = nullcontext()
+        if initialiser is not None and not from_rank0:
+            complete = initialiser.validate_params_and_buffers_inited()
+        with complete:
+            wrapper: Any = fsdp.FullyShardedDataParallel  # SMP's version also takes post_param_init_fn
+            return wrapper(
+                model, auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer}),
+                mixed_precision=precision, sharding_strategy=fsdp.ShardingStrategy[args.sharding_strategy.upper()],
+                backward_prefetch=fsdp.BackwardPrefetch[args.backward_fetch_policy.upper()],
+                forward_prefetch=args.forward_prefetch, limit_all_gathers=args.limit_all_gathers,
+                device_id=torch.cuda.current_device() if device.type == "cuda" else None, use_orig_params=True,
+                param_init_fn=None if initialiser is None else initialiser.get_param_init_fn(),
+                post_param_init_fn=None if initialiser is None else initialiser.get_post_param_init_fn(),
+                sync_module_states=from_rank0,
+            )  # fmt: skip
+
+    root = smp_choices.wrap(wrapped) if args.bf16 else wrapped(torch.float32)
+    smp_choices.move_rotary_caches(root, device)
+    return root
 
 
 def checkpoint(root: nn.Module, args: Arguments, layer: type, fp8: Fp8 | None) -> None:
@@ -189,16 +195,6 @@ def chunk_loss(model: Any) -> None:
         return losses.linear_cross_entropy_sum(hidden, head.weight, targets, bias=head.bias)
 
     model.forward = forward
-
-
-def check_logits(logits: Tensor, input_ids: Tensor, vocab_size: int) -> None:
-    """Raise `ConfigError` unless the logits of a transformed model cover every token and the whole vocabulary."""
-    shape = [*input_ids.shape, vocab_size]
-    if list(logits.shape) != shape:
-        raise ConfigError(
-            f"SMP's own implementation returns logits of shape {list(logits.shape)}, where {shape} is what the loss is "
-            "computed from; train without tensor parallelism and --use_smp_implementation, or use --backend native"
-        )
 
 
 class ScaleGradient(torch.autograd.Function):

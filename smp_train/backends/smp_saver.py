@@ -1,4 +1,4 @@
-"""Saving and loading through SMP's own checkpoint modules, by the recipes of its documentation.
+"""Saving through SMP's own checkpoint modules, by the recipes of its documentation.
 
 Ranks that hold the same shards form a replication group, of which replication rank 0 writes. Ranks of one shard group
 write one tree together. Tensor and expert ranks hold parameters under SMP's own names and splits, and each writes its
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp_train.backends import smp_library
+from smp_train.backends import smp_choices, smp_library
 from smp_train.checkpoints.saver import Library, LibrarySaver, Saver
 from smp_train.distributed import gather
 from smp_train.errors import ConfigError
@@ -35,11 +35,10 @@ def each_tree_once(by_rank: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
 
 
 class SmpLibrary(Library):
-    """SMP's checkpoint modules, for the ranks of a shard group. Raises `ConfigError` where this SMP has none."""
+    """SMP's savers, for the ranks of a shard group. Raises `ConfigError` where this SMP has none."""
 
     def __init__(self, group: Any, coordinator: int, *, asynchronous: bool) -> None:
         self._saving = smp_library.part("distributed.checkpoint.state_dict_saver", "saving through SMP", "2.5")
-        self._loading = smp_library.part("distributed.checkpoint.state_dict_loader", "loading through SMP", "2.5")
         calls = smp_library.part("distributed.checkpoint.async_utils", "saving through SMP", "2.5")
         self._queue = calls.AsyncCallsQueue()
         self._group = group
@@ -49,10 +48,6 @@ class SmpLibrary(Library):
     def save(self, state: dict[str, Any], *, storage_writer: Any) -> None:
         """See `Library.save`."""
         self._saving.save(state, storage_writer=storage_writer, **self._own)
-
-    def load(self, state: dict[str, Any], *, storage_reader: Any, planner: Any) -> None:
-        """See `Library.load`."""
-        self._loading.load(state, storage_reader=storage_reader, planner=planner, **self._own)
 
     def begin(self, state: dict[str, Any], folder: str) -> None:
         """See `Library.begin`."""
@@ -94,12 +89,18 @@ def make(state: Any, root: Any, *, sharded: bool, hub: HubModel | None, ranks: R
         logger.info("Checkpoints: torch's own saver, which --checkpoint_dir in S3 has a writer for")
         return by_torch
     try:
-        library = SmpLibrary(group, min(members), asynchronous=in_folders)  # its synchronous saver takes any writer
+        library = SmpLibrary(group, min(members), asynchronous=in_folders)
     except ConfigError as missing:
         if per_rank:
             raise
         logger.info("Checkpoints: torch's own saver; %s", missing)
         return by_torch
+    library.takes_writer = smp_choices.takes_writer(library.save if first else None)
+    if not library.takes_writer and not in_folders:
+        raise ConfigError(
+            "--checkpoint_dir in S3 with shards of tensor or expert ranks: this SMP's saver writes to folders only; "
+            "give a folder, or use --backend native"
+        )
     which = members.index(dist.get_rank())
     return LibrarySaver(
         hub=hub, ranks=ranks, part=by_torch.part, writes=first, library=library, which=which, among=len(members)

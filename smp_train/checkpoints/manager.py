@@ -152,12 +152,15 @@ class CheckpointManager:
         def write(state: dict[str, Any]) -> list[Saved]:
             return [self._save_to(target, state, meta, saver, attempt) for target in due]
 
-        if self.asynchronous and isinstance(saver, LibrarySaver):
+        if isinstance(saver, LibrarySaver) and (self.asynchronous or not saver.library.takes_writer):
             if saver.library.asynchronous and not any(is_s3(target.folder.location) for target in due):
                 for target in due:
                     self._end_pending()
                     self._pending = attempt(target, meta=meta).begin(saver, state)
-                return []
+                if self.asynchronous:
+                    return []
+                self._end_pending()
+                return [each.path for each in self._saved[-len(due) :]]
         elif self.asynchronous:
             self._pending = self._writer.begin(state, write)
             if self._pending is not None:

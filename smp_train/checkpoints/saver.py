@@ -65,20 +65,17 @@ class Saver:
 
 
 class Library:
-    """Writes and reads the tree of a group of ranks; this base class serves a group of one, through torch's DCP."""
+    """Writes the tree of a group of ranks; this base class writes for a group of one, through torch's DCP."""
 
     asynchronous = False
     """Whether it can write in the background: `begin` and `ended`."""
+    takes_writer = True
+    """Whether `save` takes any ``storage_writer``; if not, every save is by `begin` and `ended`."""
 
     def save(self, state: dict[str, Any], *, storage_writer: Any) -> None:
         """Write as ``torch.distributed.checkpoint.save`` does; on the ranks that write."""
         with alone():
             save_together(state, storage_writer=storage_writer)
-
-    def load(self, state: dict[str, Any], *, storage_reader: Any, planner: Any) -> None:
-        """Read as ``torch.distributed.checkpoint.load`` does."""
-        with alone():
-            load_together(state, storage_reader=storage_reader, planner=planner)
 
     def begin(self, state: dict[str, Any], folder: str) -> None:
         """Copy the state and begin to write it to a folder; on the ranks that write."""
@@ -107,8 +104,9 @@ class LibrarySaver(Saver):
         self.library.save(state, storage_writer=storage_writer)
 
     def load(self, state: dict[str, Any], *, storage_reader: Any, planner: Any) -> None:
-        """See `Library.load`."""
-        self.library.load(state, storage_reader=storage_reader, planner=planner)
+        """Fill ``state`` from a tree; each rank reads by itself."""
+        with alone():
+            load_together(state, storage_reader=storage_reader, planner=planner)
 
     def prepare(self, storage: CheckpointFolder, staged: str) -> None:
         """Make the folder of this rank's tree, on the rank that leads; not collective, and before all that is."""

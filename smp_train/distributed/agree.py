@@ -21,6 +21,8 @@ ALL_RANKS = {"all_ranks": True}
 """``extra=`` of a log record that every rank writes: the console shows rank 0's only."""
 
 _thread = threading.local()
+host_group: Any = None
+"""Group of all ranks for values of the host; None: the default group."""
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def alone() -> Iterator[None]:
 
 def group() -> Any:
     """Return the process group of this thread's calls; None is the default one. Not collective."""
-    return getattr(_thread, "group", None)
+    return getattr(_thread, "group", None) or host_group
 
 
 def is_alone() -> bool:

@@ -168,6 +168,13 @@ def check_model(sizes: Mapping[str, int], *, seq_len: int, tensor: int = 1, cont
         )
 
 
+def check_model_on_smp(sizes: Mapping[str, int], *, seq_len: int, tensor: int, context: int, expert: int) -> None:
+    """Check as `check_model` does, but for the vocabulary and the sequence: only SMP knows whether it splits these."""
+    sizes = {name: size for name, size in sizes.items() if name != "tokens of vocabulary"}
+    check_model({}, seq_len=seq_len, context=context)
+    check_model(sizes, seq_len=tensor * seq_len, tensor=tensor, expert=expert)
+
+
 def divisors(number: int) -> list[int]:
     """Return all divisors in ascending order."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

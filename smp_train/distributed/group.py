@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from smp_train.distributed import host
+from smp_train.distributed import agree, host
 from smp_train.distributed.environment import Runtime
 from smp_train.errors import ConfigError, LostPeerError, SmpTrainError
 from smp_train.progress import Progress
@@ -53,10 +53,11 @@ _meeting: Meeting | None = None
 
 def start(
     runtime: Runtime, *, distributed_backend: str = "auto", timeout_seconds: float,
-    rendezvous_seconds: float = RENDEZVOUS_SECONDS, one_queue: bool = False,
+    rendezvous_seconds: float = RENDEZVOUS_SECONDS, one_queue: bool = False, mixed: bool = True,
 ) -> torch.device:  # fmt: skip
     """Choose this process's device and form the process group, also in a world of one.
 
+    On GPUs the group has gloo for values of the host, too; without ``mixed`` a second group has it.
     `host.prepare` comes first, with ``one_queue``. Ranks have ``rendezvous_seconds`` to find each other (at most
     ``timeout_seconds``); collectives have ``timeout_seconds`` from then on. Raises `ConfigError` when the device does
     not exist, and `LostPeerError` when the ranks do not meet.
@@ -68,6 +69,7 @@ def start(
     _attempted = True
     device = device_of(runtime, distributed_backend)
     backend = _group_backend(device, distributed_backend)
+    backend = backend if mixed else backend.rpartition(":")[2]
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # collectives that the flight recorder keeps, for `watch`
         newer = hasattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
@@ -82,6 +84,7 @@ def start(
                 backend, store=store, rank=runtime.rank, world_size=runtime.world_size,
                 timeout=timedelta(seconds=timeout_seconds), device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
+            agree.host_group = None if mixed else dist.new_group(backend="gloo")
     except (RuntimeError, ValueError, OSError) as problem:
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         # A slow or lost node is no mistake in the settings: another start may succeed.

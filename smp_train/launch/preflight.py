@@ -17,7 +17,7 @@ from typing import Any
 from smp_train.arguments import Resolved
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.arguments.validation import prompts_only
-from smp_train.distributed.degrees import before_launch, check_model
+from smp_train.distributed.degrees import before_launch, check_model, check_model_on_smp
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import ConfigError
 from smp_train.launch.command import ask
@@ -162,7 +162,8 @@ def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
         "columns of the feed-forward layer": 0 if experts else width("intermediate_size"),
     }
     sizes |= {"experts": experts} if experts else {}
-    check_model(sizes, seq_len=width("max_context_width"), tensor=tensor, context=context, expert=expert)
+    check = check_model_on_smp if args.backend == "smp" else check_model
+    check(sizes, seq_len=width("max_context_width"), tensor=tensor, context=context, expert=expert)
 
 
 def data(args: Any) -> list[tuple[str, str]]:

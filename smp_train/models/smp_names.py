@@ -6,17 +6,24 @@ tensor and the whole one.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.layouts import LAYOUTS, SMP_LAYERS
 
 _FOLDER = re.compile(r"tp(?P<tensor>\d+)_ep(?P<expert>\d+)(?:_fsdp(?P<shard>\d+))?")
 _EARLIER = re.compile(r"(?:tp(?P<tensors>\d+)-(?P<tensor>\d+))?/?(?:ep(?P<experts>\d+)-(?P<expert>\d+))?")
+table: dict[str, list[str]] = {}
+"""Table of --smp_names: for each of SMP's parameters the hub's tensors that it holds, one below the other.
+
+``{layer}`` and ``{expert}`` stand for numbers, an expert's on its rank.
+"""
 # Path components that wrappers add to names.
 WRAPPERS = frozenset({"module", "lm", "inner"})
 _LAYER = re.compile(r"(?:^|\.)(?:seq_)?layers\.(\d+)\.(.+)")
@@ -107,6 +114,27 @@ def plain(name: str) -> str:
     return ".".join(word for word in canonical_name(name).split(".") if word not in WRAPPERS)
 
 
+def read_table(path: str | None) -> None:
+    """Set `table` from a JSON or YAML file, such as ``smp-train doctor --smp`` writes. Raises `ConfigError`."""
+    table.clear()
+    if path is None:
+        return
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        rows = {name: [each.format(layer=0, expert=0) and each for each in names]
+                for name, names in content.get("names", content).items()}  # fmt: skip
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as problem:
+        raise ConfigError(f"--smp_names {path}: {one_line(problem)}; docs/smp-v2.md has the format") from None
+    table.update(rows)
+
+
+@functools.cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\{(layer|expert)\\}", r"(?P<\1>\\d+)", re.escape(name)))
+
+
 def is_transformed(names: Iterable[str], kind: str) -> bool:
     """Return whether parameters have SMP's names rather than those of transformers."""
     if kind not in SMP_LAYERS:
@@ -120,7 +148,14 @@ def blocks(name: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> li
 
     Raises `CheckpointError` where its shape is not that of an even split.
     """
-    name = canonical_name(name) if canonical_name(name) in model.shapes else plain(name)
+    name = canonical_name(name)
+    for known, tensors in table.items():
+        numbers = _pattern(known).fullmatch(name)
+        if numbers is not None:
+            number = {"expert": 0} | {key: int(value) for key, value in numbers.groupdict().items()}
+            number["expert"] += ranks.expert * (model.experts // ranks.experts)
+            return _stacked([each.format(**number) for each in tensors], shape, ranks, model)
+    name = name if name in model.shapes else plain(name)
     if name in model.shapes:
         return _stacked((name,), shape, ranks, model)
     if model.kind not in SMP_LAYERS:
@@ -147,12 +182,13 @@ def _stacked(
     names: Sequence[str], shape: Sequence[int], ranks: Ranks, model: HubModel, lead: tuple[int, ...] = ()
 ) -> list[Block]:
     """Return the blocks of hub tensors concatenated along rows at the indices ``lead`` of the saved tensor."""
-    rows = shape[0] // len(names) if shape else 0
-    found = []
-    for number, name in enumerate(names):
-        size = (rows, *shape[1:]) if shape else ()
+    whole = [model.shapes[name][0] if name in model.shapes and len(names) > 1 else 1 for name in names]
+    found, row = [], 0
+    for name, share in zip(names, whole, strict=True):
+        size = (shape[0] * share // sum(whole), *shape[1:]) if shape else ()
         at = _offset(name, size, ranks, model)
-        found.append(Block(name, at, (*lead, number * rows, *[0] * (len(size) - 1)) if shape else lead, size))
+        found.append(Block(name, at, (*lead, row, *[0] * (len(size) - 1)) if shape else lead, size))
+        row += size[0] if shape else 0
     return found
 
 

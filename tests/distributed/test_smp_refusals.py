@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,11 @@ import pytest
 import torch
 
 from smp_train import arguments
-from smp_train.backends import smp_library, smp_model
+from smp_train.backends import smp_choices, smp_library
+from smp_train.backends.base import Topology
 from smp_train.backends.smp import SmpBackend, refuse, refuse_model
 from smp_train.errors import ConfigError, SmpTrainError
-from tests import harness
+from tests import harness, standin
 from tests.smp import DATA, MIXTRAL, NATIVE, Journal, install, refusal_of, smp, train_on_smp
 from tests.training import flags, train
 
@@ -202,10 +204,54 @@ def test_what_smp_has_not_for_a_sliding_window_is_refused(given: str, tmp_path: 
             refuse_model(config, args)
 
 
-def test_logits_of_a_part_of_the_vocabulary_are_refused() -> None:
-    smp_model.check_logits(torch.zeros(2, 3, 8), torch.zeros(2, 3), 8)
-    with pytest.raises(ConfigError, match=r"\[2, 3, 4\].*\[2, 3, 8\]"):
-        smp_model.check_logits(torch.zeros(2, 3, 4), torch.zeros(2, 3), 8)
+class Logits(torch.nn.Module):
+    """Returns logits of a part of the vocabulary."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: None = None) -> dict[str, torch.Tensor]:
+        return {"logits": torch.zeros(*input_ids.shape, 4)}
+
+
+def test_logits_of_a_part_of_the_vocabulary_are_not_computed_from() -> None:
+    topology = Topology(torch.device("cpu"), dp_rank=0, dp_size=1, tp_rank=0, tp_size=1, cp_rank=0, cp_size=1, mesh={})
+    assert smp_choices.whole_logits(Logits(), topology, 16, 4)
+    assert not smp_choices.whole_logits(Logits(), topology, 16, 8)
+    assert "[1, 16, 4], not [1, 16, 8]" in smp_choices.refusals["whole logits"]
+    with pytest.raises(ConfigError, match="--context_parallel_degree 2"):
+        smp_choices.whole_logits(Logits(), replace(topology, cp_size=2), 16, 8)
+
+
+def test_rotary_caches_that_are_no_buffers_are_moved() -> None:
+    module = torch.nn.Module()
+    module.cos_cached, module.inner = torch.ones(2), torch.nn.Linear(1, 1)
+    smp_choices.move_rotary_caches(torch.nn.Sequential(module), torch.device("meta"))
+    assert module.cos_cached.is_meta
+    assert not module.inner.weight.is_meta
+
+
+def test_router_losses_that_smp_refuses_are_left_at_its_defaults() -> None:
+    default = {"moe_aux_loss_coeff": 0.001, "moe_z_loss_coeff": 0.001}
+    assert smp_choices.moe_config(lambda smp_moe: smp_moe, {"smp_moe": True}, default)
+    with pytest.raises(ConfigError, match="moe_z_loss_coeff"):
+        smp_choices.moe_config(lambda smp_moe: smp_moe, {"smp_moe": True}, default | {"moe_z_loss_coeff": 0.1})
+
+
+@pytest.mark.parametrize("failure", [ValueError, RuntimeError, OSError])
+def test_only_a_refusal_leads_to_the_form_of_the_sample(failure: type[Exception]) -> None:
+    def ours() -> None:
+        raise failure("broken")
+
+    with pytest.raises(failure, match="broken"):
+        smp_choices.choose("anything", ours, lambda: None)
+
+
+# --- sizes that only SMP knows how it splits --------------------------------------------------------
+
+
+def test_a_vocabulary_that_does_not_divide_is_left_to_smp(tmp_path: Path) -> None:
+    """As in AWS's notebook: 50257 tokens and two tensor ranks."""
+    line = smp(tmp_path, max_steps=1, num_layers=1, vocab_size=4097, max_context_width=65, tensor_parallel_degree=2)
+    harness.run(train_on_smp, 2, line)
+    assert (tmp_path / "run" / "DONE").exists()
 
 
 # --- what a release has, and what is done without it ------------------------------------------------
@@ -244,16 +290,19 @@ def test_a_release_is_not_given_keys_that_came_later(tmp_path: Path) -> None:
     assert {key for key, source in origin.items() if source == "default"} == {"context_parallel_degree"}
 
 
-def before_experts(command_line: list[str]) -> str:
-    """Return why a run stops by a release that has no experts."""
+def before_experts(command_line: list[str], partly: bool) -> str:
+    """Return why a run stops by a release that has no experts, or has ``partly`` the modules for them."""
     install("2.2")
-    sys.modules["torch.sagemaker.moe"] = None  # type: ignore[assignment]
+    if partly:
+        standin.version = (2, 3)  # so that the package can be imported
+    sys.modules["torch.sagemaker.moe.moe_config" if partly else "torch.sagemaker.moe"] = None  # type: ignore[assignment]
     return refusal_of(command_line, installed=False)
 
 
-def test_broken_offloading_of_2_2_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("partly", [False, True])
+def test_broken_offloading_of_2_2_is_refused(partly: bool, tmp_path: Path) -> None:
     asked = smp(tmp_path, sm_activation_offloading=1, activation_checkpointing="full")
-    for said in harness.run(before_experts, 2, asked):
+    for said in harness.run(before_experts, 2, asked, partly):
         assert "--sm_activation_offloading 1: " in said
 
 

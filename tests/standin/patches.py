@@ -156,12 +156,12 @@ def _patch_state_dicts(fsdp: Any) -> None:
         found = state_dict(self, *args, **kwargs)
         if self._is_root is not False and type(self.module).__name__ == "TransformerLMHead":
             from torch.sagemaker.state_handler import state
-            from torch.sagemaker.tensor_parallel.transformer import translated as renamed
+            from torch.sagemaker.tensor_parallel import transformer
 
             config = self._state_dict_config
             if isinstance(config, Config) and config.translate_on_save:
                 standin.record("full_state_dict", entries=len(found))
-                found = renamed(found)
+                found = transformer.translated(found)
                 return {} if config.rank0_only and state.rank else found
         return found
 

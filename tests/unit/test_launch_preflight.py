@@ -129,9 +129,13 @@ def test_disks_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_degrees_that_do_not_divide_the_model(words: list[str], complaint: str, backend: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        preflight.check(parse([*words, f"--backend={backend}"], {}), None, 10, 8)
-    assert complaint in str(refused.value)
+    resolved = parse([*words, f"--backend={backend}"], {})
+    if backend == "smp" and "tokens" in complaint:  # whether SMP splits vocabulary and sequence evenly is not known
+        preflight.check(resolved, None, 10, 8)
+    else:
+        with pytest.raises(ConfigError) as refused:
+            preflight.check(resolved, None, 10, 8)
+        assert complaint in str(refused.value)
     for fitting in ("--tensor_parallel_degree=8", "--context_parallel_degree=4"):
         preflight.check(parse([fitting, *LLAMA_70B, f"--backend={backend}"], {}), None, 8, 8)
 

@@ -45,14 +45,25 @@ def main(words: Sequence[str]) -> int:
         "--network", type=positive, metavar="SECONDS",
         help="under srun, torchrun, mpiexec: do all ranks reach each other?",
     )  # fmt: skip
+    options.add_argument(
+        "--smp", action="store_true",
+        help="under torchrun in SMP's container: train two layers and compare; any other --flag=value is train's",
+    )  # fmt: skip
+    options.add_argument("--out", type=Path, default=Path("smp-doctor.json"), help="report of --smp")
     try:
-        given = options.parse_args(list(words))
+        given, flags = options.parse_known_args(list(words))
+        if flags and not given.smp:
+            options.error(f"unrecognized arguments: {' '.join(flags)}")
     except SystemExit as leaving:
         return int(leaving.code or 0)
     if given.network:
         if detect().world_size == 1:
             raise ConfigError("doctor --network: start it on all ranks, with srun, torchrun or mpiexec")
         network_check.leave_now(network_check.main(["--seconds", str(given.network)]))
+    if given.smp:
+        from smp_train.launch.doctor import smp
+
+        network_check.leave_now(smp.main(given.folder.resolve(), given.out, flags))
     found: list[Finding] = []
     if not given.json:
         print(f"smp-train doctor on {socket.gethostname()}")

@@ -36,6 +36,10 @@ class State:
         self.config: dict[str, Any] = {}
         self.split_parameters: dict[str, int] = {}
 
+    def reset(self) -> None:
+        """Forget the degrees, ranks and groups."""
+        self.__init__()  # type: ignore[misc]
+
     def configure(self, config: dict[str, Any]) -> None:
         if not dist.is_initialized():
             raise RuntimeError("init_process_group must come before torch.sagemaker.init")

@@ -1,0 +1,147 @@
+"""`smp-train doctor --smp` on stand-ins for `torch.sagemaker`: two are as assumed, the third deviates in one point."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import harness, smp_trees
+from tests.smp import DATA, NATIVE, NEEDS_NATIVE, install, refusal_of, smp
+from tests.tiers import core
+from tests.training import flags, same
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+PLAIN, TENSOR = ["--hybrid_shard_degree=0"], ["--tensor_parallel_degree=2"]
+SMALL = ["--hidden_width=64", "--intermediate_size=96", "--vocab_size=256", "--max_context_width=64"]
+MIXTRAL = ["--model_type=mixtral", "--moe=1", "--num_local_experts=4", "--expert_parallel_degree=2"]
+
+
+def examine(folder: str, words: list[str], release: str = "2.8", deviation: str = "") -> int:
+    """Run the doctor on this rank, and return its exit code."""
+    install(release)
+    if deviation:
+        from tests.standin import deviations
+
+        deviations.plant(deviation)
+    from smp_train.launch.doctor import smp
+
+    return smp.main(Path(folder), Path(folder) / "report.json", words)
+
+
+def findings(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return by subject the level of each finding of the last case, and the finding."""
+    lines = list(json.loads((folder / "report.json").read_text())["findings"].values())[-1]
+    return {line[5:].partition(":")[0]: (line[:4].strip(), line) for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("release", "world", "words"),
+    [("2.8", 4, []), ("2.5", 4, []), ("2.8", 1, []), ("2.8", 2, MIXTRAL),
+     ("2.5", 4, ["--model_type=gpt_neox", "--num_key_value_heads=4", *TENSOR])],
+)  # fmt: skip
+def test_what_is_assumed_holds(release: str, world: int, words: list[str], tmp_path: Path) -> None:
+    assert harness.run(examine, world, str(tmp_path), words, release) == [0] * world
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["findings"]) == (1 if words else 2)
+    for lines in report["findings"].values():
+        assert {line[:4].strip() for line in lines} == {"ok"}
+    assert any("{layer}" in name for name in report["names"])
+
+
+LOSSES = {f"loss of step {step}": "fail" for step in (1, 2)}
+NORMS = {f"grad_norm of step {step}": "fail" for step in (1, 2)}
+NAMES = {f"names after step {step}": "warn" for step in (1, 2)}
+# By deviation: the ranks, the flags, the findings that are not ok, and a part of one of them.
+DEVIATIONS: dict[str, tuple[int, list[str], dict[str, str], str]] = {
+    "other names": (2, TENSOR, NAMES, "qkv_weight"),
+    "split logits": (2, [*TENSOR, *SMALL], {"whole logits": "warn"}, "[1, 64, 128], not [1, 64, 256]"),
+    "other logits on each tensor rank": (2, TENSOR, {"run": "fail"}, "different logits"),
+    "split logits, summed loss": (2, TENSOR, {"whole logits": "warn", **LOSSES, **NORMS}, "expected"),
+    "other rotation": (2, TENSOR, {"loss of step 2": "fail"}, "expected"),
+    "summed gradients": (2, PLAIN, NORMS, "expected"),
+    "local norm": (2, PLAIN, NORMS, "expected"),
+    "weights of rank 0 ignored": (
+        2, TENSOR, {**LOSSES, **NORMS, "export": "fail", **dict.fromkeys(NAMES, "fail")}, "lm_head.weight",
+    ),
+    "saver without writers": (4, TENSOR, {"other writers": "warn"}, "TypeError"),
+    "saver with its own writer": (2, PLAIN, {"other writers": "warn"}, "AttributeError"),
+    "async saver without queue": (2, PLAIN, {"run": "fail"}, "queue"),
+    "experts without coefficients": (2, MIXTRAL, {"router losses": "warn"}, "moe_z_loss_coeff"),
+    "no float32 gradients": (2, PLAIN, {"float32 gradients": "warn"}, "NotImplementedError"),
+    "one backend in the group": (2, PLAIN, {"process group": "warn"}, "cpu:gloo,cuda:gloo"),
+    "export not translated": (2, TENSOR, {"translated export": "warn"}, "lm_head.weight"),
+    "no configuration of experts": (2, MIXTRAL, {"run": "fail"}, "moe.moe_config"),
+    "no asynchronous saver": (4, TENSOR, {"run": "fail"}, "async_utils"),
+    "no reset": (2, PLAIN, {"run": "fail"}, "reset"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("deviation", core(DEVIATIONS, {"split logits"}.__contains__))
+def test_a_deviation_is_found(deviation: str, tmp_path: Path) -> None:
+    world, words, expected, part = DEVIATIONS[deviation]
+    codes = harness.run(examine, world, str(tmp_path), words, "2.8", deviation)
+    found = findings(tmp_path)
+    levels = {subject: level for subject, (level, _) in found.items() if level != "ok"}
+    assert {**levels, **expected} == levels
+    assert levels.keys() - expected.keys() <= {**LOSSES, **NORMS}.keys()  # a deviation may change more numbers
+    assert any(part in line for _, line in found.values())
+    assert codes[0] == (2 if "fail" in expected.values() else 0)
+
+
+def test_every_deviation_is_tried() -> None:
+    from tests.standin.deviations import PLANTED
+
+    assert PLANTED.keys() == DEVIATIONS.keys()
+    assert len(PLANTED) >= 12
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Under torchrun, as in the container; and without one, as a machine without SMP says so."""
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/standin/site", "OMP_NUM_THREADS": "1"}
+    doctor = ["-m", "smp_train", "doctor", "--smp", "--folder", str(tmp_path), "--out", str(tmp_path / "out.json")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *doctor]
+    options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 400, "check": False}
+    done = subprocess.run(command, env=environ | {"SMP_STANDIN_INSTALL": "2.8"}, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ok   names after step 2: held" in done.stdout.splitlines()
+    assert len(json.loads((tmp_path / "out.json").read_text())["findings"]) == 2
+    done = subprocess.run([sys.executable, *doctor], env=environ, **options)
+    assert done.returncode == 2
+    assert "torch.sagemaker" in done.stdout
+
+
+# --- names by file ----------------------------------------------------------------------------------
+
+
+def write_other_names(command_line: list[str], folder: str) -> dict[str, torch.Tensor]:
+    """Train on this rank of an SMP with other names, and write a checkpoint as the sample does."""
+    install()
+    from tests.standin import deviations
+
+    deviations.plant("other names")
+    return smp_trees.write(command_line, folder)
+
+
+@pytest.mark.skipif(not NATIVE, reason=NEEDS_NATIVE)
+def test_other_names_resume_natively_by_the_report(tmp_path: Path) -> None:
+    """Bit for bit: checkpoints of this program, and of AWS's sample."""
+    codes = harness.run(examine, 2, str(tmp_path), TENSOR, "2.8", "other names")
+    assert codes == [0, 0]
+    report = tmp_path / "report.json"
+    shared = {"max_steps": 2, "train_batch_size": 2, "lr_decay_iters": 4}
+    line = smp(tmp_path / "theirs", tensor_parallel_degree=2, **shared)
+    saved = harness.run(write_other_names, 4, line, str(tmp_path / "aws" / "llama_v2-2steps"))[0]
+    for place in (tmp_path / "aws", tmp_path / "theirs" / "checkpoints"):
+        resumed = flags(tmp_path / place.parent.name / "native", **DATA, **shared, resume_from_checkpoint=place)
+        assert "qkv_weight" in harness.run(refusal_of, 1, resumed, False)[0]
+        step, _, held = harness.run(smp_trees.take_up, 2, [*resumed, f"--smp_names={report}"])[0]
+        assert step == 2
+        same(saved, held)

@@ -1,0 +1,284 @@
+"""A third stand-in: the first one with one deviation from what the SMP backend assumes, planted after `install`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def plant(name: str) -> None:
+    """Let the installed stand-in deviate on this rank."""
+    PLANTED[name]()
+
+
+def _replace(module: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a function or method by what ``make`` makes of it."""
+    setattr(module, name, make(getattr(module, name)))
+
+
+def _transformed(change: Callable[[nn.Module], None]) -> None:
+    """Apply ``change`` to every model that `transform` returns."""
+    from torch.sagemaker.tensor_parallel import transformer
+
+    def make(transform: Any) -> Any:
+        def transformed(*args: Any, **kwargs: Any) -> nn.Module:
+            model = transform(*args, **kwargs)
+            change(model)
+            return model
+
+        return transformed
+
+    _replace(transformer, "transform", make)
+
+
+def _forward(change: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> None:
+    """Apply ``change`` to what the transformed model's forward returns."""
+    from torch.sagemaker.tensor_parallel.transformer import TransformerLMHead
+
+    def make(forward: Any) -> Any:
+        def changed(self: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            found = forward(self, *args, **kwargs)
+            change(found, kwargs)
+            return found
+
+        return changed
+
+    _replace(TransformerLMHead, "forward", make)
+
+
+# --- names ------------------------------------------------------------------------------------------
+
+
+def _renamed(module: nn.Module, old: str, new: str) -> None:
+    """Register a child under another name; its module's own code still finds it under the old one."""
+    module._modules[new] = module._modules.pop(old)
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {old: property(lambda self: self._modules[new])})
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def _fused(attention: nn.Module) -> None:
+    """Put the three products of a Llama's attention, or this rank's rows of them, into one parameter."""
+    from torch.sagemaker.state_handler import state
+    from torch.sagemaker.tensor_parallel.collectives import Copy
+
+    weights = [attention._modules.pop(name).weight for name in QKV]  # type: ignore[union-attr]
+    sizes = [len(weight) for weight in weights]
+    attention._parameters["qkv_weight"] = nn.Parameter(torch.cat([weight.detach() for weight in weights]))
+    copied = (lambda x: Copy.apply(x, "tensor")) if state.tp_size > 1 else (lambda x: x)
+
+    def product(index: int) -> property:
+        return property(lambda self: lambda x: F.linear(copied(x), self.qkv_weight.split(sizes)[index]))
+
+    kind = type(attention)
+    attention.__class__ = type(kind.__name__, (kind,), {name: product(i) for i, name in enumerate(QKV)})
+    attention.qkv_sizes = sizes  # type: ignore[assignment]
+    if state.tp_size > 1:
+        state.split_parameters[".qkv_weight"] = 0
+
+
+def _other_names() -> None:
+    from torch.sagemaker.state_handler import state
+    from torch.sagemaker.tensor_parallel import transformer
+    from torch.sagemaker.tensor_parallel.collectives import gathered
+
+    sizes: list[int] = []
+
+    def change(model: Any) -> None:
+        for layer in model.lm.model.layers:
+            _renamed(layer.inner, "input_layernorm", "input_norm")
+            _fused(layer.inner.self_attn)
+            sizes[:] = layer.inner.self_attn.qkv_sizes
+        _renamed(model.lm.model, "layers", "seq_layers")
+
+    def make(translated: Any) -> Any:
+        def back(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+            found, plain = {}, {}
+            for name, value in weights.items():
+                name = name.replace("seq_layers", "layers").replace("input_norm", "input_layernorm")
+                if not name.endswith("qkv_weight"):
+                    plain[name] = value
+                    continue
+                prefix = name.replace(".inner", "").removeprefix("lm.").removesuffix("qkv_weight")
+                for part, each in zip(QKV, value.split(sizes), strict=True):
+                    found[f"{prefix}{part}.weight"] = gathered(each, "tensor", 0) if state.tp_size > 1 else each
+            return translated(plain) | found
+
+        return back
+
+    def initialised(original: Any) -> Any:
+        def initialise(self: Any, module: nn.Module) -> None:
+            original(self, module)
+            if (weight := module._parameters.get("qkv_weight")) is not None:
+                weight.data.copy_(torch.randn(weight.shape, generator=state.generator) * self.config.initializer_range)
+
+        return initialise
+
+    _transformed(change)
+    _replace(transformer, "translated", make)
+    _replace(transformer.TransformerLMHead, "_init_weights", initialised)
+
+
+# --- numbers ----------------------------------------------------------------------------------------
+
+
+def _split(found: dict[str, Tensor], asked: dict[str, Any]) -> None:
+    from torch.sagemaker.state_handler import state
+
+    found["logits"] = found["logits"].chunk(state.tp_size, -1)[state.tp_rank]
+
+
+def _shifted(found: dict[str, Tensor], asked: dict[str, Any]) -> None:
+    from torch.sagemaker.state_handler import state
+
+    found["logits"] = found["logits"] + 3 * state.tp_rank
+
+
+def _split_and_summed(found: dict[str, Tensor], asked: dict[str, Any]) -> None:
+    if "loss" in found:
+        found["loss"] = found["loss"] * (asked["labels"][:, 1:] != -100).sum()
+    _split(found, asked)
+
+
+def _other_rotation(model: Any) -> None:
+    forward = model.lm.forward
+
+    def rotated(input_ids: Tensor, **inputs: Any) -> Any:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).flip(0)[None]
+        return forward(input_ids=input_ids, position_ids=positions, **inputs)
+
+    model.lm.forward = rotated
+
+
+def _summed_gradients() -> None:
+    import torch.distributed.fsdp as fsdp
+
+    def make(init: Any) -> Any:
+        def summing(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            for module in fsdp.FullyShardedDataParallel.fsdp_modules(self):
+                module._gradient_predivide_factor = module._gradient_postdivide_factor = 1.0
+
+        return summing
+
+    _replace(fsdp.FullyShardedDataParallel, "__init__", make)
+
+
+def _local_norm() -> None:
+    from torch.sagemaker import grad_norm
+
+    _replace(grad_norm, "clip_grad_norm_", lambda clip: lambda model, most: clip(model, most) * 0.7)
+
+
+def _ignored_weights(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data.normal_(std=0.1)
+
+
+# --- what is refused or missing ---------------------------------------------------------------------
+
+
+def _refusing(module: str, function: str, argument: str, error: type[Exception] = TypeError) -> Callable[[], None]:
+    """Let a function of SMP refuse an argument that is given and not None."""
+
+    def make(original: Any) -> Any:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get(argument) is not None:
+                raise error(f"unexpected keyword argument '{argument}'")
+            return original(*args, **kwargs)
+
+        return refusing
+
+    def planted() -> None:
+        import importlib
+
+        _replace(importlib.import_module(f"torch.sagemaker.{module}"), function, make)
+
+    return planted
+
+
+def _no_float32_gradients() -> None:
+    import torch.distributed.fsdp as fsdp
+
+    def make(init: Any) -> Any:
+        def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
+            precision = kwargs.get("mixed_precision")
+            if precision is not None and precision.reduce_dtype != torch.bfloat16:
+                raise NotImplementedError("gradients are reduced in bfloat16")
+            init(self, *args, **kwargs)
+
+        return refusing
+
+    _replace(fsdp.FullyShardedDataParallel, "__init__", make)
+
+
+def _mixed_group_refused() -> None:
+    """Start in a group of two backends, both gloo here, which SMP refuses."""
+    import torch.sagemaker as tsm
+
+    from smp_train.distributed import group
+
+    begun: list[str] = []
+
+    def note(init: Any) -> Any:
+        return lambda backend, **kwargs: (begun.append(backend), init(backend, **kwargs))[1]
+
+    def make(init: Any) -> Any:
+        def refusing(config: Any) -> None:
+            if "," in begun[-1]:
+                raise NotImplementedError(f"process group {begun[-1]}")
+            init(config)
+
+        return refusing
+
+    _replace(torch.distributed, "init_process_group", note)
+    _replace(group, "_group_backend", lambda _: lambda device, name: "cpu:gloo,cuda:gloo")
+    _replace(tsm, "init", make)
+
+
+def _not_translated() -> None:
+    import torch.distributed.fsdp as fsdp
+
+    make = lambda init: lambda self, *args, **kwargs: init(self, *args, **kwargs | {"translate_on_save": False})  # noqa: E731
+    _replace(fsdp.FullStateDictConfig, "__init__", make)
+
+
+def _without(module: str) -> Callable[[], None]:
+    return lambda: sys.modules.update({f"torch.sagemaker.{module}": None})  # type: ignore[dict-item]
+
+
+def _no_reset() -> None:
+    from torch.sagemaker.state_handler import State
+
+    del State.reset
+
+
+SAVER = "distributed.checkpoint.state_dict_saver"
+PLANTED: dict[str, Callable[[], None]] = {
+    "other names": _other_names,
+    "split logits": lambda: _forward(_split),
+    "other logits on each tensor rank": lambda: _forward(_shifted),
+    "split logits, summed loss": lambda: _forward(_split_and_summed),
+    "other rotation": lambda: _transformed(_other_rotation),
+    "summed gradients": _summed_gradients,
+    "local norm": _local_norm,
+    "weights of rank 0 ignored": lambda: _transformed(_ignored_weights),
+    "saver without writers": _refusing(SAVER, "save", "storage_writer"),
+    "saver with its own writer": _refusing(SAVER, "save", "storage_writer", AttributeError),
+    "async saver without queue": _refusing(SAVER, "async_save", "queue"),
+    "experts without coefficients": _refusing("moe.moe_config", "MoEConfig", "moe_z_loss_coeff"),
+    "no float32 gradients": _no_float32_gradients,
+    "one backend in the group": _mixed_group_refused,
+    "export not translated": _not_translated,
+    "no configuration of experts": _without("moe.moe_config"),
+    "no asynchronous saver": _without("distributed.checkpoint.async_utils"),
+    "no reset": _no_reset,
+}
