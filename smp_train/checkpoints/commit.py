@@ -228,10 +228,7 @@ class CheckpointFolder:
         )
 
     def publish(self, staged: str, committed: Committed, check: Callable[[], None] = lambda: None) -> str:
-        """Commit the attempt ``staged`` by putting COMMITTED, then delete the attempt it replaces; return the name.
-
-        ``check`` is called right before COMMITTED is put, and raises if another job has taken the folder over.
-        """
+        """Call ``check``, put COMMITTED for the attempt ``staged``, delete the attempt it replaces; return the name."""
         name, root = staged.split("/")
         older = self._marker(name)
         if self.has(name, COMMITTED) and not self._is_own(older):

@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ def of_tree(reader: Reader) -> dict[str, Any]:
     model: dict[str, Any] = {}
     state: dict[int, dict[str, Any]] = {}
     groups: dict[int, list[int]] = {}
+    config = None
     for key, entry in saved_entries(reader).items():
         numbered, group = _NUMBERED.fullmatch(key), _GROUP.fullmatch(key)
         if numbered:
@@ -112,10 +114,13 @@ def of_tree(reader: Reader) -> dict[str, Any]:
             groups[int(group[1])] = plain_value(reader, key)
         elif key.startswith("model.") and isinstance(entry, TensorStorageMetadata):
             model[key.removeprefix("model.")] = Stored(reader, key)
+        elif key == _CONFIG:
+            with suppress(CheckpointError):  # only needed for flat experts
+                config = plain_value(reader, key, InertLoadPlanner)
     return {
         "model": model,
         "optimizer": {"state": state, "param_groups": [{"params": groups[index]} for index in sorted(groups)]},
-        _CONFIG: plain_value(reader, _CONFIG, InertLoadPlanner) if _CONFIG in saved_entries(reader) else None,
+        _CONFIG: config,
     }
 
 

@@ -40,6 +40,10 @@ def test_nothing_in_a_file_runs(tmp_path: Path) -> None:
     assert not marker.exists()
     assert torch.equal(found["model"]["a"], torch.arange(4.0))
     assert rank_files.plain_values(found) == {"total_steps": 3, "cli_args.lr": 0.1}
+    tree = {"model": content["model"], "model_config": content["model_config"]}
+    torch.distributed.checkpoint.save(tree, checkpoint_id=tmp_path / "tree", no_dist=True)
+    assert list(local_parts.of_tree(open_folder(tmp_path).reader("tree"))["model"]) == ["a"]
+    assert not marker.exists()
 
 
 class Sharded:
