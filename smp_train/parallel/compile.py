@@ -90,7 +90,7 @@ def prepare(run_dir: str | os.PathLike[str], device: torch.device) -> None:
 
 def disabled() -> AbstractContextManager[Any]:
     """Return a context in which compiled layers run eagerly: text of every length would be a compilation."""
-    if hasattr(torch.compiler, "set_stance"):  # torch 2.6
+    if hasattr(torch.compiler, "set_stance"):  # not in the torch of SMP's containers
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
 

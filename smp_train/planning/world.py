@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # before torch 2.11, registers the collectives' Meta kernels
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -20,7 +21,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers.integrations import moe
 
 from smp_train import losses
 from smp_train.arguments import Arguments
@@ -39,7 +39,7 @@ from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
 from smp_train.planning.work import Work, WorkCounter
 
 ON_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
-ADDS_WIDE = getattr(torch.ops.aten.addmm, "dtype_out", None)
+ADDS_WIDE = torch.ops.aten.addmm.dtype_out
 
 
 class FakeMode(FakeTensorMode):
@@ -100,15 +100,18 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
     Tensors stay on the CPU, as FSDP2 would ask a GPU's driver for streams. What depends on the device is replaced here.
     """
     packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
-    read, grouped, squares = expert_parallel.read, moe._grouped_mm, grad_norm._sum_of_squares
+    read, squares = expert_parallel.read, grad_norm._sum_of_squares
+    moe = stacked_products()
+    grouped: Any = getattr(moe, "_grouped_mm", None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
         activation_offloading.PACKABLE = (*packable, FakeTensor)  # type: ignore[assignment]
         expert_parallel.read = balanced
-        # Whose fake form takes bfloat16 alone; one expert's product has the shapes, and the work, of that of all.
-        moe._grouped_mm = lambda input, weight, offs: (
-            grouped(input, weight, offs) if weight.dtype == torch.bfloat16 else input @ weight[0]
-        )
+        if moe is not None:
+            # The fake form takes bfloat16 alone. One expert's product has the shapes and the work of all experts'.
+            moe._grouped_mm = lambda input, weight, offs: (
+                grouped(input, weight, offs) if weight.dtype == torch.bfloat16 else input @ weight[0]
+            )
         if gpu:
             losses.chunk_tokens = lambda vocab_size, device_type: chunk_tokens(vocab_size, "cuda")
             losses._adds_wide = lambda dtype, device: True  # type: ignore[assignment]
@@ -117,10 +120,21 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
         yield Runtime("plan", 0, devices, 0, min(devices, per_node), 0, nodes, "localhost", 0, "localhost", False)
     finally:
         activation_offloading.PACKABLE = packable
-        expert_parallel.read, moe._grouped_mm = read, grouped
+        expert_parallel.read = read
+        if moe is not None:
+            moe._grouped_mm = grouped
         losses.chunk_tokens, losses._adds_wide = chunk_tokens, adds_wide
         grad_norm._sum_of_squares = squares
         dist.destroy_process_group()
+
+
+def stacked_products() -> Any:
+    """Return transformers' module that multiplies tokens by stacked experts; None in transformers 4, which has none."""
+    try:
+        from transformers.integrations import moe
+    except ImportError:
+        return None
+    return moe
 
 
 def balanced(per_rank: Tensor, rows: int) -> list[list[int]]:
