@@ -63,12 +63,15 @@ def causal_alone(config: Any) -> str | None:
 class Attention:
     """How a model attends: its arguments of ``forward`` for rows with padding or several documents."""
 
-    def __init__(self, model: Any, device: torch.device, *, half: bool, packed: bool, compiled: bool) -> None:
+    def __init__(
+        self, model: Any, device: torch.device, *, seq_len: int, half: bool, packed: bool, compiled: bool
+    ) -> None:  # fmt: skip
         """Let a model built with sdpa use `attend`; other kernels, and models it would be wrong for, stay as they are.
 
         Args:
             model: A causal language model of transformers, on meta or not.
             device: Where it computes.
+            seq_len: Tokens of a row.
             half: It computes in bfloat16 or float16.
             packed: Rows may hold several documents.
             compiled: Its layers are compiled.
@@ -83,15 +86,20 @@ class Attention:
             against = "transformers 5 has an interface for others"
         if against is not None:
             logger.info("Attention: with transformers' masks, as %s", against)
-            return
-        from transformers import AttentionInterface
+        else:
+            from transformers import AttentionInterface
 
-        AttentionInterface.register(NAME, attend)
-        model.set_attn_implementation(NAME)
-        dense = _against_bounds(model.config, device, half=half)
-        self.by_bounds = dense is None
-        if packed and dense is not None:
-            logger.info("Attention: packed rows take a dense mask, as %s", dense)
+            AttentionInterface.register(NAME, attend)
+            model.set_attn_implementation(NAME)
+            against = _against_bounds(model.config, device, half=half)
+            self.by_bounds = against is None
+        if packed and against is not None:
+            logger.info(
+                "Attention: packed rows take a dense mask, as %s: %.0f MiB for each row of a micro-batch, and each "
+                "layer computes all %d x %d scores of a row, twice as many as without packing", against,
+                # As bool, and in the type of the scores.
+                (1 + (2 if half else 4)) * seq_len**2 / 2**20, seq_len, seq_len,
+            )  # fmt: skip
 
     def inputs(
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,

@@ -14,12 +14,16 @@ import torch
 from torch import nn
 
 from smp_train import losses
+from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.host import missing_for_kernels
 from smp_train.errors import ConfigError
 from smp_train.storage.paths import private_folder
 
 INDUCTOR = "inductor"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+RECOMPILE_LIMIT = 64
+"""Graphs of one function that dynamo keeps. Layers share a function, so a graph is made for each kind of layer, with
+checkpointing and without, in training and in validation, for whole, padded and packed rows: some 32 for four kinds."""
 _kept_in: str | None = None
 """The folder that this process chose for compiled code."""
 
@@ -106,9 +110,30 @@ def apply(layers: list[nn.Module], *, backend: str) -> None:
         layers: The decoder layers, checkpointed or not.
         backend: What compiles: a name of `torch.compile`.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_limit_reached)
     for layer in layers:
         # Static shapes: a training run has one, and a validation run with another batch compiles once more.
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
+
+
+_warned: set[str] = set()
+"""Functions that have reached the limit."""
+
+
+def _limit_reached(record: logging.LogRecord) -> bool:
+    """Log one line, once per function, in place of dynamo's paragraph on a function that is compiled no more."""
+    if not str(record.msg).startswith("torch._dynamo hit config.") or not isinstance(record.args, tuple):
+        return True
+    _, limit, function, reason = record.args[:4]
+    if str(function) not in _warned:
+        _warned.add(str(function))
+        logger.warning(
+            "Compilation: %s has been compiled %s times, the limit, and runs uncompiled, slower, where none of them "
+            "fits (%s); --use_torch_compile 0 does without compilation", function, limit, " ".join(str(reason).split()),
+            extra=ALL_RANKS,
+        )  # fmt: skip
+    return False
 
 
 def loss_kernels(backend: str) -> losses.Kernels:

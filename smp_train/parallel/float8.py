@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import nn
 
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, one_line
 
 OLDEST_CAPABILITY = (9, 0)
 """Hopper."""
@@ -16,7 +16,7 @@ MULTIPLE = 16
 
 
 def check(device: torch.device) -> None:
-    """Raise `ConfigError` where ``--fp8 1`` cannot run: wrong device, or torchao missing."""
+    """Raise `ConfigError` where ``--fp8 1`` cannot run: wrong device, or torchao missing or unusable."""
     if device.type != "cuda":
         raise ConfigError("--fp8 1 needs a GPU of the Hopper generation (H100) or newer, and this run is on the CPU")
     capability = torch.cuda.get_device_capability(device)
@@ -27,6 +27,13 @@ def check(device: torch.device) -> None:
         )
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError("--fp8 1 needs the package torchao, which is not installed here; pip install torchao")
+    try:
+        apply([nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, device="meta"))])
+    except Exception as problem:  # whatever a release that was built for another torch raises
+        raise ConfigError(
+            f"--fp8 1: the installed torchao cannot convert a linear layer of torch {torch.__version__} "
+            f"({type(problem).__name__}: {one_line(problem)}); install the torchao that its authors list for this torch"
+        ) from problem
 
 
 def convertible(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from functools import cache
 from typing import Any
 
@@ -52,7 +53,8 @@ def pair(family: str, **options: Any) -> tuple[Any, Any, Attention]:
     """Return a model on transformers' path, and a copy on ours, with its attention."""
     theirs = model_of(family)
     ours = copy.deepcopy(theirs)
-    return theirs, ours, Attention(ours, CPU, **{"half": False, "packed": False, "compiled": False, **options})
+    known = {"seq_len": WIDTH, "half": False, "packed": False, "compiled": False}
+    return theirs, ours, Attention(ours, CPU, **{**known, **options})
 
 
 def rows_of(kind: str) -> Batch:
@@ -303,12 +305,27 @@ def test_whole_rows_have_bounds_where_a_window_is_shorter(kernel: Varlen) -> Non
 
 def test_flash_attention_gets_the_bounds_from_the_host() -> None:
     ours = copy.deepcopy(model_of("llama"))
-    how = Attention(ours, CPU, half=True, packed=True, compiled=False)
+    how = Attention(ours, CPU, seq_len=WIDTH, half=True, packed=True, compiled=False)
     ours.config._attn_implementation = "flash_attention_2"
     inputs = ours_of(how, rows_of("packed"))
     assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 9, 26, 32, 52, 57, 64]
     assert inputs["max_length_q"] == inputs["max_length_k"] == 32  # at least the longest, 20
     assert inputs.get("attention_mask") is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "falcon"])
+def test_the_cost_of_a_dense_mask_is_logged_once(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("smp_train"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="smp_train")
+    for packed, lines in ((False, 0), (True, 1)):
+        caplog.clear()
+        Attention(copy.deepcopy(model_of(kind)), CPU, seq_len=8192, half=True, packed=packed, compiled=False)
+        said = [record.getMessage() for record in caplog.records if "dense mask" in record.getMessage()]
+        assert len(said) == lines
+    assert "192 MiB" in said[0]  # 3 bytes of 2^26 pairs
+    assert "8192 x 8192" in said[0]
 
 
 def test_why_documents_have_no_bounds() -> None:
