@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -45,6 +46,11 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
         raise ConfigError(
             f"--context_parallel_degree {degree}: the rotary embedding of this {config.model_type} ({min(scaled)}) "
             "depends on the length of the sequence, which a rank sees a part of; use --hybrid_shard_degree"
+        )
+    if not hasattr(transformers, "AttentionInterface"):
+        raise ConfigError(
+            f"--context_parallel_degree {degree} needs a transformers with AttentionInterface, this is "
+            f"{transformers.__version__}; upgrade transformers"
         )
     check_model({}, seq_len=seq_len, context=degree)
     if attn_implementation != "sdpa":

@@ -19,6 +19,7 @@ from smp_train.data.pipelines.batch import Batch, collate, collate_filled
 from smp_train.data.source import Row
 from smp_train.models import attention, traits
 from smp_train.models.attention import Attention
+from tests.releases import need_model, needs_transformers_5
 from tests.waits import Waits
 
 CPU = torch.device("cpu")
@@ -83,6 +84,7 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
 
 
+@needs_transformers_5
 @pytest.mark.parametrize("kind", ["whole", "short", "holes", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_are_those_of_transformers_masks_and_nothing_waits(family: str, kind: str) -> None:
@@ -138,6 +140,7 @@ def test_a_trained_model_generates_as_with_sdpa(family: str) -> None:
     ],
 )  # fmt: skip
 def test_models_with_masks_of_their_own_are_known_by_reason(family: str, changes: dict, reason: str | None) -> None:
+    need_model(family)
     config = AutoConfig.for_model(family)
     for name, value in changes.items():
         setattr(config, name, value)
@@ -145,6 +148,7 @@ def test_models_with_masks_of_their_own_are_known_by_reason(family: str, changes
     assert reason is None or reason in str(attention.causal_alone(config))
 
 
+@needs_transformers_5
 def test_other_models_keep_the_path_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
     """And without a mask, tokens before padding on the right have the same loss."""
     with caplog.at_level("INFO", "smp_train"):
@@ -247,6 +251,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Varlen:
     return stand_in
 
 
+@needs_transformers_5
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gpt2"])
 def test_documents_reach_the_kernel_by_their_bounds(family: str, kernel: Varlen) -> None:
     """The numbers are those of one document a row."""
@@ -293,6 +298,7 @@ def test_torchs_own_kernel_takes_these_arguments(family: str, monkeypatch: pytes
     assert ours.get_input_embeddings().weight.grad.shape == (64, 32)
 
 
+@needs_transformers_5
 def test_whole_rows_have_bounds_where_a_window_is_shorter(kernel: Varlen) -> None:
     theirs, ours, how = pair("mistral")
     batch = rows_of("whole")
