@@ -8,7 +8,9 @@ import pytest
 import transformers
 from transformers import CONFIG_MAPPING
 
+from smp_train.distributed.host import older
 from smp_train.models.hugging_face import transformers_major
+from smp_train.parallel.context_parallel import OLDEST_TRANSFORMERS
 
 TRANSFORMERS_5 = transformers_major() >= 5
 needs_transformers_5 = pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 has other interfaces")
@@ -26,5 +28,5 @@ def need(*names: str) -> None:
     """Skip a test of a mixture (``mixtral``, ``ep...``) or of context parallelism (``cp...``) it lacks."""
     if not TRANSFORMERS_5 and any("mixtral" in name or name.startswith("ep") for name in names):
         pytest.skip("a mixture of experts needs transformers 5")
-    if not hasattr(transformers, "AttentionInterface") and any("cp" in name for name in names):
-        pytest.skip("context parallelism needs transformers' AttentionInterface")
+    if older(transformers.__version__, OLDEST_TRANSFORMERS) and any("cp" in name for name in names):
+        pytest.skip(f"context parallelism needs transformers {OLDEST_TRANSFORMERS}")

@@ -19,10 +19,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from smp_train.distributed.degrees import check_model
+from smp_train.distributed.host import older
 from smp_train.errors import ConfigError
 from smp_train.models.attention import causal_alone
 
 ATTENTION = "smp_train_context"
+
+OLDEST_TRANSFORMERS = "4.54"
+"""The release whose models take another attention after they are built."""
 
 BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
 """Rotary embeddings of transformers that depend on the largest position in the batch."""
@@ -47,9 +51,9 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
             f"--context_parallel_degree {degree}: the rotary embedding of this {config.model_type} ({min(scaled)}) "
             "depends on the length of the sequence, which a rank sees a part of; use --hybrid_shard_degree"
         )
-    if not hasattr(transformers, "AttentionInterface"):
+    if older(transformers.__version__, OLDEST_TRANSFORMERS):
         raise ConfigError(
-            f"--context_parallel_degree {degree} needs a transformers with AttentionInterface, this is "
+            f"--context_parallel_degree {degree} needs transformers {OLDEST_TRANSFORMERS} or newer, this is "
             f"{transformers.__version__}; upgrade transformers"
         )
     check_model({}, seq_len=seq_len, context=degree)

@@ -15,7 +15,7 @@ from smp_train.distributed.degrees import Degrees, advice_for_nodes, plan
 from smp_train.errors import ConfigError
 from smp_train.models import traits
 from smp_train.parallel import context_parallel, tensor_parallel
-from tests.releases import need_model
+from tests.releases import need, need_model
 
 TWO_OF_EACH = Degrees(2, 2, 2, 2)
 
@@ -149,6 +149,7 @@ def test_models_that_do_not_split_are_refused(family: str, changes: dict, degree
 
 
 def test_context_needs_pieces_and_sdpa() -> None:
+    need("cp")
     with pytest.raises(ConfigError, match=r"30 .* 4 "):
         context_parallel.check(2, 30, "sdpa", LLAMA)
     with pytest.raises(ConfigError, match="flash_attention_2"):
@@ -180,6 +181,13 @@ def test_models_whose_sequences_do_not_split_are_refused_by_name(family: str, ch
     with pytest.raises(ConfigError, match=says):
         context_parallel.check(2, 32, "sdpa", config)
     context_parallel.check(1, 32, "sdpa", config)
+
+
+def test_context_needs_a_transformers_whose_models_take_another_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.53.3")
+    context_parallel.check(1, 32, "sdpa", LLAMA)
+    with pytest.raises(ConfigError, match=r"--context_parallel_degree 2 needs transformers 4\.54"):
+        context_parallel.check(2, 32, "sdpa", LLAMA)
 
 
 class OneOf:
