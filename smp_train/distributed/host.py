@@ -31,8 +31,7 @@ def check_native_releases() -> None:
     """Raise `ConfigError` where torch or transformers is too old for the native backend; imports neither."""
     for package, oldest in OLDEST.items():
         with suppress(importlib.metadata.PackageNotFoundError):
-            installed = importlib.metadata.version(package)
-            if older(installed, oldest):
+            if older(installed := importlib.metadata.version(package), oldest):
                 raise ConfigError(
                     f"the native backend needs {package} {oldest} or newer, this is {installed}; upgrade {package}, or "
                     "use --backend smp inside the SMP container"

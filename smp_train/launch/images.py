@@ -43,15 +43,17 @@ def check_image(instance: Instance | None, image: str, backend: str = "auto") ->
             f"--image {image}: CUDA {cuda[1]}.{cuda[2]} does not know the {instance.gpu} of {instance.name}, which "
             f"needs {instance.min_cuda}; take a newer image, or another instance type"
         )
-    smp = re.search(rf"{SMP_NAME}:(\d+\.\d+\.\d+)", image)
-    plain = re.search(r"/pytorch-training(?:-arm64)?:(\d+\.\d+)", image)
-    natively = (smp if backend == "native" else None) or (None if backend == "smp" else plain)
-    if natively and older(natively[1], OLDEST["torch"]):
-        remedy = "leave --backend out, or take an image without SMP" if natively is smp else "take a newer image"
+    named = re.search(rf"({SMP_NAME}|/pytorch-training(?:-arm64)?):(\d+\.\d+(?:\.\d+)?)", image)
+    if named is None:
+        return
+    of_smp, torch = named[1] == SMP_NAME, named[2]
+    natively = backend == "native" or (backend == "auto" and not of_smp)
+    if natively and older(torch, OLDEST["torch"]):
+        remedy = "leave --backend out, or take an image without SMP" if of_smp else "take a newer image"
         raise ConfigError(
-            f"--image {image}: has torch {natively[1]}, and --backend native needs {OLDEST['torch']} or newer; {remedy}"
+            f"--image {image}: has torch {torch}, and --backend native needs {OLDEST['torch']} or newer; {remedy}"
         )
-    if smp and backend != "native" and release(smp[1]) not in SMP_TORCH:
+    if of_smp and not natively and release(torch) not in SMP_TORCH:
         known = " and ".join(".".join(map(str, one)) for one in SMP_TORCH)
         raise ConfigError(f"--image {image}: the SMP backend runs in SMP's images of torch {known}; take one of them")
 

@@ -94,11 +94,10 @@ class Attention:
             against = _against_bounds(model.config, device, half=half)
             self.by_bounds = against is None
         if packed and against is not None:
+            size = (3 if half else 5) * seq_len**2 / 2**20  # as bool, and in the type of the scores
             logger.info(
                 "Attention: packed rows take a dense mask, as %s: %.0f MiB for each row of a micro-batch, and each "
-                "layer computes all %d x %d scores of a row, twice as many as without packing", against,
-                # As bool, and in the type of the scores.
-                (1 + (2 if half else 4)) * seq_len**2 / 2**20, seq_len, seq_len,
+                "layer computes all %d x %d scores, twice those of a row alone", against, size, seq_len, seq_len,
             )  # fmt: skip
 
     def inputs(

@@ -22,8 +22,8 @@ from smp_train.storage.paths import private_folder
 INDUCTOR = "inductor"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 RECOMPILE_LIMIT = 64
-"""Graphs of one function that dynamo keeps. Layers share a function, so a graph is made for each kind of layer, with
-checkpointing and without, in training and in validation, for whole, padded and packed rows: some 32 for four kinds."""
+"""Graphs that dynamo keeps of the function that layers share: one for each kind of layer, with checkpointing and
+without, in training and in validation, for whole and for padded rows; 32 for four kinds."""
 _kept_in: str | None = None
 """The folder that this process chose for compiled code."""
 
@@ -111,29 +111,20 @@ def apply(layers: list[nn.Module], *, backend: str) -> None:
         backend: What compiles: a name of `torch.compile`.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_limit_reached)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_report_limit)
     for layer in layers:
         # Static shapes: a training run has one, and a validation run with another batch compiles once more.
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
 
 
-_warned: set[str] = set()
-"""Functions that have reached the limit."""
-
-
-def _limit_reached(record: logging.LogRecord) -> bool:
-    """Log one line, once per function, in place of dynamo's paragraph on a function that is compiled no more."""
-    if not str(record.msg).startswith("torch._dynamo hit config.") or not isinstance(record.args, tuple):
-        return True
-    _, limit, function, reason = record.args[:4]
-    if str(function) not in _warned:
-        _warned.add(str(function))
-        logger.warning(
-            "Compilation: %s has been compiled %s times, the limit, and runs uncompiled, slower, where none of them "
-            "fits (%s); --use_torch_compile 0 does without compilation", function, limit, " ".join(str(reason).split()),
-            extra=ALL_RANKS,
-        )  # fmt: skip
-    return False
+def _report_limit(record: logging.LogRecord) -> bool:
+    """Log one line in place of the paragraph that dynamo logs once of a function that is compiled no more."""
+    limit, *details = record.getMessage().splitlines() or [""]
+    limited = limit.startswith("torch._dynamo hit config.")
+    if limited:
+        why = "; ".join(map(str.strip, details[:2]))
+        logger.warning("Compilation: %s: it runs uncompiled from now on, and slower; %s", limit, why, extra=ALL_RANKS)
+    return not limited
 
 
 def loss_kernels(backend: str) -> losses.Kernels:

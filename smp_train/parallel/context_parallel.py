@@ -8,11 +8,11 @@ of Models, 2024, section 3.3.2), exact on any device, in place of a ring, which 
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -51,10 +51,10 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
             f"--context_parallel_degree {degree}: the rotary embedding of this {config.model_type} ({min(scaled)}) "
             "depends on the length of the sequence, which a rank sees a part of; use --hybrid_shard_degree"
         )
-    if older(transformers.__version__, OLDEST_TRANSFORMERS):
+    if older(version("transformers"), OLDEST_TRANSFORMERS):
         raise ConfigError(
             f"--context_parallel_degree {degree} needs transformers {OLDEST_TRANSFORMERS} or newer, this is "
-            f"{transformers.__version__}; upgrade transformers"
+            f"{version('transformers')}; upgrade transformers"
         )
     check_model({}, seq_len=seq_len, context=degree)
     if attn_implementation != "sdpa":

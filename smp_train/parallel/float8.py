@@ -31,8 +31,8 @@ def check(device: torch.device) -> None:
         apply([nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, device="meta"))])
     except Exception as problem:  # whatever a release that was built for another torch raises
         raise ConfigError(
-            f"--fp8 1: the installed torchao cannot convert a linear layer of torch {torch.__version__} "
-            f"({type(problem).__name__}: {one_line(problem)}); install the torchao that its authors list for this torch"
+            f"--fp8 1: this torchao cannot convert a linear layer of torch {torch.__version__}: {one_line(problem)}; "
+            "install the torchao that its authors list for this torch"
         ) from problem
 
 

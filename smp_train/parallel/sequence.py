@@ -66,25 +66,20 @@ def wait_for_output(module: nn.Module, args: Any, output: Any) -> None:
 def separate_dropout(layers: list[nn.Module], mesh: DeviceMesh) -> None:
     """Draw the dropout of the layers, where ranks hold different tokens and heads, from a random stream per rank.
 
-    Outside the layers all ranks continue the shared stream: each holds the whole output of the embedding, and must drop
-    the same elements of it.
+    Outside the layers all ranks continue the shared stream, as each holds the whole output of the embedding.
     """
-    shared: list[Tensor] = []
-
-    def generator() -> torch.Generator:
-        if mesh.device_type == "cuda":
-            return torch.cuda.default_generators[torch.cuda.current_device()]
-        return torch.default_generator
+    cuda, shared = mesh.device_type == "cuda", list[Tensor]()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()] if cuda else torch.default_generator
 
     def enter(module: nn.Module, args: Any) -> None:
         if module.training:
-            shared[:] = [generator().get_state()]
+            shared[:] = [generator.get_state()]
             seeds = [random.getrandbits(63) for _ in range(mesh.size())]  # seeded alike on these ranks in every step
-            generator().manual_seed(seeds[mesh.get_local_rank()])
+            generator.manual_seed(seeds[mesh.get_local_rank()])
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if shared:
-            generator().set_state(shared.pop())
+            generator.set_state(shared.pop())
 
     layers[0].register_forward_pre_hook(enter)
     layers[-1].register_forward_hook(leave)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ from smp_train.planning import stepping
 from smp_train.planning.stepping import UPDATE, Phase
 from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
 from smp_train.planning.work import Work, WorkCounter
+
+try:
+    from transformers.integrations import moe
+except ImportError:  # transformers 4, which stacks no experts
+    moe: Any = SimpleNamespace(_grouped_mm=None)  # type: ignore[no-redef]
 
 ON_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 ADDS_WIDE = torch.ops.aten.addmm.dtype_out
@@ -100,18 +106,15 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
     Tensors stay on the CPU, as FSDP2 would ask a GPU's driver for streams. What depends on the device is replaced here.
     """
     packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
-    read, squares = expert_parallel.read, grad_norm._sum_of_squares
-    moe = stacked_products()
-    grouped: Any = getattr(moe, "_grouped_mm", None)
+    read, grouped, squares = expert_parallel.read, moe._grouped_mm, grad_norm._sum_of_squares
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
         activation_offloading.PACKABLE = (*packable, FakeTensor)  # type: ignore[assignment]
         expert_parallel.read = balanced
-        if moe is not None:
-            # The fake form takes bfloat16 alone. One expert's product has the shapes and the work of all experts'.
-            moe._grouped_mm = lambda input, weight, offs: (
-                grouped(input, weight, offs) if weight.dtype == torch.bfloat16 else input @ weight[0]
-            )
+        # Whose fake form takes bfloat16 alone; one expert's product has the shapes, and the work, of that of all.
+        moe._grouped_mm = lambda input, weight, offs: (
+            grouped(input, weight, offs) if weight.dtype == torch.bfloat16 else input @ weight[0]
+        )
         if gpu:
             losses.chunk_tokens = lambda vocab_size, device_type: chunk_tokens(vocab_size, "cuda")
             losses._adds_wide = lambda dtype, device: True  # type: ignore[assignment]
@@ -120,21 +123,10 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
         yield Runtime("plan", 0, devices, 0, min(devices, per_node), 0, nodes, "localhost", 0, "localhost", False)
     finally:
         activation_offloading.PACKABLE = packable
-        expert_parallel.read = read
-        if moe is not None:
-            moe._grouped_mm = grouped
+        expert_parallel.read, moe._grouped_mm = read, grouped
         losses.chunk_tokens, losses._adds_wide = chunk_tokens, adds_wide
         grad_norm._sum_of_squares = squares
         dist.destroy_process_group()
-
-
-def stacked_products() -> Any:
-    """Return transformers' module that multiplies tokens by stacked experts; None in transformers 4, which has none."""
-    try:
-        from transformers.integrations import moe
-    except ImportError:
-        return None
-    return moe
 
 
 def balanced(per_rank: Tensor, rows: int) -> list[list[int]]:
