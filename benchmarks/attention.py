@@ -58,8 +58,8 @@ def _models(family: str, args: Any, device: torch.device) -> tuple[Any, Any, Att
     if device.type == "cuda":
         theirs = theirs.bfloat16()
     ours = copy.deepcopy(theirs)
-    options = {"seq_len": args.context, "half": device.type == "cuda", "packed": True, "compiled": False}
-    return theirs, ours, Attention(ours, device, **options)
+    half = device.type == "cuda"
+    return theirs, ours, Attention(ours, device, half=half, packed=args.context, compiled=False)
 
 
 def _batch(kind: str, args: Any) -> Batch:

@@ -24,9 +24,7 @@ from smp_train.errors import ConfigError
 from smp_train.models.attention import causal_alone
 
 ATTENTION = "smp_train_context"
-
-OLDEST_TRANSFORMERS = "4.54"
-"""The release whose models take another attention after they are built."""
+OLDEST_TRANSFORMERS = "4.54"  # its models take another attention after they are built
 
 BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
 """Rotary embeddings of transformers that depend on the largest position in the batch."""
@@ -52,10 +50,8 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
             "depends on the length of the sequence, which a rank sees a part of; use --hybrid_shard_degree"
         )
     if older(version("transformers"), OLDEST_TRANSFORMERS):
-        raise ConfigError(
-            f"--context_parallel_degree {degree} needs transformers {OLDEST_TRANSFORMERS} or newer, this is "
-            f"{version('transformers')}; upgrade transformers"
-        )
+        needed = f"transformers {OLDEST_TRANSFORMERS} or newer, this is {version('transformers')}"
+        raise ConfigError(f"--context_parallel_degree {degree} needs {needed}; upgrade transformers")
     check_model({}, seq_len=seq_len, context=degree)
     if attn_implementation != "sdpa":
         raise ConfigError(

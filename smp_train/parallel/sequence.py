@@ -64,10 +64,7 @@ def wait_for_output(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def separate_dropout(layers: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Draw the dropout of the layers, where ranks hold different tokens and heads, from a random stream per rank.
-
-    Outside the layers all ranks continue the shared stream, as each holds the whole output of the embedding.
-    """
+    """Draw the layers' dropout from a stream per rank; the embedding, which every rank holds whole, from the shared."""
     cuda, shared = mesh.device_type == "cuda", list[Tensor]()
     generator = torch.cuda.default_generators[torch.cuda.current_device()] if cuda else torch.default_generator
 

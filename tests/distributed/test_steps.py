@@ -146,7 +146,6 @@ def compile_with_inductor(command_line: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.release
 def test_a_restart_finds_what_was_compiled_in_the_run_folder(tmp_path: Path) -> None:
     words = flags(tmp_path, use_torch_compile=1, max_steps=1, num_layers=1, save_final_model=0)
     for attempt in range(2):

@@ -54,8 +54,7 @@ def pair(family: str, **options: Any) -> tuple[Any, Any, Attention]:
     """Return a model on transformers' path, and a copy on ours, with its attention."""
     theirs = model_of(family)
     ours = copy.deepcopy(theirs)
-    known = {"seq_len": WIDTH, "half": False, "packed": False, "compiled": False}
-    return theirs, ours, Attention(ours, CPU, **{**known, **options})
+    return theirs, ours, Attention(ours, CPU, **{"half": False, "packed": 0, "compiled": False, **options})
 
 
 def rows_of(kind: str) -> Batch:
@@ -255,7 +254,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Varlen:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gpt2"])
 def test_documents_reach_the_kernel_by_their_bounds(family: str, kernel: Varlen) -> None:
     """The numbers are those of one document a row."""
-    _, ours, how = pair(family, packed=True)
+    _, ours, how = pair(family, packed=WIDTH)
     batch = rows_of("packed")
     with Waits() as waits:
         inputs = ours_of(how, batch)
@@ -281,7 +280,7 @@ def test_documents_reach_the_kernel_by_their_bounds(family: str, kernel: Varlen)
 def test_torchs_own_kernel_takes_these_arguments(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes alone are computed, as on any device."""
     monkeypatch.setattr(attention, "_against_bounds", lambda *args, **options: None)
-    _, ours, how = pair(family, packed=True)
+    _, ours, how = pair(family, packed=WIDTH)
     batch = rows_of("packed")
     inputs = {name: tensor.to("meta") for name, tensor in ours_of(how, batch).items()}
     logits = ours.to("meta")(input_ids=batch.input_ids.to("meta"), use_cache=False, **inputs).logits
@@ -311,7 +310,7 @@ def test_whole_rows_have_bounds_where_a_window_is_shorter(kernel: Varlen) -> Non
 
 def test_flash_attention_gets_the_bounds_from_the_host() -> None:
     ours = copy.deepcopy(model_of("llama"))
-    how = Attention(ours, CPU, seq_len=WIDTH, half=True, packed=True, compiled=False)
+    how = Attention(ours, CPU, half=True, packed=WIDTH, compiled=False)
     ours.config._attn_implementation = "flash_attention_2"
     inputs = ours_of(how, rows_of("packed"))
     assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 9, 26, 32, 52, 57, 64]
@@ -325,9 +324,9 @@ def test_the_cost_of_a_dense_mask_is_logged_once(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("smp_train"), "propagate", True)
     caplog.set_level(logging.INFO, logger="smp_train")
-    for packed, lines in ((False, 0), (True, 1)):
+    for packed, lines in ((0, 0), (8192, 1)):
         caplog.clear()
-        Attention(copy.deepcopy(model_of(kind)), CPU, seq_len=8192, half=True, packed=packed, compiled=False)
+        Attention(copy.deepcopy(model_of(kind)), CPU, half=True, packed=packed, compiled=False)
         said = [record.getMessage() for record in caplog.records if "dense mask" in record.getMessage()]
         assert len(said) == lines
     assert "192 MiB" in said[0]  # 3 bytes of 2^26 pairs
@@ -347,7 +346,7 @@ def test_one_compilation_serves_packed_whole_and_short_batches(kernel: Varlen) -
     from smp_train.models.build import decoder_layers
     from smp_train.parallel import compile
 
-    theirs, ours, how = pair("llama", packed=True, compiled=True)
+    theirs, ours, how = pair("llama", packed=WIDTH, compiled=True)
     compile.apply([layer for _, layer in decoder_layers(ours)], backend="aot_eager")
     random = np.random.default_rng(1)
 
