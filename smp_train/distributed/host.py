@@ -23,8 +23,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 OLDEST = {"torch": "2.8", "transformers": "4.50"}
-"""By package: the oldest release that the native backend runs on. FSDP2 before torch 2.8 averages the gradients of
-replicas whatever divide factor is set, so hybrid sharding would scale them down by the number of replicas."""
+"""Oldest releases of the native backend; before torch 2.8, FSDP2 averages gradients of replicas that must be summed."""
 
 
 def check_native_releases() -> None:

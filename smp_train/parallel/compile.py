@@ -21,9 +21,7 @@ from smp_train.storage.paths import private_folder
 
 INDUCTOR = "inductor"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-RECOMPILE_LIMIT = 64
-"""Graphs that dynamo keeps of the function that layers share: one for each kind of layer, with checkpointing and
-without, in training and in validation, for whole and for padded rows; 32 for four kinds."""
+RECOMPILE_LIMIT = 64  # four kinds of layers, checkpointed or not, in training or validation, masked or not, are 32
 _kept_in: str | None = None
 """The folder that this process chose for compiled code."""
 
@@ -118,12 +116,12 @@ def apply(layers: list[nn.Module], *, backend: str) -> None:
 
 
 def _report_limit(record: logging.LogRecord) -> bool:
-    """Log one line in place of the paragraph that dynamo logs once of a function that is compiled no more."""
+    """Log one line in place of dynamo's paragraph on a function that is compiled no more."""
     limit, *details = record.getMessage().splitlines() or [""]
     limited = limit.startswith("torch._dynamo hit config.")
     if limited:
-        why = "; ".join(map(str.strip, details[:2]))
-        logger.warning("Compilation: %s: it runs uncompiled from now on, and slower; %s", limit, why, extra=ALL_RANKS)
+        why = " ".join(map(str.strip, details[:2]))
+        logger.warning("Compilation: %s and goes on uncompiled, slower: %s", limit, why, extra=ALL_RANKS)
     return not limited
 
 

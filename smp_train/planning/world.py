@@ -42,7 +42,7 @@ from smp_train.planning.work import Work, WorkCounter
 try:
     from transformers.integrations import moe
 except ImportError:  # transformers 4, which stacks no experts
-    moe: Any = SimpleNamespace(_grouped_mm=None)  # type: ignore[no-redef]
+    moe: Any = SimpleNamespace()  # type: ignore[no-redef]
 
 ON_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 ADDS_WIDE = torch.ops.aten.addmm.dtype_out
@@ -106,7 +106,8 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
     Tensors stay on the CPU, as FSDP2 would ask a GPU's driver for streams. What depends on the device is replaced here.
     """
     packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
-    read, grouped, squares = expert_parallel.read, moe._grouped_mm, grad_norm._sum_of_squares
+    read, squares = expert_parallel.read, grad_norm._sum_of_squares
+    grouped: Any = getattr(moe, "_grouped_mm", None)  # from transformers 5.3 on
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
         activation_offloading.PACKABLE = (*packable, FakeTensor)  # type: ignore[assignment]
