@@ -1,4 +1,4 @@
-# Made by docker_build.sh. The base brings torch; `smp` is the SMP v2 image, `native` any image with torch 2.6 or newer.
+# Made by docker_build.sh. The base brings torch; `smp` is the SMP v2 image, `native` any image with torch 2.8 or newer.
 # A tag may be another image tomorrow: BASE=NAME@sha256:DIGEST pins it (docker buildx imagetools inspect NAME prints the digest).
 ARG BASE=public.ecr.aws/deep-learning-containers/pytorch-training:2.8.0-gpu-py312-cu129-ubuntu22.04-ec2
 

@@ -6,7 +6,8 @@
 # make test-mlflow   the tests against a server of MLflow, in an environment of its own
 # make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp, and
 #           a run that goes from there to today's versions and back
-# make test-gpu-versions   what a GPU is measured by, rehearsed on torch 2.11 and transformers 5.17, in .venv-gpu
+# make test-torch-versions   the native backend on each release of torch from 2.8 on, and what a GPU is measured by, each in
+#           an environment that is deleted afterwards; TORCH_VERSIONS="2.8.0 2.15.0" selects releases
 # make test-table   every cell of the table in docs/parallelism.md, and a kill at every stage of a save
 # make venv   install only; .venv/bin/python is the interpreter it leaves behind
 
@@ -14,7 +15,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-table test-sagemaker test-gpu-versions test-mlflow test-smp-container-versions venv lint fast clean
+.PHONY: demo test test-all test-table test-sagemaker test-torch-versions test-mlflow test-smp-container-versions venv lint fast clean
 
 venv: .venv/.installed
 
@@ -46,7 +47,7 @@ fast: venv
 
 test-all: lint
 	SMP_TRAIN_WHOLE_TABLE=1 $(PYTEST)
-	$(MAKE) test-sagemaker test-mlflow test-smp-container-versions test-gpu-versions
+	$(MAKE) test-sagemaker test-mlflow test-smp-container-versions test-torch-versions
 	$(PY) -m tests.soak --kills 50
 	$(PY) -m tests.soak --kills 50 --place s3
 
@@ -92,18 +93,8 @@ test-smp-container-versions: venv .venv-smp/.installed
 	.venv-smp/bin/python -m pytest tests/distributed/test_smp*.py tests/distributed/test_backend.py tests/unit/test_smp*.py
 	$(PY) -m pytest tests/distributed/test_container_versions.py
 
-# The versions of the GPU machines that can be had. Gigabytes, too.
-.venv-gpu/.installed: pyproject.toml Makefile
-	$(PYTHON) -m venv .venv-gpu
-	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' 'transformers==5.17.*' \
-		--editable '.[train,hf,lora]' accelerate psutil pytest pytest-timeout hypothesis
-	touch $@
-
-test-gpu-versions: venv .venv-gpu/.installed
-	.venv-gpu/bin/python -m pytest tests/distributed/test_bench_gpu.py tests/distributed/test_activations.py \
-		tests/distributed/test_planning.py tests/distributed/test_auto.py \
-		tests/distributed/test_same_numbers.py tests/distributed/test_expert_parallel.py tests/distributed/test_router_loss.py \
-		tests/distributed/test_any_split_model.py tests/unit/test_attention.py tests/unit/test_losses.py
+test-torch-versions: venv
+	$(PY) -m tests.torch_versions
 
 clean:
-	rm -rf .venv .venv-gpu .venv-sagemaker .venv-sagemaker-v3 .venv-smp .venv-mlflow build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch .venv-sagemaker .venv-sagemaker-v3 .venv-smp .venv-mlflow build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
 # Run it on a worker node: image caches are on its local disks.
 #   bash docker_build.sh                       SMP v2 image of AWS, region $AWS_REGION
 #   TARGET=native bash docker_build.sh         AWS's public PyTorch image, which has the EFA plugin, for the native backend;
-#                                              on an aarch64 node (p6e-gb200) the one for it
+#                                              an aarch64 node (p6e-gb200) needs BASE: AWS's arm64 image has torch 2.7
 # Variables: AWS_REGION, ACCOUNT (registry), TAG (of the base image), IMAGE_NAME, OUTPUT (.sqsh file), FREE_GB (disk that it
 # may need, 40), ENGINE (docker or podman), BASE (any other base image; NAME@sha256:DIGEST
 # builds on exactly that one, where a tag may be another image tomorrow), EXTRA_PACKAGES (for pip, such as
@@ -29,12 +29,12 @@ case "$TARGET" in
     : "${IMAGE_NAME:=smpv2}" "${BASE:=$ACCOUNT.dkr.ecr.$AWS_REGION.amazonaws.com/smdistributed-modelparallel:$TAG}" ;;
   native)
     : "${IMAGE_NAME:=smp-train}"
-    case "$machine" in
-      aarch64) : "${BASE:=public.ecr.aws/deep-learning-containers/pytorch-training-arm64:2.7.0-gpu-py312-cu128-ubuntu22.04-ec2}" ;;
-      *) : "${BASE:=public.ecr.aws/deep-learning-containers/pytorch-training:2.8.0-gpu-py312-cu129-ubuntu22.04-ec2}" ;;
-    esac
+    # github.com/aws/deep-learning-containers lists AWS's images: docs/src/data/pytorch-training-arm64 ends at 2.7 (2026-08-21).
+    [ "$machine" = x86_64 ] || [ -n "${BASE:-}" ] ||
+      refuse "AWS has no $machine image with torch 2.8 or newer: set BASE to one, such as nvcr.io/nvidia/pytorch:25.09-py3"
+    : "${BASE:=public.ecr.aws/deep-learning-containers/pytorch-training:2.8.0-gpu-py312-cu129-ubuntu22.04-ec2}"
     case "$BASE" in
-      *pytorch/pytorch:*) echo "warning: $BASE has no EFA plugin: between nodes NCCL will go through TCP" >&2 ;;
+      *pytorch/pytorch:* | nvcr.io/*) echo "warning: $BASE may have no EFA plugin: between nodes NCCL would go through TCP" >&2 ;;
     esac
     ;;
   *) refuse "TARGET=$TARGET: is not smp or native" ;;

@@ -58,7 +58,8 @@ def _models(family: str, args: Any, device: torch.device) -> tuple[Any, Any, Att
     if device.type == "cuda":
         theirs = theirs.bfloat16()
     ours = copy.deepcopy(theirs)
-    return theirs, ours, Attention(ours, device, half=device.type == "cuda", packed=True, compiled=False)
+    half = device.type == "cuda"
+    return theirs, ours, Attention(ours, device, half=half, packed=args.context, compiled=False)
 
 
 def _batch(kind: str, args: Any) -> Batch:

@@ -173,7 +173,8 @@ def _run(words: list[str], failing: Failing) -> int:
 
 def _train(words: list[str], failing: Failing) -> int:
     from smp_train.arguments import help_text, parse, print_config, validate
-    from smp_train.arguments.validation import ineffective, prompts_only
+    from smp_train.arguments.validation import ineffective, prompts_only, runs_natively
+    from smp_train.distributed.host import check_native_releases
     from smp_train.telemetry.logging_utils import setup_logging
 
     if HELP_FLAGS & set(words):
@@ -194,6 +195,8 @@ def _train(words: list[str], failing: Failing) -> int:
     from smp_train.models.resolve import settled_flags
 
     settled_flags(resolved.args)  # refuses an unknown preset before any rank waits for another
+    if runs_natively(resolved.args):
+        check_native_releases()
     ranks = failing.runtime
     if ranks.world_size == ranks.local_world_size:  # other machines may have GPUs, or more memory
         from smp_train.launch.preflight import check_host

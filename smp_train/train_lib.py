@@ -11,7 +11,7 @@ import transformers.modeling_utils  # noqa: F401  every run needs it: imported h
 
 from smp_train import distributed, divergence, generation, train_utils
 from smp_train.arguments import Arguments, Resolved
-from smp_train.arguments.validation import prompts_only
+from smp_train.arguments.validation import prompts_only, runs_natively
 from smp_train.best import Best
 from smp_train.build_run import Position, Run, build_run, mesh_sizes
 from smp_train.checkpoints import Checkpoint
@@ -47,8 +47,7 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
 def group_settings(args: Arguments) -> dict[str, Any]:
     """Return how the process group of a run is formed."""
     seconds = 60 * args.distributed_timeout_minutes
-    smp = args.backend == "smp" or (args.backend == "auto" and distributed.smp_installed())
-    one_queue = smp and args.tensor_parallel_degree > 1
+    one_queue = not runs_natively(args) and args.tensor_parallel_degree > 1
     return {"distributed_backend": args.distributed_backend, "timeout_seconds": seconds, "one_queue": one_queue}
 
 

@@ -63,7 +63,8 @@ def seed_step(seed: int, step: int, stream: int) -> None:
 def seed_for(backend: Backend, args: Arguments, step: int) -> None:
     """Seed this rank's generators for the update after ``step``.
 
-    Tensor ranks share tokens and must draw the same dropout; context ranks hold different tokens.
+    Tensor ranks start alike, as each has the whole embedding; in their layers `sequence.separate_dropout` gives each
+    rank another stream. Context ranks hold different tokens.
     """
     topology = backend.topology
     stream = topology.dp_rank * topology.cp_size + topology.cp_rank

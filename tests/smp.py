@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from smp_train.distributed.host import OLDEST, older
 from smp_train.errors import SmpTrainError
 from tests import harness
 from tests.training import SAMPLE, alike, flags, numbers, train  # noqa: F401
 
-NEEDS_NATIVE = "the native backend needs torch 2.6"
-NATIVE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 6)
+NEEDS_NATIVE = f"the native backend needs torch {OLDEST['torch']}"
+NATIVE = not older(torch.__version__, OLDEST["torch"])
 Journal = list[tuple[str, dict[str, str]]]
 
 DATA = {"use_synthetic_data": None, "training_dir": SAMPLE / "train", "vocab_size": 4096, "max_context_width": 64}

@@ -34,7 +34,7 @@ def validate(
     """
     own = own or Own()
     own.check()
-    natively = args.backend == "native" or (args.backend == "auto" and not smp_installed())
+    natively = runs_natively(args)
     check_values(args)
     if natively:
         refuse_natively(args)
@@ -44,6 +44,11 @@ def validate(
     check_together(args)
     for problems in (_checkpoints(args), _data(args, own)):
         _refuse(problems)
+
+
+def runs_natively(args: Arguments) -> bool:
+    """Return whether the native backend will run: as asked, or because this torch has no SMP."""
+    return args.backend == "native" or (args.backend == "auto" and not smp_installed())
 
 
 def refuse_natively(args: Arguments) -> None:

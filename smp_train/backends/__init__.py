@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train import arguments, distributed
 from smp_train.backends import smp_library
 from smp_train.distributed import ALL_RANKS
+from smp_train.distributed.host import check_native_releases
 from smp_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from smp_train.arguments import Arguments
     from smp_train.backends.base import Backend
     from smp_train.distributed import Runtime
-
-OLDEST_TORCH = (2, 6)
-"""Oldest torch that the native backend supports."""
 
 logger = logging.getLogger("smp_train.backends")
 
@@ -63,15 +61,7 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
 
 
 def _native(args: Arguments, ranks: Runtime, device: torch.device) -> Backend:
-    # Checked before the import of native.py, which fails with an older torch.
-    import torch
-
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < OLDEST_TORCH:
-        raise ConfigError(
-            f"the native backend needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, this is {torch.__version__}; "
-            "upgrade torch, or use --backend smp inside the SMP container"
-        )
+    check_native_releases()  # before the import of native.py, which fails with an older torch
     arguments.refuse_natively(args)
     from smp_train.backends.native import NativeBackend
 

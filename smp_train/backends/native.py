@@ -169,7 +169,7 @@ class NativeBackend(Backend):
             self.context.apply(model)
         else:
             self.attention = Attention(
-                model, device, half=args.bf16, packed=args.short == "pack", compiled=self.compiled
+                model, device, half=args.bf16, packed=seq_len * (args.short == "pack"), compiled=self.compiled
             )
         experts = self._split(model)
         if loss_of_routers is not None:

@@ -1,7 +1,8 @@
-"""What a process asks of its host before torch is used: limits, allocators, connections; and a C compiler. No torch."""
+"""What a process asks of its host before torch is used: releases, limits, allocators; a C compiler. No torch."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import random
 import resource
@@ -11,10 +12,34 @@ import sysconfig
 from contextlib import suppress
 from pathlib import Path
 
+from packaging.version import Version
+
+from smp_train.errors import ConfigError
+
 OPEN_FILES = 1 << 20
 """Open files that a process asks for at most; some containers allow a thousand times as many."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of the settings of CUDA's allocator: since torch 2.9, and before."""
+
+
+OLDEST = {"torch": "2.8", "transformers": "4.50"}
+"""Oldest releases of the native backend; before torch 2.8, FSDP2 averages gradients of replicas that must be summed."""
+
+
+def check_native_releases() -> None:
+    """Raise `ConfigError` where torch or transformers is too old for the native backend; imports neither."""
+    for package, oldest in OLDEST.items():
+        with suppress(importlib.metadata.PackageNotFoundError):
+            if older(installed := importlib.metadata.version(package), oldest):
+                raise ConfigError(
+                    f"the native backend needs {package} {oldest} or newer, this is {installed}; upgrade {package}, or "
+                    "use --backend smp inside the SMP container"
+                )
+
+
+def older(installed: str, oldest: str) -> bool:
+    """Return whether a release is older than another; a build before a release (2.8.0a0) counts as that release."""
+    return Version(installed).release < Version(oldest).release
 
 
 def python_path() -> str:

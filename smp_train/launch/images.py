@@ -6,13 +6,13 @@ import os
 import re
 import subprocess
 
+from smp_train.distributed.host import OLDEST, older
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance, release
 
 SMP_NAME = "smdistributed-modelparallel"
 SMP_TORCH = ((2, 4, 1), (2, 5, 1))
 """Releases of torch whose SMP images the SMP backend runs in."""
-NATIVE_TORCH = (2, 6)
 MACHINES = {0x3E: "x86_64", 0xB7: "aarch64"}  # e_machine of ELF
 NAMED = (
     (r"(?<![a-z0-9])(arm64|aarch64|sbsa)(?![a-z0-9])", "aarch64"),
@@ -43,13 +43,17 @@ def check_image(instance: Instance | None, image: str, backend: str = "auto") ->
             f"--image {image}: CUDA {cuda[1]}.{cuda[2]} does not know the {instance.gpu} of {instance.name}, which "
             f"needs {instance.min_cuda}; take a newer image, or another instance type"
         )
-    smp = re.search(rf"{SMP_NAME}:(\d+\.\d+\.\d+)", image)
-    if smp and backend == "native" and release(smp[1]) < NATIVE_TORCH:
+    named = re.search(rf"({SMP_NAME}|/pytorch-training(?:-arm64)?):(\d+\.\d+(?:\.\d+)?)", image)
+    if named is None:
+        return
+    of_smp, torch = named[1] == SMP_NAME, named[2]
+    natively = backend == "native" or (backend == "auto" and not of_smp)
+    if natively and older(torch, OLDEST["torch"]):
+        remedy = "leave --backend out, or take an image without SMP" if of_smp else "take a newer image"
         raise ConfigError(
-            f"--image {image}: has torch {smp[1]}, and --backend native needs 2.6 or newer; leave --backend out, or "
-            "take an image without SMP"
+            f"--image {image}: has torch {torch}, and --backend native needs {OLDEST['torch']} or newer; {remedy}"
         )
-    if smp and backend != "native" and release(smp[1]) not in SMP_TORCH:
+    if of_smp and not natively and release(torch) not in SMP_TORCH:
         known = " and ".join(".".join(map(str, one)) for one in SMP_TORCH)
         raise ConfigError(f"--image {image}: the SMP backend runs in SMP's images of torch {known}; take one of them")
 

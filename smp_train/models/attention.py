@@ -63,17 +63,17 @@ def causal_alone(config: Any) -> str | None:
 class Attention:
     """How a model attends: its arguments of ``forward`` for rows with padding or several documents."""
 
-    def __init__(self, model: Any, device: torch.device, *, half: bool, packed: bool, compiled: bool) -> None:
+    def __init__(self, model: Any, device: torch.device, *, half: bool, packed: int, compiled: bool) -> None:
         """Let a model built with sdpa use `attend`; other kernels, and models it would be wrong for, stay as they are.
 
         Args:
             model: A causal language model of transformers, on meta or not.
             device: Where it computes.
             half: It computes in bfloat16 or float16.
-            packed: Rows may hold several documents.
+            packed: Tokens of a row, where rows may hold several documents; else 0.
             compiled: Its layers are compiled.
         """
-        self.model, self.packed, self.compiled = model, packed, compiled
+        self.model, self.packed, self.compiled = model, bool(packed), compiled
         self.by_bounds = False
         """Documents are given by their bounds, not by a mask."""
         if model.config._attn_implementation != "sdpa":
@@ -83,15 +83,19 @@ class Attention:
             against = "transformers 5 has an interface for others"
         if against is not None:
             logger.info("Attention: with transformers' masks, as %s", against)
-            return
-        from transformers import AttentionInterface
+        else:
+            from transformers import AttentionInterface
 
-        AttentionInterface.register(NAME, attend)
-        model.set_attn_implementation(NAME)
-        dense = _against_bounds(model.config, device, half=half)
-        self.by_bounds = dense is None
-        if packed and dense is not None:
-            logger.info("Attention: packed rows take a dense mask, as %s", dense)
+            AttentionInterface.register(NAME, attend)
+            model.set_attn_implementation(NAME)
+            against = _against_bounds(model.config, device, half=half)
+            self.by_bounds = against is None
+        if packed and against is not None:
+            size = (3 if half else 5) * packed**2 / 2**20  # as bool, and in the type of the scores
+            logger.info(
+                "Attention: packed rows take a dense mask, as %s: %.0f MiB for each row of a micro-batch, and each "
+                "layer computes all %d x %d scores, twice those of a row alone", against, size, packed, packed,
+            )  # fmt: skip
 
     def inputs(
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from smp_train import losses
+from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.host import missing_for_kernels
 from smp_train.errors import ConfigError
 from smp_train.storage.paths import private_folder
 
 INDUCTOR = "inductor"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+RECOMPILE_LIMIT = 64  # four kinds of layers, checkpointed or not, in training or validation, masked or not, are 32
 _kept_in: str | None = None
 """The folder that this process chose for compiled code."""
 
@@ -90,7 +92,7 @@ def prepare(run_dir: str | os.PathLike[str], device: torch.device) -> None:
 
 def disabled() -> AbstractContextManager[Any]:
     """Return a context in which compiled layers run eagerly: text of every length would be a compilation."""
-    if hasattr(torch.compiler, "set_stance"):  # torch 2.6
+    if hasattr(torch.compiler, "set_stance"):  # not in the torch of SMP's containers
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
 
@@ -106,9 +108,21 @@ def apply(layers: list[nn.Module], *, backend: str) -> None:
         layers: The decoder layers, checkpointed or not.
         backend: What compiles: a name of `torch.compile`.
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_report_limit)
     for layer in layers:
         # Static shapes: a training run has one, and a validation run with another batch compiles once more.
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
+
+
+def _report_limit(record: logging.LogRecord) -> bool:
+    """Log one line in place of dynamo's paragraph on a function that is compiled no more."""
+    limit, *details = record.getMessage().splitlines() or [""]
+    limited = limit.startswith("torch._dynamo hit config.")
+    if limited:
+        why = " ".join(map(str.strip, details[:2]))
+        logger.warning("Compilation: %s and goes on uncompiled, slower: %s", limit, why, extra=ALL_RANKS)
+    return not limited
 
 
 def loss_kernels(backend: str) -> losses.Kernels:

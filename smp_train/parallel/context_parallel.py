@@ -8,6 +8,7 @@ of Models, 2024, section 3.3.2), exact on any device, in place of a ring, which 
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from smp_train.distributed.degrees import check_model
+from smp_train.distributed.host import older
 from smp_train.errors import ConfigError
 from smp_train.models.attention import causal_alone
 
 ATTENTION = "smp_train_context"
+OLDEST_TRANSFORMERS = "4.54"  # its models take another attention after they are built
 
 BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
 """Rotary embeddings of transformers that depend on the largest position in the batch."""
@@ -46,6 +49,9 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
             f"--context_parallel_degree {degree}: the rotary embedding of this {config.model_type} ({min(scaled)}) "
             "depends on the length of the sequence, which a rank sees a part of; use --hybrid_shard_degree"
         )
+    if older(version("transformers"), OLDEST_TRANSFORMERS):
+        needed = f"transformers {OLDEST_TRANSFORMERS} or newer, this is {version('transformers')}"
+        raise ConfigError(f"--context_parallel_degree {degree} needs {needed}; upgrade transformers")
     check_model({}, seq_len=seq_len, context=degree)
     if attn_implementation != "sdpa":
         raise ConfigError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import nn
 
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, one_line
 
 OLDEST_CAPABILITY = (9, 0)
 """Hopper."""
@@ -16,7 +14,7 @@ MULTIPLE = 16
 
 
 def check(device: torch.device) -> None:
-    """Raise `ConfigError` where ``--fp8 1`` cannot run: wrong device, or torchao missing."""
+    """Raise `ConfigError` where ``--fp8 1`` cannot run: wrong device, or torchao missing or unusable."""
     if device.type != "cuda":
         raise ConfigError("--fp8 1 needs a GPU of the Hopper generation (H100) or newer, and this run is on the CPU")
     capability = torch.cuda.get_device_capability(device)
@@ -25,8 +23,13 @@ def check(device: torch.device) -> None:
             f"--fp8 1 needs a GPU of the Hopper generation (H100) or newer, and {torch.cuda.get_device_name(device)} "
             f"has compute capability {capability[0]}.{capability[1]}; use --bf16 1"
         )
-    if importlib.util.find_spec("torchao") is None:
-        raise ConfigError("--fp8 1 needs the package torchao, which is not installed here; pip install torchao")
+    try:
+        apply([nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, device="meta"))])
+    except Exception as problem:  # whatever a release that was built for another torch raises
+        raise ConfigError(
+            f"--fp8 1: torchao cannot convert a linear layer of torch {torch.__version__}: {one_line(problem)}; "
+            "pip install torchao, in the release that its authors list for this torch"
+        ) from problem
 
 
 def convertible(module: nn.Module) -> bool:

@@ -76,13 +76,9 @@ def shard(
         own_mesh = experts_mesh if module in apart else mesh
         # One rank has nothing to sum: with a factor FSDP2 would copy each gradient to divide it.
         if isinstance(module, FSDPModule) and own_mesh is not None and own_mesh.size() > 1:
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(1.0)
-            else:  # torch 2.6 and 2.7
-                module.set_reduce_scatter_divide_factor(1.0)
+            module.set_gradient_divide_factor(1.0)
             # A divide factor makes FSDP2 ask for a pre-multiplied sum, which gloo does not have.
-            if hasattr(module, "set_force_sum_reduction_for_comms"):
-                module.set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def measure(units: Iterable[FSDPModule]) -> None:

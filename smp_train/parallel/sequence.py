@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,6 +61,25 @@ def wait_for_output(module: nn.Module, args: Any, output: Any) -> None:
     for each in tree_leaves(output):
         if isinstance(each, AsyncCollectiveTensor):
             each.wait()
+
+
+def separate_dropout(layers: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Draw the layers' dropout from a stream per rank; the embedding, which every rank holds whole, from the shared."""
+    cuda, shared = mesh.device_type == "cuda", list[Tensor]()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()] if cuda else torch.default_generator
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module.training:
+            shared[:] = [generator.get_state()]
+            seeds = [random.getrandbits(63) for _ in range(mesh.size())]  # seeded alike on these ranks in every step
+            generator.manual_seed(seeds[mesh.get_local_rank()])
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if shared:
+            generator.set_state(shared.pop())
+
+    layers[0].register_forward_pre_hook(enter)
+    layers[-1].register_forward_hook(leave)
 
 
 def gather_hidden(hidden: Tensor, mesh: DeviceMesh) -> Tensor:

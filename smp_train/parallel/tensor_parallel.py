@@ -27,7 +27,7 @@ from smp_train.distributed.degrees import check_model
 from smp_train.errors import ConfigError
 from smp_train.models.traits import split_sizes
 from smp_train.parallel import expert_parallel, local_parameters
-from smp_train.parallel.sequence import SEQUENCE, gather_whole, scatter_whole, wait_for_output
+from smp_train.parallel.sequence import SEQUENCE, gather_whole, scatter_whole, separate_dropout, wait_for_output
 
 STYLES = frozenset({"colwise", "rowwise", "moe_tp_experts", "replicated_with_grad_allreduce"})
 """Styles of a tensor-parallel plan that are implemented here."""
@@ -86,6 +86,7 @@ def _apply(model: Any, layers: list[tuple[str, nn.Module]], mesh: DeviceMesh) ->
     for name, (_, layer) in zip(inner, layers, strict=True):
         _split_layer(layer, name, plan, mesh)
     layers[0][1].register_forward_pre_hook(scatter_whole(mesh), with_kwargs=True)
+    separate_dropout([layer for _, layer in layers], mesh)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
     holds_layers = inner[0].partition(".")[0]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.validation import check_together, check_values, refuse_natively
 from smp_train.arguments.verb_parser import beside_train
+from smp_train.distributed.host import check_native_releases
 from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.resolve import names_model, settled_flags
@@ -63,6 +64,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, Resolved]:
             "plan: no model; give --model_type and --model_size, widths such as --hidden_width, or "
             "--hf_pretrained_model_name_or_dir"
         )
+    check_native_releases()
     machine(own)
     check_cost(own)
     check(dataclasses.replace(resolved.args))

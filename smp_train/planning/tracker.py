@@ -24,9 +24,9 @@ ALLOCATORS = (
     ("activation_offloading.py:take", HOST), ("adamw.py", OPTIMIZER), ("adam.py", OPTIMIZER),
     ("_sharding_prop.py", NOTHING),
 )  # fmt: skip
-"""What a storage is for, by the end of the name of the file (and the function) that allocated it, innermost first.
+"""What an operation is for, by the end of the name of the file (and the function) that calls it, innermost first.
 
-DTensor finds out shapes with fake tensors of the whole size, which take `NOTHING`."""
+DTensor finds out shapes with fake tensors of the whole size: such operations are for `NOTHING`, and not counted."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -82,13 +82,15 @@ class LiveMemory(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
+        if (kind := self._kind()) == NOTHING:
+            return result
         if self.count is not None:
             self.count(self.phase, func, args, kwargs or {}, result)
         for tensor in tree_leaves(result):
             plain = isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor)
             if plain and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._known and (kind := self._kind()):
+                if storage._cdata not in self._known:
                     self._count(storage, kind)
         return result
 

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # before torch 2.11, registers the collectives' Meta kernels
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -20,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers.integrations import moe
 
 from smp_train import losses
 from smp_train.arguments import Arguments
@@ -38,8 +39,13 @@ from smp_train.planning.stepping import UPDATE, Phase
 from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
 from smp_train.planning.work import Work, WorkCounter
 
+try:
+    from transformers.integrations import moe
+except ImportError:  # transformers 4, which stacks no experts
+    moe: Any = SimpleNamespace()  # type: ignore[no-redef]
+
 ON_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
-ADDS_WIDE = getattr(torch.ops.aten.addmm, "dtype_out", None)
+ADDS_WIDE = torch.ops.aten.addmm.dtype_out
 
 
 class FakeMode(FakeTensorMode):
@@ -100,7 +106,8 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
     Tensors stay on the CPU, as FSDP2 would ask a GPU's driver for streams. What depends on the device is replaced here.
     """
     packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
-    read, grouped, squares = expert_parallel.read, moe._grouped_mm, grad_norm._sum_of_squares
+    read, squares = expert_parallel.read, grad_norm._sum_of_squares
+    grouped: Any = getattr(moe, "_grouped_mm", None)  # from transformers 5.3 on
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
         activation_offloading.PACKABLE = (*packable, FakeTensor)  # type: ignore[assignment]

@@ -17,6 +17,7 @@ NEEDS = ("is not installed", "needs a GPU")
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("part", "processes"), [*((part, 1) for part in PARTS), ("peers", 2)])
 def test_every_cell_of_a_part_runs(part: str, processes: int, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from tests import harness
 from tests.distributed.test_lora import PROMPT, base_model, options
 from tests.distributed.test_same_numbers import PLAIN, arguments_of, train_cell
+from tests.releases import needs_transformers_5
 from tests.training import SAMPLE, alike, built, flags, group, numbers, read_checkpoint, records, same, train
 
 MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4}
@@ -105,6 +106,7 @@ def without_tokens(degrees: dict[str, Any]) -> list[tuple[float, float]]:
         return train_cell(line, ranks, device, change=zeros)
 
 
+@needs_transformers_5
 def test_ranks_without_tokens_take_part_with_gradients_of_zero() -> None:
     ((expected),) = harness.run(without_tokens, 1, {})
     for found in harness.run(without_tokens, 4, FOUR):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import harness
+from tests.releases import need
 from tests.training import alike, flags, numbers, read_checkpoint, records, same, steps, train
 
 COMMON = {"train_batch_size": 1, "attn_pdrop": 0.1, "checkpoint_freq": 3, "num_kept_checkpoints": 10, "data_audit": 1}
@@ -84,6 +85,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("tp2-fsdp2", "fsdp4"), ("fsdp4", "tp2-fsdp2"), pytest.param("cp2-fsdp2", "one", marks=pytest.mark.core)],
 )
 def test_resume_on_another_mesh(first: str, second: str, undisturbed: Path, tmp_path: Path) -> None:
+    need(first, second)
     for name, last in ((first, 3), (second, 6)):
         world, changes = MESHES[name]
         resumable = {"resume_from_checkpoint": tmp_path / "checkpoints", "max_steps": last}

@@ -11,6 +11,7 @@ import pytest
 
 from tests import harness
 from tests.distributed.test_same_numbers import MESHES, PLAIN, WIDTH, arguments_of, rows_of, train_cell
+from tests.releases import needs_transformers_5
 from tests.tiers import slow
 from tests.training import alike, built, flags, group, records, train
 
@@ -70,6 +71,7 @@ def by_transformers(kind: str) -> dict[str, float]:
                 "their router": added.item(), "saved": spec.config.output_router_logits}  # fmt: skip
 
 
+@needs_transformers_5
 @pytest.mark.parametrize("kind", slow(KINDS, "smp".__ne__))
 def test_the_loss_is_that_of_transformers_or_megatron(kind: str) -> None:
     (found,) = harness.run(by_transformers, 1, kind)

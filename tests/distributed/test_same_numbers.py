@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests import harness
+from tests.releases import need
 from tests.tiers import core
 from tests.training import alike, built, flags, group
 
@@ -165,6 +166,7 @@ def reference(family: str) -> list[tuple[float, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), core(CELLS, CORE.__contains__))
 def test_every_cell_equals_one_process(family: str, mesh: str) -> None:
+    need(family, mesh)
     expected = reference(family)
     modes = MODES if os.environ.get("SMP_TRAIN_WHOLE_TABLE") == "1" else SOME
     by_rank = harness.run(train_modes, MESHES[mesh][0], family, mesh, modes)

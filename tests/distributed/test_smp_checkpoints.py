@@ -21,6 +21,7 @@ from tests.smp import (
     DATA,
     MIXTRAL,
     NATIVE,
+    NEEDS_NATIVE,
     alike,
     numbers,
     pretrained_folder,
@@ -48,7 +49,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")
+@pytest.mark.skipif(not NATIVE, reason=NEEDS_NATIVE)
 @pytest.mark.parametrize(
     ("way", "world", "changes"),
     [
@@ -85,7 +86,7 @@ def test_runs_move_between_backends(way: str, world: int, changes: dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")
+@pytest.mark.skipif(not NATIVE, reason=NEEDS_NATIVE)
 def test_experts_of_native_ranks_move_to_those_of_smp(tmp_path: Path) -> None:
     # The stand-in adds no router loss.
     shared = {**MIXTRAL, **EXPERT, "moe_load_balancing": "none", "moe_z_loss_coeff": 0, "lr_decay_iters": 4}

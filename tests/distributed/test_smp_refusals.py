@@ -22,7 +22,7 @@ from smp_train.backends.base import Topology
 from smp_train.backends.smp import SmpBackend, refuse, refuse_model
 from smp_train.errors import ConfigError, SmpTrainError
 from tests import harness, standin
-from tests.smp import DATA, MIXTRAL, NATIVE, Journal, install, refusal_of, smp, train_on_smp
+from tests.smp import DATA, MIXTRAL, NATIVE, NEEDS_NATIVE, Journal, install, refusal_of, smp, train_on_smp
 from tests.training import flags, train
 
 # --- configuration ----------------------------------------------------------------------------------
@@ -80,13 +80,13 @@ def test_what_fsdp_cuts_is_asked_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def train_where_smp_refuses(
-    command_line: list[str], torch_needed: tuple[int, int] | None = None, failure: type[Exception] = RuntimeError
+    command_line: list[str], torch_needed: str | None = None, failure: type[Exception] = RuntimeError
 ) -> tuple[int, str]:
     """Train with a `torch.sagemaker` whose init fails; return the exit code and what was logged."""
-    from smp_train import backends
+    from smp_train.distributed import host
 
     if torch_needed is not None:
-        backends.OLDEST_TORCH = torch_needed  # type: ignore[misc]
+        host.OLDEST["torch"] = torch_needed
     for name in [name for name in os.environ if name.startswith("SM_")]:
         del os.environ[name]  # not in a SageMaker job
 
@@ -122,7 +122,7 @@ def test_a_library_on_some_ranks_only_is_refused_by_all(backend: str, broken: bo
         assert "--backend native" in said
 
 
-@pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")
+@pytest.mark.skipif(not NATIVE, reason=NEEDS_NATIVE)
 def test_an_unusable_library_is_named_and_done_without(tmp_path: Path) -> None:
     code, said = harness.run(train_where_smp_refuses, 2, flags(tmp_path, backend="auto"))[0]
     assert code == 0
@@ -137,7 +137,7 @@ def test_an_unusable_library_stops_who_asks_for_it_or_has_no_other_backend(tmp_p
         assert code == 2
         assert "torch.sagemaker.init refuses: this platform is not supported" in said
     asked = flags(tmp_path, backend="auto")
-    ((code, said),) = harness.run(train_where_smp_refuses, 1, asked, (9, 9), ValueError)
+    ((code, said),) = harness.run(train_where_smp_refuses, 1, asked, "9.9", ValueError)
     assert code == 2
     assert "init refuses: this platform is not supported;" in said  # not a failure that a mount explains
     assert "the native backend needs torch 9.9 or newer" in said

@@ -18,11 +18,23 @@ from smp_train.errors import CheckpointError
 from smp_train.models.resolve import resolve
 from tests import harness, sample_run, smp_trees
 from tests.s3_server import bucket, environment, serving, upload
-from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, OF_THE_MODEL, alike, numbers, refusal_of, smp, train_on_smp
+from tests.smp import (
+    DATA,
+    MIXTRAL,
+    NATIVE,
+    NEEDS_NATIVE,
+    NEOX,
+    OF_THE_MODEL,
+    alike,
+    numbers,
+    refusal_of,
+    smp,
+    train_on_smp,
+)
 from tests.training import flags, read_checkpoint, records, train
 
 pytestmark = pytest.mark.slow
-needs_native = pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")
+needs_native = pytest.mark.skipif(not NATIVE, reason=NEEDS_NATIVE)
 
 SHARED: dict[str, Any] = {"lr_decay_iters": 4, "max_steps": 2, "train_batch_size": 2}
 TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2, "train_batch_size": 4}

@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "spot": {"spot": True, "checkpoints": "s3://bucket/run-1", "tags": {"team": "x"}, "env": {"A": "b"}},
     "warm pool": {"keep_alive": 600, "retries": 3, "checkpoints": "s3://bucket/run-1"},
     "image": {
-        "image": "763104351884.dkr.ecr.us-west-2.amazonaws.com/pytorch-training:2.7.1-gpu-py312", "input_mode": "File",
+        "image": "763104351884.dkr.ecr.us-west-2.amazonaws.com/pytorch-training:2.9.0-gpu-py312", "input_mode": "File",
     },
     "fsx": {
         "fsx": "fs-0123456789abcdef0:/mount/x", "subnets": ["subnet-1"], "security_groups": ["sg-1"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import sys
 import sysconfig
 import types
@@ -392,6 +393,40 @@ def test_small_tensors_stay() -> None:
     assert engine.pool.most == 0
 
 
+# --- compilation --------------------------------------------------------------------------------------------------
+
+
+class Doubles(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * hidden
+
+
+@torch._dynamo.config.patch(recompile_limit=8)  # what dynamo starts with
+def test_layers_may_be_compiled_often_and_the_limit_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compile.RECOMPILE_LIMIT >= 32, "four kinds, checkpointed or not, in training or not, masked or not"
+    monkeypatch.setattr(compile, "RECOMPILE_LIMIT", 12)
+    monkeypatch.setattr(logging.getLogger("smp_train"), "propagate", True)
+    torch._dynamo.reset()
+    layer = Doubles()
+    compile.apply([layer], backend="eager")
+
+    def warnings_of(sizes: range) -> list[logging.LogRecord]:
+        caplog.clear()
+        for size in sizes:
+            assert torch.equal(layer(torch.ones(size)), torch.full((size,), 2.0))
+        return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+    try:
+        assert not warnings_of(range(2, 14))
+        (limit,) = warnings_of(range(14, 20))
+        assert "forward" in limit.getMessage()
+        assert len(limit.getMessage().splitlines()) == 1
+    finally:
+        torch._dynamo.reset()
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
@@ -404,11 +439,39 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match=r"NVIDIA L4 .*8\.9.* --bf16 1"):
         float8.check(gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as if it were not installed
     with pytest.raises(ConfigError, match="pip install torchao"):
         float8.check(gpu)
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: object())
-    float8.check(gpu)
+
+
+@pytest.mark.parametrize(
+    ("convert", "refused"),
+    [
+        ("def convert_to_float8_training(module, *, module_filter_fn): module_filter_fn(module[0], '0')", False),
+        ("raise OSError('undefined symbol: _ZN3c104impl')", True),
+        ("def convert_to_float8_training(module): pass", True),
+    ],
+    ids=["usable", "built for another torch", "another interface"],
+)
+def test_fp8_is_tried_with_the_installed_torchao_at_start(
+    convert: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchao" / "float8").mkdir(parents=True)
+    (tmp_path / "torchao" / "__init__.py").touch()
+    (tmp_path / "torchao" / "float8" / "__init__.py").write_text(convert)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    try:
+        if not refused:
+            return float8.check(torch.device("cuda", 0))
+        with pytest.raises(ConfigError, match=r"--fp8 1: .*torchao.*torch") as refusal:
+            float8.check(torch.device("cuda", 0))
+        assert len(str(refusal.value).splitlines()) == 1
+    finally:
+        for name in ("torchao", "torchao.float8"):
+            sys.modules.pop(name, None)
 
 
 def test_fp8_takes_linear_layers_that_divide_by_16(monkeypatch: pytest.MonkeyPatch) -> None:

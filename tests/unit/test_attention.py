@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from smp_train.data.pipelines.batch import Batch, collate, collate_filled
 from smp_train.data.source import Row
 from smp_train.models import attention, traits
 from smp_train.models.attention import Attention
+from tests.releases import need_model, needs_transformers_5
 from tests.waits import Waits
 
 CPU = torch.device("cpu")
@@ -52,7 +54,7 @@ def pair(family: str, **options: Any) -> tuple[Any, Any, Attention]:
     """Return a model on transformers' path, and a copy on ours, with its attention."""
     theirs = model_of(family)
     ours = copy.deepcopy(theirs)
-    return theirs, ours, Attention(ours, CPU, **{"half": False, "packed": False, "compiled": False, **options})
+    return theirs, ours, Attention(ours, CPU, **{"half": False, "packed": 0, "compiled": False, **options})
 
 
 def rows_of(kind: str) -> Batch:
@@ -81,6 +83,7 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
 
 
+@needs_transformers_5
 @pytest.mark.parametrize("kind", ["whole", "short", "holes", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_are_those_of_transformers_masks_and_nothing_waits(family: str, kind: str) -> None:
@@ -136,6 +139,7 @@ def test_a_trained_model_generates_as_with_sdpa(family: str) -> None:
     ],
 )  # fmt: skip
 def test_models_with_masks_of_their_own_are_known_by_reason(family: str, changes: dict, reason: str | None) -> None:
+    need_model(family)
     config = AutoConfig.for_model(family)
     for name, value in changes.items():
         setattr(config, name, value)
@@ -143,6 +147,7 @@ def test_models_with_masks_of_their_own_are_known_by_reason(family: str, changes
     assert reason is None or reason in str(attention.causal_alone(config))
 
 
+@needs_transformers_5
 def test_other_models_keep_the_path_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
     """And without a mask, tokens before padding on the right have the same loss."""
     with caplog.at_level("INFO", "smp_train"):
@@ -245,10 +250,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Varlen:
     return stand_in
 
 
+@needs_transformers_5
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gpt2"])
 def test_documents_reach_the_kernel_by_their_bounds(family: str, kernel: Varlen) -> None:
     """The numbers are those of one document a row."""
-    _, ours, how = pair(family, packed=True)
+    _, ours, how = pair(family, packed=WIDTH)
     batch = rows_of("packed")
     with Waits() as waits:
         inputs = ours_of(how, batch)
@@ -274,7 +280,7 @@ def test_documents_reach_the_kernel_by_their_bounds(family: str, kernel: Varlen)
 def test_torchs_own_kernel_takes_these_arguments(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes alone are computed, as on any device."""
     monkeypatch.setattr(attention, "_against_bounds", lambda *args, **options: None)
-    _, ours, how = pair(family, packed=True)
+    _, ours, how = pair(family, packed=WIDTH)
     batch = rows_of("packed")
     inputs = {name: tensor.to("meta") for name, tensor in ours_of(how, batch).items()}
     logits = ours.to("meta")(input_ids=batch.input_ids.to("meta"), use_cache=False, **inputs).logits
@@ -291,6 +297,7 @@ def test_torchs_own_kernel_takes_these_arguments(family: str, monkeypatch: pytes
     assert ours.get_input_embeddings().weight.grad.shape == (64, 32)
 
 
+@needs_transformers_5
 def test_whole_rows_have_bounds_where_a_window_is_shorter(kernel: Varlen) -> None:
     theirs, ours, how = pair("mistral")
     batch = rows_of("whole")
@@ -303,12 +310,27 @@ def test_whole_rows_have_bounds_where_a_window_is_shorter(kernel: Varlen) -> Non
 
 def test_flash_attention_gets_the_bounds_from_the_host() -> None:
     ours = copy.deepcopy(model_of("llama"))
-    how = Attention(ours, CPU, half=True, packed=True, compiled=False)
+    how = Attention(ours, CPU, half=True, packed=WIDTH, compiled=False)
     ours.config._attn_implementation = "flash_attention_2"
     inputs = ours_of(how, rows_of("packed"))
     assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 9, 26, 32, 52, 57, 64]
     assert inputs["max_length_q"] == inputs["max_length_k"] == 32  # at least the longest, 20
     assert inputs.get("attention_mask") is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "falcon"])
+def test_the_cost_of_a_dense_mask_is_logged_once(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("smp_train"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="smp_train")
+    for packed, lines in ((0, 0), (8192, 1)):
+        caplog.clear()
+        Attention(copy.deepcopy(model_of(kind)), CPU, half=True, packed=packed, compiled=False)
+        said = [record.getMessage() for record in caplog.records if "dense mask" in record.getMessage()]
+        assert len(said) == lines
+    assert "192 MiB" in said[0]  # 3 bytes of 2^26 pairs
+    assert "8192 x 8192" in said[0]
 
 
 def test_why_documents_have_no_bounds() -> None:
@@ -324,7 +346,7 @@ def test_one_compilation_serves_packed_whole_and_short_batches(kernel: Varlen) -
     from smp_train.models.build import decoder_layers
     from smp_train.parallel import compile
 
-    theirs, ours, how = pair("llama", packed=True, compiled=True)
+    theirs, ours, how = pair("llama", packed=WIDTH, compiled=True)
     compile.apply([layer for _, layer in decoder_layers(ours)], backend="aot_eager")
     random = np.random.default_rng(1)
 

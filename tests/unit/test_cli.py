@@ -57,6 +57,25 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"the verbs are {verbs}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+@pytest.mark.parametrize(("words", "code"), [(("train", "--backend", "smp"), 0), (("train",), 2), (("plan",), 2)])
+def test_releases_too_old_for_the_native_backend_are_refused_before_torch_is_imported(
+    package: str, words: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from smp_train.distributed import host
+
+    monkeypatch.setitem(host.OLDEST, package, "99.1")
+    imported = []
+    done = types.SimpleNamespace(main=lambda *_: 0)
+    monkeypatch.setattr(cli, "_import", lambda name: imported.append(name) or done)
+    data = ("--devices", "2") if words == ("plan",) else ("--use_synthetic_data", "--memory_check=0")
+    assert cli.main([*words, "--model_type", "llama_v2", "--model_size", "7b", *data]) == code
+    error = capsys.readouterr().err
+    assert (f"{package} 99.1" in error, bool(imported)) == (bool(code), not code)
+    assert error.count("\n") <= 1
+
+
 ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: 8 bytes"
 LESS = (
     "lower --train_batch_size or --max_context_width, give --activation_checkpointing full or "

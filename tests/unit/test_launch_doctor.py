@@ -180,8 +180,10 @@ def versions(monkeypatch: pytest.MonkeyPatch, *, smp: bool = False, **more: str 
 
 
 def test_releases_for_either_backend(bin_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    versions(monkeypatch, torch="2.5.1")
+    versions(monkeypatch, torch="2.7.1")
     assert found("torch for --backend native", packages.torch()).level == FAIL
+    versions(monkeypatch, torch="2.8.0a0+34c6371d24.nv25.8")
+    assert "torch for --backend native" not in {one.name for one in packages.torch()}
     versions(monkeypatch, torch=None)
     assert found("torch", packages.torch()).fix.startswith("pip install '.[train]'")
     versions(monkeypatch, transformers="4.44.2")

@@ -12,6 +12,7 @@ from smp_train.launch.instances import find
 
 SMP = "658645717510.dkr.ecr.us-west-2.amazonaws.com/smdistributed-modelparallel:{}"
 AWS = "763104351884.dkr.ecr.us-west-2.amazonaws.com/pytorch-training{}:2.8.0-gpu-py312"
+OLD = "763104351884.dkr.ecr.us-west-2.amazonaws.com/pytorch-training{}:2.7.1-gpu-py312"
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,8 @@ AWS = "763104351884.dkr.ecr.us-west-2.amazonaws.com/pytorch-training{}:2.8.0-gpu
         ("p5.48xlarge", AWS.format("-arm64"), "native", "is for aarch64, and p5.48xlarge has x86_64"),
         ("p5.48xlarge", SMP.format("2.2.0-gpu-py310-cu121"), "smp", "torch 2.4.1 and 2.5.1"),
         ("p5.48xlarge", SMP.format("2.5.1-gpu-py311-cu124"), "native", "has torch 2.5.1, and --backend native needs"),
+        ("p5.48xlarge", OLD.format(""), "auto", "has torch 2.7.1, and --backend native needs 2.8"),
+        ("p6e-gb200.36xlarge", OLD.format("-arm64"), "native", "has torch 2.7.1, and --backend native needs 2.8"),
     ],
 )
 def test_image_against_instance_and_backend(instance: str, image: str, backend: str, complaint: str) -> None:

@@ -15,6 +15,7 @@ from smp_train.distributed.degrees import Degrees, advice_for_nodes, plan
 from smp_train.errors import ConfigError
 from smp_train.models import traits
 from smp_train.parallel import context_parallel, tensor_parallel
+from tests.releases import need, need_model
 
 TWO_OF_EACH = Degrees(2, 2, 2, 2)
 
@@ -140,6 +141,7 @@ LLAMA_OF_8 = {**LLAMA.to_dict(), "num_key_value_heads": 8}
     ],
 )  # fmt: skip
 def test_models_that_do_not_split_are_refused(family: str, changes: dict, degree: int, seq_len: int, says: str) -> None:
+    need_model(family)
     config = AutoConfig.for_model(family, **{name: value for name, value in changes.items() if name != "model_type"})
     with pytest.raises(ConfigError, match=says):
         tensor_parallel.check(config, degree, seq_len)
@@ -147,6 +149,7 @@ def test_models_that_do_not_split_are_refused(family: str, changes: dict, degree
 
 
 def test_context_needs_pieces_and_sdpa() -> None:
+    need("cp")
     with pytest.raises(ConfigError, match=r"30 .* 4 "):
         context_parallel.check(2, 30, "sdpa", LLAMA)
     with pytest.raises(ConfigError, match="flash_attention_2"):
@@ -171,12 +174,20 @@ OWN_WAYS = ["doge", "falcon", "gpt_oss", "lfm2", "llama4_text", "minimax", "phim
     ],
 )
 def test_models_whose_sequences_do_not_split_are_refused_by_name(family: str, changes: dict, says: str) -> None:
+    need_model(family)
     config = AutoConfig.for_model(family)
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=says):
         context_parallel.check(2, 32, "sdpa", config)
     context_parallel.check(1, 32, "sdpa", config)
+
+
+def test_context_needs_a_transformers_whose_models_take_another_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_parallel, "OLDEST_TRANSFORMERS", "99.1")
+    context_parallel.check(1, 32, "sdpa", LLAMA)
+    with pytest.raises(ConfigError, match=r"--context_parallel_degree 2 needs transformers 99\.1"):
+        context_parallel.check(2, 32, "sdpa", LLAMA)
 
 
 class OneOf:
@@ -221,6 +232,7 @@ def test_attention_with_more_than_queries_keys_and_values_is_refused(given: dict
 
 
 def test_mixtures_need_a_transformers_that_stacks_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.0.0")
     traits.check_experts(AutoConfig.for_model("mixtral"))
     monkeypatch.setattr("transformers.__version__", "4.57.3")
     traits.check_experts(LLAMA)

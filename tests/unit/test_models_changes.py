@@ -10,6 +10,7 @@ import pytest
 from smp_train.errors import CheckpointError
 from smp_train.models.configuration import changes, changes_from, with_sample_flags
 from smp_train.models.resolve import resolve
+from tests.releases import TRANSFORMERS_5
 
 WIDTHS = {
     "model_type": "llama_v2", "hidden_width": 64, "num_layers": 2, "num_heads": 4, "num_key_value_heads": 2,
@@ -82,7 +83,9 @@ def test_flags_of_the_sample_are_compared_where_it_heeds_them(kind: str, told: d
     made = config(model_type=kind, num_key_value_heads=4 if kind == "gpt_neox" else 2)
     saved = with_sample_flags({f"cli_args.{flag}": value for flag, value in told.items()}, made)
     assert saved is not None
-    assert [line.partition(":")[0] for line in changes(saved, made)] == named
+    found = [line.partition(":")[0] for line in changes(saved, made)]
+    # Two fields of GPT-NeoX have a second name in transformers 4.
+    assert [name for name in found if TRANSFORMERS_5 or name.startswith("--")] == named
 
 
 def test_a_checkpoint_of_the_sample_that_says_nothing_of_its_model_is_not_compared() -> None:

@@ -25,6 +25,7 @@ from smp_train.models.resolve import resolve
 from smp_train.storage import client, is_s3, s3
 from smp_train.storage.paths import S3Path
 from tests.harness import run
+from tests.releases import IN_FLOAT32, TRANSFORMERS_5
 from tests.s3_server import bucket, environment, serving, upload
 
 TINY = {"num_layers": 2, "num_heads": 4, "hidden_width": 40, "vocab_size": 99, "max_context_width": 32}
@@ -53,8 +54,13 @@ def save(flags: dict[str, Any], folder: Path, **kwargs: Any) -> None:
 
 def expected_logits(folder: Path | str) -> torch.Tensor:
     with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, **IN_FLOAT32)
         return model.eval()(input_ids=IDS).logits
+
+
+def same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Return whether logits are equal; to rounding with transformers 4, which computes on the unaligned mapped file."""
+    return torch.equal(ours, theirs) or (not TRANSFORMERS_5 and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5))
 
 
 def built(folder: Path | str) -> Any:
@@ -162,7 +168,7 @@ def test_logits_equal_those_of_from_pretrained(form: str, tmp_path: Path) -> Non
     FORMS[form](tmp_path)
     expected = expected_logits(tmp_path)
     with torch.no_grad():
-        assert torch.equal(loaded(tmp_path)(input_ids=IDS).logits, expected)
+        assert same_logits(loaded(tmp_path)(input_ids=IDS).logits, expected)
     if form in ("llama_v3", "gpt_neox", "mixtral"):
         file = pickled(tmp_path)
         torch.save({"step": 3}, tmp_path / "optimizer.bin")  # The trainer's own, beside the model's.

@@ -15,6 +15,7 @@ from smp_train.models.flops import count_parameters
 from smp_train.models.initialization import initialise
 from smp_train.models.resolve import ModelSpec, presets, resolve, settled_flags
 from tests.chats import PLAIN, write_tokenizer
+from tests.releases import need_model
 
 
 def spec(**flags: Any) -> ModelSpec:
@@ -26,7 +27,8 @@ def rope(config: Any) -> dict[str, Any]:
     new = getattr(config, "rope_parameters", None)
     if new is not None:
         return dict(new)
-    return {"rope_theta": config.rope_theta} | (config.rope_scaling or {"rope_type": "default"})
+    share = {"partial_rotary_factor": config.rotary_pct} if config.model_type == "gpt_neox" else {}
+    return share | {"rope_theta": config.rope_theta} | (config.rope_scaling or {"rope_type": "default"})
 
 
 def test_every_family_has_presets_and_every_preset_a_family() -> None:
@@ -141,6 +143,7 @@ def test_a_tiny_one_of_every_family_by_flags_alone(family: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gpt_bigcode", "olmo"])
 def test_types_of_transformers_without_a_name_of_ours(name: str) -> None:
+    need_model(name)
     found = spec(model_type=name, **TINY)
     assert found.config.model_type == name
     assert found.config.num_hidden_layers == 2

@@ -8,18 +8,15 @@ import platform
 import sys
 from collections.abc import Iterator
 
-from packaging.version import Version
-
 from smp_train import __version__
 from smp_train.distributed import smp_installed
-from smp_train.distributed.host import missing_for_kernels
+from smp_train.distributed.host import OLDEST, missing_for_kernels, older
 from smp_train.errors import install
 from smp_train.launch.command import ask
 from smp_train.launch.doctor.finding import Finding, fail, ok, warn
 from smp_train.launch.images import SMP_TORCH
 from smp_train.launch.spec import CODE_DIR
 
-NATIVE_TORCH, NATIVE_TRANSFORMERS = "2.6", "4.50"
 SMP_TRANSFORMERS = "4.44.2"
 # Extra of the package: what it is for, the distributions it brings.
 EXTRAS = {
@@ -80,8 +77,8 @@ def torch() -> Iterator[Finding]:
         yield fail("torch", f"{seen}, but no NCCL", "install a torch that has it: GPUs reach each other through it")
     else:
         yield ok("torch", seen, "" if built["gpus"] else "trains on the CPU (gloo)")
-    if not smp_installed() and Version(installed) < Version(NATIVE_TORCH):
-        fix = f"needs {NATIVE_TORCH} or newer: pip install --upgrade torch"
+    if not smp_installed() and older(installed, OLDEST["torch"]):
+        fix = f"needs {OLDEST['torch']} or newer: pip install --upgrade torch"
         yield fail("torch for --backend native", installed, fix)
 
 
@@ -105,8 +102,8 @@ def transformers() -> Iterator[Finding]:
     if smp_installed() and installed != SMP_TRANSFORMERS:
         fix = f"SMP is made for {SMP_TRANSFORMERS}: pip install transformers=={SMP_TRANSFORMERS}"
         yield warn("transformers", installed, fix)
-    elif not smp_installed() and Version(installed) < Version(NATIVE_TRANSFORMERS):
-        fix = f"--backend native needs {NATIVE_TRANSFORMERS} or newer: pip install --upgrade transformers"
+    elif not smp_installed() and older(installed, OLDEST["transformers"]):
+        fix = f"--backend native needs {OLDEST['transformers']} or newer: pip install --upgrade transformers"
         yield fail("transformers", installed, fix)
     else:
         yield ok("transformers", installed)

@@ -1,0 +1,32 @@
+"""What tests need of the installed transformers, which `tests.torch_versions` changes from release to release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+from transformers import CONFIG_MAPPING
+
+from smp_train.distributed.host import older
+from smp_train.models.hugging_face import transformers_major
+from smp_train.parallel.context_parallel import OLDEST_TRANSFORMERS
+
+TRANSFORMERS_5 = transformers_major() >= 5
+needs_transformers_5 = pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 has other interfaces")
+IN_FLOAT32: dict[str, Any] = {"dtype" if TRANSFORMERS_5 else "torch_dtype": "float32"}
+"""Argument of `from_pretrained`."""
+
+
+def need_model(model_type: str) -> None:
+    """Skip a test of a model type that this transformers does not have."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+
+
+def need(*names: str) -> None:
+    """Skip a test of a mixture (``mixtral``, ``ep...``) or of context parallelism (``cp...``) it lacks."""
+    if not TRANSFORMERS_5 and any("mixtral" in name or name.startswith("ep") for name in names):
+        pytest.skip("a mixture of experts needs transformers 5")
+    if older(transformers.__version__, OLDEST_TRANSFORMERS) and any("cp" in name for name in names):
+        pytest.skip(f"context parallelism needs transformers {OLDEST_TRANSFORMERS}")
