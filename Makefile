@@ -7,6 +7,8 @@
 # make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp, and
 #           a run that goes from there to today's versions and back
 # make test-gpu-versions   what a GPU is measured by, rehearsed on torch 2.11 and transformers 5.17, in .venv-gpu
+# make test-cuda-dry   what runs on GPUs alone, without one: process groups, copies, and every kernel compiled, on the oldest and the
+#           newest torch for CUDA, in .venv-cuda; TORCH_FOR_CUDA=2.8.0 for one of them
 # make test-table   every cell of the table in docs/parallelism.md, and a kill at every stage of a save
 # make venv   install only; .venv/bin/python is the interpreter it leaves behind
 
@@ -14,7 +16,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-table test-sagemaker test-gpu-versions test-mlflow test-smp-container-versions venv lint fast clean
+.PHONY: demo test test-all test-table test-sagemaker test-gpu-versions test-cuda-dry test-mlflow test-smp-container-versions venv lint fast clean
 
 venv: .venv/.installed
 
@@ -46,7 +48,7 @@ fast: venv
 
 test-all: lint
 	SMP_TRAIN_WHOLE_TABLE=1 $(PYTEST)
-	$(MAKE) test-sagemaker test-mlflow test-smp-container-versions test-gpu-versions
+	$(MAKE) test-sagemaker test-mlflow test-smp-container-versions test-gpu-versions test-cuda-dry
 	$(PY) -m tests.soak --kills 50
 	$(PY) -m tests.soak --kills 50 --place s3
 
@@ -105,5 +107,17 @@ test-gpu-versions: venv .venv-gpu/.installed
 		tests/distributed/test_same_numbers.py tests/distributed/test_expert_parallel.py tests/distributed/test_router_loss.py \
 		tests/distributed/test_any_split_model.py tests/unit/test_attention.py tests/unit/test_losses.py
 
+# One release at a time: each brings 7 GB of CUDA's libraries.
+TORCH_FOR_CUDA ?= 2.8.0 2.15.0
+
+test-cuda-dry:
+	set -e; for torch in $(TORCH_FOR_CUDA); do \
+		rm -rf .venv-cuda; $(PYTHON) -m venv .venv-cuda; \
+		.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check "torch==$$torch" 'transformers>=5.17' \
+			--editable '.[train]' accelerate psutil pytest pytest-timeout hypothesis setuptools; \
+		.venv-cuda/bin/python -m pytest tests/distributed/test_cuda_groups.py tests/cuda; \
+		.venv-cuda/bin/python -m tests.cuda.kernels; \
+	done; rm -rf .venv-cuda
+
 clean:
-	rm -rf .venv .venv-gpu .venv-sagemaker .venv-sagemaker-v3 .venv-smp .venv-mlflow build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda .venv-gpu .venv-sagemaker .venv-sagemaker-v3 .venv-smp .venv-mlflow build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
