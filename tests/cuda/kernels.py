@@ -148,7 +148,7 @@ def report(results: dict[int, list[dict[str, Any]]], command: str, minutes: floa
             if "reads" in record:
                 lines.append(f"{of}: the host reads values from the device, which are not there; no kernel after that")
             lines += [
-                f"{of}, {kernel['pass']}: {kernel['name']} ({kernel['config']}) spills {kernel['spilled']} bytes a thread"
+                f"{of}, {kernel['pass']}: {kernel['name']} ({kernel['config']}) spills {kernel['spilled']} bytes"
                 for kernel in record.get("kernels", ()) if kernel["spilled"]
             ]  # fmt: skip
     return "\n".join(lines) + "\n"
