@@ -8,6 +8,8 @@
 #           a run that goes from there to today's versions and back
 # make test-torch-versions   the native backend on each release of torch from 2.8 on, and what a GPU is measured by, each in
 #           an environment that is deleted afterwards; TORCH_VERSIONS="2.8.0 2.15.0" selects releases
+# make test-cuda-dry   what runs on GPUs alone, without one: process groups, copies, and every kernel compiled, on the oldest and the
+#           newest torch for CUDA, in .venv-cuda; TORCH_FOR_CUDA=2.8.0 for one of them
 # make test-table   every cell of the table in docs/parallelism.md, and a kill at every stage of a save
 # make venv   install only; .venv/bin/python is the interpreter it leaves behind
 
@@ -15,7 +17,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-table test-sagemaker test-torch-versions test-mlflow test-smp-container-versions venv lint fast clean
+.PHONY: demo test test-all test-table test-sagemaker test-torch-versions test-cuda-dry test-mlflow test-smp-container-versions venv lint fast clean
 
 venv: .venv/.installed
 
@@ -47,7 +49,7 @@ fast: venv
 
 test-all: lint
 	SMP_TRAIN_WHOLE_TABLE=1 $(PYTEST)
-	$(MAKE) test-sagemaker test-mlflow test-smp-container-versions test-torch-versions
+	$(MAKE) test-sagemaker test-mlflow test-smp-container-versions test-torch-versions test-cuda-dry
 	$(PY) -m tests.soak --kills 50
 	$(PY) -m tests.soak --kills 50 --place s3
 
@@ -96,5 +98,17 @@ test-smp-container-versions: venv .venv-smp/.installed
 test-torch-versions: venv
 	$(PY) -m tests.torch_versions
 
+# One release at a time: each brings 7 GB of CUDA's libraries.
+TORCH_FOR_CUDA ?= 2.8.0 2.15.0
+
+test-cuda-dry:
+	set -e; for torch in $(TORCH_FOR_CUDA); do \
+		rm -rf .venv-cuda; $(PYTHON) -m venv .venv-cuda; \
+		.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check "torch==$$torch" 'transformers>=5.17' \
+			--editable '.[train]' accelerate psutil pytest pytest-timeout hypothesis setuptools; \
+		.venv-cuda/bin/python -m pytest tests/distributed/test_cuda_groups.py tests/cuda; \
+		.venv-cuda/bin/python -m tests.cuda.kernels; \
+	done; rm -rf .venv-cuda
+
 clean:
-	rm -rf .venv .venv-torch .venv-sagemaker .venv-sagemaker-v3 .venv-smp .venv-mlflow build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda .venv-torch .venv-sagemaker .venv-sagemaker-v3 .venv-smp .venv-mlflow build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

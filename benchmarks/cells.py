@@ -22,6 +22,7 @@ from smp_train.distributed import host
 OK, WRONG, FAILED, SKIPPED, LEFT_OUT = "ok", "wrong", "failed", "skipped", "left out"
 TITLES = ("cell", "state", "seconds")
 ERROR_CHARACTERS = 300
+TRACEBACK_LINES = 20
 
 
 class Skip(Exception):
@@ -121,7 +122,8 @@ def _serve(pipe: Any, log: str, environ: dict[str, str]) -> None:
         except BaseException as failure:
             traceback.print_exc()
             line = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
-            answer = FAILED, {"why": line[:ERROR_CHARACTERS]}
+            last = traceback.format_exc().splitlines()[-TRACEBACK_LINES:]
+            answer = FAILED, {"why": line[:ERROR_CHARACTERS], "traceback": last}
             # A fault of the device stays with the process, and a failed run leaves its process group behind.
             poisoned = True
         release()

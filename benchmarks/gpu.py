@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import platform
 import shlex
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks import ledger
 from benchmarks.cells import FAILED, WRONG, run_cells, table
 from benchmarks.parts import Setting
 from benchmarks.program import COMPILED, scratch
@@ -34,7 +36,7 @@ PARTS = {
     "io": "seconds of saving, loading, converting and starting",
 }
 ABOUT = ("device", "peak FLOP/s", "torch", "transformers", "python")
-SECONDS = 450.0
+SECONDS = 470.0
 REHEARSAL_SECONDS = 3600.0
 """Of each part: a rehearsal leaves nothing out, on a machine however busy."""
 
@@ -45,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
         prog="smp-train bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"  {part:<9}{about}" for part, about in PARTS.items()),
     )  # fmt: skip
-    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--out", required=True, help="folder of the results")
+    parser.add_argument("--part", nargs="+", dest="parts", choices=PARTS, required=True, help=", ".join(PARTS))
+    parser.add_argument("--out", default="bench-gpu", help="folder of the results (default bench-gpu)")
     parser.add_argument("--rehearse", action="store_true", help="run everything on a CPU at tiny sizes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"most of each part (default {SECONDS:.0f})")
     parser.add_argument("--processes", type=int, default=1, help="of each driver of `peers` (default 1)")
@@ -78,6 +80,10 @@ def measure(name: str, setting: Setting, options: argparse.Namespace, argv: Sequ
     facts = {**machine(setting.device == "cuda"), "command": shlex.join(["smp-train", "bench", "gpu", *argv]),
              "part": name, "minutes": (time.monotonic() - began) / 60}  # fmt: skip
     write(out, name, facts, records, list(part.summary(records)) if hasattr(part, "summary") else [])
+    if name == "right":
+        text = ledger.report({**facts, **environment()}, records)
+        (out / "report.md").write_text(text)
+        print(f"{text}\nAttach {out / 'report.md'} to a bug report.", flush=True)
     states = {record["state"] for record in records}
     return (WRONG in states and name == "right") or (setting.rehearse and bool({WRONG, FAILED} & states))
 
@@ -88,6 +94,18 @@ def machine(cuda: bool) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"), "device": device, "peak FLOP/s": peak_flops(device) if cuda else None,
         "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Return what else a bug report needs: versions, and the variables that libraries read."""
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+    packages = {name: ledger.version(name) for name in ("triton", "torchao", "flash_attn")}
+    asked = ("CUDA_", "NCCL_", "PYTORCH_", "TORCH_")
+    return {
+        "GPUs": torch.cuda.device_count(), "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version(),
+        "NCCL": ".".join(map(str, nccl)), **packages,
+        "variables": " ".join(f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(asked)),
     }  # fmt: skip
 
 

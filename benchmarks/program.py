@@ -134,13 +134,16 @@ def speed(flags: Flags, *, warm: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def command(*line: str, folder: Path) -> subprocess.Popen[str]:
-    """Start ``python -m smp_train LINE`` as a user does, its output in files of ``folder``."""
+def command(*line: str, folder: Path, module: Sequence[str] = ("smp_train",)) -> subprocess.Popen[str]:
+    """Start ``python -m smp_train LINE`` as a user does, its output in files of ``folder``.
+
+    ``module``: another module to run, with the arguments that precede LINE.
+    """
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     environ.pop(COMPILED, None)
     with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
         return subprocess.Popen(
-            [sys.executable, "-m", "smp_train", *line], cwd=folder, env=environ, stdout=out, stderr=err, text=True
+            [sys.executable, "-m", *module, *line], cwd=folder, env=environ, stdout=out, stderr=err, text=True
         )
 
 

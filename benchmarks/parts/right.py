@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from benchmarks import ledger
 from benchmarks.cells import Cell, Skip, Wrong
-from benchmarks.parts import Setting
+from benchmarks.parts import Setting, on_device
 from benchmarks.program import (
     STEADY,
     TINY,
@@ -79,7 +80,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def cells(setting: Setting) -> list[Cell]:
-    """Return the cells: numbers first, then what happens to a run."""
+    """Return the cells: those that `LEDGER.md` names first; numbers, then what happens to a run."""
     base: Flags = {**(TINY if setting.rehearse else FULL), "lr": 1e-3, "train_batch_size": 2}
     found = [
         Cell(f"{family}, fp32", alike, {"flags": {**base, **PLAIN, **flags, "bf16": 0}, "limit": FP32}, 8)
@@ -93,7 +94,14 @@ def cells(setting: Setting) -> list[Cell]:
              40 if mode.get("use_torch_compile") else 5)
         for name, mode in MODES.items()
     ]  # fmt: skip
+    several = setting.rehearse or torch.cuda.device_count() > 1
     happenings = [
+        Cell("groups", on_device.groups, {"flags": llama}, 5),
+        Cell("copies", on_device.copies, {"device": setting.device}, 5),
+        Cell("profiled", on_device.profiled, {"flags": llama, "train": train}, 10),
+        Cell("chosen by --auto", chosen, {"flags": llama}, 15),
+        Cell("two GPUs", on_device.two_processes, {"flags": fp32, "limit": 10 * FP32, "compared": compared},
+             90 if several else 1),
         Cell("initial weights", initial_weights, {"flags": llama}, 5),
         Cell("resume, bit for bit", resume, {"flags": {**llama, "bf16": int(setting.device == "cuda")}}, 15),
         *(Cell(f"no host wait: {name}", no_host_wait, {"flags": {**llama, **flags}}, 40 if name == "defaults" else 6)
@@ -120,7 +128,7 @@ def cells(setting: Setting) -> list[Cell]:
         flags = {**bf16, "attn_implementation": f"flash_attention_{version}"}
         found.append(Cell(f"flash attention {version}", flash, {"flags": flags, "plain": bf16, "version": version}, 8))
     found.append(Cell("fp8, compiled", fp8, {"flags": {**bf16, "fp8": 1, "use_torch_compile": 1}, "plain": bf16}, 45))
-    return found
+    return ledger.first_needed(found)
 
 
 ROWS = {"padded": "pad", "packed": "pack", "joined": "concat"}
@@ -212,6 +220,14 @@ def train(folder: Path, flags: Flags, **more: Any) -> list[tuple[float, float]]:
     given: Any = {name: value for name, value in chosen.items() if value is not None}
     api.train(**given)
     return [(record["loss"], record["grad_norm"]) for record in logged(folder)]
+
+
+def chosen(flags: Flags) -> dict[str, Any]:
+    """Train two steps with what ``--auto`` chooses for this machine."""
+    with scratch() as folder:
+        open_to_choice = dict.fromkeys(("activation_checkpointing", "sm_activation_offloading"))
+        found = train(folder, {**flags, **open_to_choice}, max_steps=2, auto="plan")
+        return {"loss": found[-1][0], "gradient norm": found[-1][1]}
 
 
 def resume(flags: Flags) -> dict[str, Any]:

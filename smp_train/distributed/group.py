@@ -76,15 +76,19 @@ def start(
     # torch before 2.6, of a group for GPUs: objects go through its backend for the CPU, as they should.
     warnings.filterwarnings("ignore", message="Multiple backends are registered")
     limit = min(rendezvous_seconds, timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds)
+    # The default of the groups that a mesh makes, which takes no timeout. One that is set later does not reach gloo.
+    dist.distributed_c10d.default_pg_timeout = timeout
     waiting = f"Waiting for all {runtime.world_size} ranks"
     try:
         with Progress(waiting, shown=runtime.is_main and runtime.world_size > 1):
             store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
+            # Without device_id: DeviceMesh splits a group that is bound to a device, and torch 2.8 and 2.9 cannot split
+            # one with two backends.
             dist.init_process_group(
-                backend, store=store, rank=runtime.rank, world_size=runtime.world_size,
-                timeout=timedelta(seconds=timeout_seconds), device_id=device if device.type == "cuda" else None,
-            )  # fmt: skip
-            agree.host_group = None if mixed else dist.new_group(backend="gloo")
+                backend, store=store, rank=runtime.rank, world_size=runtime.world_size, timeout=timeout
+            )
+            agree.host_group = None if mixed else dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError, OSError) as problem:
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         # A slow or lost node is no mistake in the settings: another start may succeed.

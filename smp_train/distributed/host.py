@@ -62,6 +62,8 @@ def prepare(*, one_queue: bool = False) -> None:
       rank and group at 1,024 ranks, where the usual soft limit is 1,024. And gloo connects two ranks when they first
       exchange something, not all at start.
     - CUDA memory in segments that grow: less is lost between blocks of different sizes.
+    - One implementation of NCCL's groups on all versions of torch. The default one of torch 2.15 binds the group to the
+      GPU that it derives from LOCAL_RANK or the rank, which is another one where srun deals ranks out by turns.
 
     Args:
         one_queue: Launch all kernels of a GPU in one hardware queue, as SMP's tensor parallelism needs (its overlap is
@@ -75,6 +77,7 @@ def prepare(*, one_queue: bool = False) -> None:
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ.update(dict.fromkeys(ALLOCATOR, "expandable_segments:True"))
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     if one_queue:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 

@@ -7,7 +7,7 @@ call (FSDP2's all-gather) stay outside and run once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -60,12 +60,18 @@ def apply(layers: list[nn.Module], setting: str) -> int:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if per_operation:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    # A method of the layer: torch 2.8 compiles anew what holds one layer's forward by itself, for eight layers at most.
+    def checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if per_operation:
+            return checkpoint(_watched_once, layer, *args, **options, **kwargs)
+        return checkpoint(layer.plain_forward, *args, **options, **kwargs)
+
     indices = chosen(len(layers), share)
     for index in indices:
-        forward = layers[index].forward
-        if per_operation:
-            forward = _watched_once(forward)
-        layers[index].forward = functools.partial(checkpoint, forward, **options)
+        layer: Any = layers[index]
+        layer.plain_forward, layer.was_watched = layer.forward, False
+        layer.forward = MethodType(checkpointed, layer)
     return len(indices)
 
 
@@ -78,22 +84,16 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if _keeps(operation) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _watched_once(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _watched_once(layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Check the first pass: torch's own check misses a write through the view that every 3-D product returns.
 
     Compiled code needs no check, because tracing removes in-place writes.
     """
-    seen = False
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        nonlocal seen
-        if seen or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        seen = True
-        with _ChangesOfKept():
-            return forward(*args, **kwargs)
-
-    return watched
+    if layer.was_watched or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return layer.plain_forward(*args, **kwargs)
+    layer.was_watched = True
+    with _ChangesOfKept():
+        return layer.plain_forward(*args, **kwargs)
 
 
 class _ChangesOfKept(TorchDispatchMode):

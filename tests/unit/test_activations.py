@@ -29,6 +29,7 @@ from smp_train.models import build
 from smp_train.parallel import activation_checkpointing as activations
 from smp_train.parallel import activation_offloading as offload
 from smp_train.parallel import compile, float8
+from tests.tiers import slow
 
 WIDTH = 32
 CPU = torch.device("cpu")
@@ -506,3 +507,24 @@ def test_flash_attention_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> N
         build.check_attention("flash_attention_2", CPU)
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: object())
     build.check_attention("flash_attention_2", gpu)
+
+
+@pytest.mark.parametrize("setting", slow(["none", "full", "selective:op"], lambda setting: setting != "full"))
+def test_layers_share_one_compilation(setting: str) -> None:
+    """torch 2.8 compiled each checkpointed layer anew, and from the ninth on ran them uncompiled."""
+    from torch._dynamo.utils import counters
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=10, hidden_size=16, intermediate_size=16, num_attention_heads=1, vocab_size=32,
+            use_cache=False,
+        )
+    )  # fmt: skip
+    layers = list(model.model.layers)
+    activations.apply(layers, setting)
+    compile.apply(layers, backend="aot_eager")
+    model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1

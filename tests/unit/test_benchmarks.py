@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,52 @@ def test_a_wrong_number_fails_the_command_and_is_reported(
     monkeypatch.setattr(module, "cells", lambda setting: [Cell("wrong", bad, {"kind": "wrong"})])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(gpu, "machine", lambda cuda: {"date": "2026-01-01", "device": "a GPU"})
-    assert gpu.main([part, "--out", str(tmp_path)]) == code
+    assert gpu.main(["--part", part, "--out", str(tmp_path)]) == code
     assert json.loads((tmp_path / f"{part}.json").read_text())["cells"][0]["value"] == 2.0
     assert "| wrong | wrong |" in (tmp_path / f"{part}.md").read_text()
+
+
+def test_the_cells_of_right_check_every_line_of_the_ledger() -> None:
+    from benchmarks import gpu, ledger
+    from benchmarks.parts import Setting, right
+
+    cells = right.cells(Setting("cuda", rehearse=True, out="", scratch=""))
+    lines = ledger.lines()
+    assert len({line.name for line in lines}) == len(lines) > 20
+    needed = {name for line in lines for name in line.cells}
+    assert needed <= {cell.name for cell in cells}
+    assert {cell.name for cell in cells[: len(needed)]} == needed
+    # Those that look for another GPU or a package first are skipped at once on a machine without.
+    absent = ("two GPUs", "fp8, compiled", "flash attention 2", "flash attention 3")
+    assert sum(cell.seconds for cell in cells if cell.name in needed.difference(absent)) <= gpu.SECONDS
+
+
+def test_every_module_that_asks_for_a_gpu_is_in_the_ledger() -> None:
+    from benchmarks import ledger
+    from benchmarks.program import ROOT
+
+    where = " ".join(line.where for line in ledger.lines())
+    asks = re.compile(r"torch\.cuda\.|is_cuda|pin_memory|non_blocking|device\.type [!=]= \"(cuda|cpu)\"|cuda:nccl")
+    package = ROOT / "smp_train"
+    asking = [path for path in package.rglob("*.py") if asks.search(path.read_text())]
+    names = [path.relative_to(package).as_posix() for path in asking]
+    assert len(names) > 20
+    # Those name a flag, or only read what a machine has.
+    others = ("arguments/", "launch/doctor/")
+    assert [name for name in names if name not in where and not name.startswith(others)] == []
+
+
+def test_a_line_holds_if_all_its_cells_do() -> None:
+    from benchmarks import ledger
+
+    line = next(line for line in ledger.lines() if len(line.cells) > 1)
+    first, *others = line.cells
+    bad = {"state": "failed", "why": "ValueError: broken", "traceback": ["here", "and there"]}
+    for state, verdict in (("ok", ledger.HELD), ("left out", ledger.NOT_TRIED), ("wrong", ledger.BROKEN)):
+        records = [{"cell": first, "state": state, "why": ""}, *({"cell": name, "state": "ok"} for name in others)]
+        assert f"| {line.name} | {verdict} |" in ledger.report({"torch": "2.8"}, records)
+    report = ledger.report({"torch": "2.8"}, [{"cell": first, **bad}])
+    assert all(text in report for text in ("torch: 2.8", "ValueError: broken", "and there"))
 
 
 def test_without_a_gpu_only_a_rehearsal_runs(tmp_path: Path) -> None:
@@ -82,7 +126,7 @@ def test_without_a_gpu_only_a_rehearsal_runs(tmp_path: Path) -> None:
     from smp_train.errors import ConfigError
 
     with pytest.raises(ConfigError, match="--rehearse"):
-        gpu.main(["ladder", "--out", str(tmp_path)])
+        gpu.main(["--part", "ladder", "--out", str(tmp_path)])
 
 
 def test_a_table_has_a_column_for_every_figure_and_leaves_lists_out() -> None:

@@ -1,0 +1,177 @@
+"""Process groups as on GPUs: this program's start and mesh on torch's own code, with gloo under NCCL's name."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+
+from smp_train.distributed.degrees import Degrees
+from tests import fake_nccl
+from tests.harness import RankFailed, run
+
+LIMIT = 7 * 60.0
+"""Seconds of a collective, which no default of torch is."""
+
+
+def begin(limit: float = LIMIT) -> Any:
+    from smp_train import distributed
+
+    ranks = distributed.detect()
+    fake_nccl.install(ranks.rank, ranks.local_world_size)
+    return distributed, ranks, distributed.start(ranks, timeout_seconds=limit)
+
+
+def groups(degrees: Degrees) -> list[tuple[Any, ...]]:
+    """Return of every group of this rank its size, its backends by device, their limits, and whether it is bound."""
+    from torch.distributed import distributed_c10d
+
+    from smp_train.parallel.mesh import Mesh
+
+    distributed, ranks, device = begin()
+    assert (device.type, device.index) == ("cuda", ranks.rank)
+    Mesh(degrees, device.type).loss_group()
+    described = []
+    for group in distributed_c10d._world.pg_map:
+        backends = {device.type: group._get_backend(device) for device in group._device_types}
+        names = {device: type(backend).__name__ for device, backend in backends.items()}
+        limits = {backend.options._timeout for backend in backends.values()}
+        described.append((group.size(), names, limits, group.bound_device_id))
+    distributed.stop()
+    return described
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        Degrees(replicate=1, shard=1, context=1, tensor=1), Degrees(replicate=1, shard=2, context=1, tensor=1),
+        Degrees(replicate=2, shard=2, context=1, tensor=1), Degrees(replicate=1, shard=1, context=2, tensor=2),
+        Degrees(replicate=1, shard=1, context=1, tensor=2, expert=2),
+    ],
+)  # fmt: skip
+def test_every_group_has_gloo_and_nccl_and_the_limit_of_the_flag(degrees: Degrees) -> None:
+    for of_rank in run(groups, degrees.world_size, degrees):
+        assert len(of_rank) > 1 or degrees.world_size == 1
+        for size, backends, limits, bound in of_rank:
+            assert backends == {"cpu": "ProcessGroupGloo", "cuda": "FakeNCCL"}, size
+            assert limits == {timedelta(seconds=LIMIT)}, size
+            # torch would split a group that is bound to a device: 2.8 and 2.9 cannot, with two backends.
+            assert bound is None, size
+
+
+def meet() -> tuple[Any, ...]:
+    """Return what ranks tell each other in the ways that take a device of torch's choice."""
+    import torch.distributed as dist
+
+    from smp_train.parallel.mesh import Mesh
+
+    distributed, ranks, device = begin()
+    mesh = Mesh(Degrees(replicate=2, shard=2, context=1, tensor=1), device.type)
+    shard = mesh.root["shard"].get_group()
+    dist.barrier()
+    dist.barrier(shard)
+    of_shard: list[Any] = [None, None]
+    dist.all_gather_object(of_shard, ranks.rank, group=shard)
+    chosen = [f"by {ranks.rank}"]
+    dist.broadcast_object_list(chosen, src=0)
+    together = distributed.gather("asking", lambda: ranks.rank), distributed.largest([ranks.rank])
+    distributed.stop()
+    return of_shard, chosen, *together
+
+
+def test_barriers_and_objects_go_through_the_cpu() -> None:
+    """On the GPU each would allocate there, which fails in this test."""
+    results = run(meet, 4)
+    assert [result[0] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result[1:] for result in results] == [(["by 0"], [0, 1, 2, 3], [3])] * 4
+
+
+def alone_in_a_collective() -> bool:
+    """Return whether a collective of a sub-group that the other rank never enters fails before that rank ends."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    from smp_train.parallel.mesh import Mesh
+
+    _, ranks, device = begin(limit=10)
+    mesh, store = Mesh(Degrees(1, 1, context=2), device.type), distributed_c10d._get_default_store()
+    if ranks.rank == 1:
+        store.wait(["over"], timedelta(seconds=120))
+        return True
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(1), group=mesh.context.get_group())
+    store.set("over", "")
+    return True
+
+
+@pytest.mark.slow
+def test_a_collective_of_a_sub_group_ends_at_its_limit() -> None:
+    assert run(alone_in_a_collective, 2) == [True, True]
+
+
+def reductions() -> tuple[Any, ...]:
+    """Return the operations in which FSDP2 reduces gradients over shards and replicas, and a gradient."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from smp_train.parallel import fsdp
+    from smp_train.parallel.mesh import Mesh
+
+    distributed, ranks, _ = begin()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.embedding, self.head = nn.Linear(4, 4, bias=False), nn.Embedding(4, 4), nn.Linear(4, 4)
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layer(value))
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embedding
+
+    torch.manual_seed(0)
+    model, operations = Model(), set()
+
+    def recorded(collective: Any, *args: Any, **kwargs: Any) -> Any:
+        operations.add(str(kwargs["op"]))
+        return collective(*args, **kwargs)
+
+    for name in ("all_reduce", "reduce_scatter_tensor"):
+        setattr(dist, name, partial(recorded, getattr(dist, name)))
+    # FSDP2 asks a GPU's driver for streams, so tensors stay on the CPU; the operation does not depend on the device.
+    mesh = Mesh(Degrees(replicate=2, shard=2, context=1, tensor=1), "cpu").parameters
+    fsdp.shard(model, [model.layer], mesh, param_dtype=None, reshard_after_forward=True)
+    fsdp.accumulate(model, last=True)
+    model(torch.full((1, 4), float(ranks.rank + 1))).sum().backward()
+    bias = model.head.bias.grad.full_tensor().tolist()
+    distributed.stop()
+    return operations, bias
+
+
+def test_gradients_are_summed_over_shards_and_replicas() -> None:
+    for operations, bias in run(reductions, 4):
+        assert len(operations) == 1
+        assert "SUM" in next(iter(operations))
+        assert "PREMUL" not in next(iter(operations))
+        assert bias == [4.0] * 4
+
+
+def allocate() -> None:
+    import torch
+
+    begin()
+    torch.empty(1, device="cuda")
+
+
+def test_nothing_here_can_be_on_a_gpu() -> None:
+    """The tests above see which device is taken only if the other fails."""
+    with pytest.raises(RankFailed, match=r"CUDA|NVIDIA"):
+        run(allocate, 1)
