@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from smp_train import distributed, trial
+from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved, validate
 from smp_train.arguments.chosen import CHOSEN, given, words
 from smp_train.arguments.groups import flags
@@ -22,7 +22,7 @@ from smp_train.models.resolve import names_model
 from smp_train.telemetry.run_folder import RunFolder
 
 log = logging.getLogger("smp_train")
-OFF, TRIAL = "off", "trial"
+OFF = "off"
 WAITED_FOR = 0.9
 """Of --distributed_timeout_minutes, in which the other ranks wait for rank 0's search."""
 PLANNED = (ModelArguments, ParallelArguments, FinetuneArguments)
@@ -53,10 +53,6 @@ def choose(
     found = distributed.on_main(
         what, lambda: _kept(folder, question) or _planned(planned, question, memory, host, folder)
     )  # fmt: skip
-    if not found.get("kept"):
-        candidates = found.pop("trial")
-        if args.auto == TRIAL:
-            found |= trial.run(planned, ranks, candidates, found["flags"], folder.logs)
     chosen = replace(args, **found["flags"])
     sources = resolved.sources | dict.fromkeys(found["flags"], "--auto")
     if "hybrid_shard_degree" in found["flags"]:

@@ -103,8 +103,8 @@ class ParallelArguments:
         choices=("auto", "smp", "native"))
     auto: str = flag(
         "off", "Choose tensor, context and shard degree, activation checkpointing, offloading, micro-batch and "
-        "accumulation for the machine, where they are not given; the global batch stays. trial also compares a few by "
-        "real steps", choices=("off", "plan", "trial"), values={"1": "plan", "0": "off"}, switch=True)
+        "accumulation for the machine, where they are not given; the global batch stays",
+        choices=("off", "plan"), values={"1": "plan", "0": "off"}, switch=True)
     smp_names: str | None = flag(
         None, "JSON or YAML file of names of SMP's parameters, as `doctor --smp` writes it, for transformed "
         "checkpoints")

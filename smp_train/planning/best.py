@@ -15,8 +15,8 @@ from smp_train.planning.step_time import Machine
 
 def search(
     space: Space, there: int | None, machine: Machine | None, *, compiled: bool, cautious: bool = False
-) -> tuple[dict[str, Any], str, Search, list[Plan]]:  # fmt: skip
-    """Return what is found, as ``--json`` prints it, a complaint where nothing fits, else "", the search, its plans.
+) -> tuple[dict[str, Any], str, list[Plan]]:  # fmt: skip
+    """Return what is found, as ``--json`` prints it, a complaint where nothing fits, else "", and the plans.
 
     A ``cautious`` search leaves a tenth of a GPU's memory free, unless nothing fits so.
     """
@@ -38,13 +38,13 @@ def search(
         "lost": dict(of.lost.most_common()), "stepped": len(of.stepped),
     }  # fmt: skip
     if plans:
-        return found, "", of, plans
+        return found, "", plans
     least = min((plan.needed for plan in of.stepped.values()), default=None)
     why = f"the least of those stepped needs {gib(least)}" if least else "; ".join(of.lost)
     if space.host is not None and of.lost[NO_HOST]:
         why += f", others more than the {gib(space.host)} of host memory for each device"
     complaint = f"nothing fits {devices(space.devices)} of {gib(there)}: {why}; take more or larger devices"
-    return found, complaint, of, plans
+    return found, complaint, plans
 
 
 def described(space: Space, plan: Plan, there: int) -> dict[str, Any]:

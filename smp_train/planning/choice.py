@@ -17,19 +17,13 @@ from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import resolve, row_length
 from smp_train.planning.best import search
 from smp_train.planning.options import check
-from smp_train.planning.search import Plan, Search
-from smp_train.planning.space import Setting, Space
+from smp_train.planning.space import Space
 from smp_train.planning.step_time import Machine, machine_of
 from smp_train.telemetry.logging_utils import setup_logging
 
-TRIED = 6
-"""Settings that ``--auto trial`` steps."""
-MAY_FIT = 1.1
-"""How many times the memory a setting may need by its plan, whose slack is an assumption, to be tried."""
-
 
 def choose(request: dict[str, Any]) -> dict[str, Any]:
-    """Return ``flags`` and ``plan`` of the best setting, ``rows`` of a step, and what a ``trial`` is to compare.
+    """Return ``flags`` and ``plan`` of the best setting, and ``rows`` of a step.
 
     ``request`` holds ``args``, ``given``, ``devices``, ``per_node``, ``memory`` in bytes of each device,
     ``host_memory`` of a node for each (None on a CPU), ``gpu`` (the name of the GPU, "" on a CPU) and ``batch`` (rows
@@ -45,16 +39,11 @@ def choose(request: dict[str, Any]) -> dict[str, Any]:
         bool(request["gpu"]), request["batch"], request["host_memory"],
     )  # fmt: skip
     rates = rates_of(request["gpu"], request["memory"], space) if request["gpu"] else None
-    found, complaint, of, plans = search(
-        space, request["memory"], rates, compiled=compiled, cautious=args.auto == "plan"
-    )  # fmt: skip
+    found, complaint, _ = search(space, request["memory"], rates, compiled=compiled, cautious=True)
     if complaint:
         return {"error": complaint}
     best = found["best"][0]
-    return {
-        "flags": best["flags"], "plan": best, "rows": space.rows,
-        "trial": [space.flags(each.setting) for each in beside(of, plans[0])],
-    }  # fmt: skip
+    return {"flags": best["flags"], "plan": best, "rows": space.rows}
 
 
 def rates_of(gpu: str, memory: int, space: Space) -> Machine | None:
@@ -65,17 +54,6 @@ def rates_of(gpu: str, memory: int, space: Space) -> Machine | None:
         found = min(same, key=lambda each: abs(each.gpu_memory_gb * 10**9 - memory), default=None)
     machine = None if found is None else machine_of(found)
     return None if machine is None else replace(machine, per_node=space.per_node)
-
-
-def beside(search: Search, best: Plan) -> list[Plan]:
-    """Return the best and others of its degrees, by memory: another micro-batch, another checkpointing."""
-
-    def layout(one: Setting) -> Setting:
-        return one._replace(checkpointing="", rows=0, micro_steps=0)
-
-    plans = (search.known(one) for one in search.space.settings()[0] if layout(one) == layout(best.setting))
-    same = [plan for plan in plans if plan is not None and search.fits(plan, MAY_FIT)]
-    return sorted(sorted(same, key=lambda plan: plan.rank)[:TRIED], key=lambda plan: plan.needed)
 
 
 def main() -> None:

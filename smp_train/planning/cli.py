@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         on = fitting.devices(devices)
         print(f"smp-train: searching settings for {on}; a minute or more", file=sys.stderr, flush=True)
         space = Space(args, given(resolved), spec, devices, per_node, seq_len, gpu, host=host)
-        best, nothing, _, plans = search(space, there, rates, compiled=compiled, cautious=args.auto == "plan")
+        best, nothing, plans = search(space, there, rates, compiled=compiled, cautious=args.auto == "plan")
         first = plans[0] if plans else None
         if first is not None and first.time is not None and rates is not None:
             size = CHECKPOINT_BYTES * first.memory.trained

@@ -17,9 +17,10 @@ from smp_train.data.pipelines.data_pipeline import Batch
 from smp_train.models.build import decoder_layers
 from smp_train.planning import work
 from smp_train.planning.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, LiveMemory
-from smp_train.trial import some_batches
 
 FORWARD, HEAD, BACKWARD, UPDATE = "forward", "head", "backward", "update"
+MICRO_BATCHES = 2
+"""Micro-batches of a planned step, at most: the last one, and one that stands for all before it."""
 EDGE = 2
 """Layers at either end whose memory differs from that of the layers between: gathered before others, or not freed."""
 
@@ -80,7 +81,8 @@ class MicroBatches(list[Batch]):
     def __init__(self, args: Arguments, seq_len: int, counter: work.WorkCounter | None) -> None:
         self.planned, self.counter = args.gradient_accumulation_steps, counter
         shape = (args.train_batch_size, seq_len)
-        super().__init__(some_batches(args, lambda: torch.zeros(shape, dtype=torch.int64)))
+        batches = min(args.gradient_accumulation_steps, MICRO_BATCHES)
+        super().__init__(Batch(ids, ids, None) for ids in torch.zeros(batches, *shape, dtype=torch.int64))
 
     def __iter__(self) -> Iterator[Batch]:
         for index, batch in enumerate(super().__iter__()):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from smp_train import auto, trial
+from smp_train import auto
 from smp_train.arguments import parse, validate
 from smp_train.arguments.chosen import given
 from smp_train.arguments.own import Own
@@ -50,7 +50,7 @@ def test_a_choice_for_another_machine_is_made_again(tmp_path: Path, changes: dic
 @pytest.mark.parametrize(
     "words",
     [["--train_batch_size=1"], ["--num_layers=4"], ["--max_context_width=64"], ["--bf16=0"], ["--chunked_loss=0"],
-     ["--lora_rank=4"], ["--cpu_offload=1"], ["--auto=trial"]],
+     ["--lora_rank=4"], ["--cpu_offload=1"]],
 )  # fmt: skip
 def test_a_choice_for_other_flags_is_made_again(tmp_path: Path, words: list[str]) -> None:
     assert auto._kept(started(tmp_path, asked()), asked(*words)) is None
@@ -67,23 +67,22 @@ def test_a_choice_is_kept_where_what_it_depends_on_is_the_same(tmp_path: Path) -
     assert auto._kept(on_cpu, asked(gpu="", memory=9)) is not None
 
 
-def test_plan_and_trial_take_all_logits_for_a_loss_of_ones_own(
+def test_a_plan_takes_all_logits_for_a_loss_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[bool] = []
 
     def seen(args: Any, *_: Any) -> dict[str, Any]:
         found.append(args.chunked_loss)
-        return {"flags": {}, "trial": []}
+        return {"flags": {}}
 
     monkeypatch.setattr(auto, "_planned", seen)
-    monkeypatch.setattr(trial, "run", lambda args, *_: seen(args))
     for loss in (None, lambda logits, targets: logits.sum()):
-        resolved = parse([*LLAMA, "--auto=trial", "--use_synthetic_data"], {})
+        resolved = parse([*LLAMA, "--auto", "--use_synthetic_data"], {})
         resolved.own = Own(loss=loss)
         chosen, _ = auto.choose(resolved, detect({}), torch.device("cpu"), RunFolder(tmp_path))
         assert chosen.args.chunked_loss
-    assert found == [True, True, False, False]
+    assert found == [True, False]
 
 
 def test_nothing_is_kept_of_a_run_without_one(tmp_path: Path) -> None:
@@ -107,8 +106,8 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, flags: list[str], nam
 def test_the_backend_that_nothing_plans_is_refused_before_a_launch() -> None:
     words = [*LLAMA, "--use_synthetic_data", "--backend=smp"]
     validate(parse(words, {}).args, 4)
-    with pytest.raises(ConfigError, match=r"--auto trial.*--backend native"):
-        validate(parse([*words, "--auto", "trial"], {}).args, 4)
+    with pytest.raises(ConfigError, match=r"--auto plan.*--backend native"):
+        validate(parse([*words, "--auto"], {}).args, 4)
 
 
 def planned(folder: Path, *words: str) -> dict[str, Any]:
@@ -140,42 +139,13 @@ def request(resolved: Any, memory: int) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
-def test_the_answer_names_the_best_and_what_to_try_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_names_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "estimate", pretended)
     resolved = parse([*LLAMA, "--auto"], {})
     found = choice.choose(request(resolved, 24 * GIB))
     assert found["rows"] == 16
     assert found["flags"] == found["plan"]["flags"]
-    assert found["flags"] in found["trial"]
-    assert len(found["trial"]) > 2
-    for flags in found["trial"]:
-        assert flags["hybrid_shard_degree"] == found["flags"]["hybrid_shard_degree"]
-        assert flags["train_batch_size"] * flags["gradient_accumulation_steps"] * 4 == 16
     assert "nothing fits" in choice.choose(request(resolved, GIB))["error"]
-
-
-def test_a_setting_is_as_fast_as_its_slowest_rank_and_fails_with_any() -> None:
-    flags: list[dict[str, Any]] = [{"train_batch_size": rows} for rows in (1, 2, 4)]
-    lines: list[list[dict[str, Any]]] = [
-        [{"step_seconds": 1.0}, {"step_seconds": 0.5}],
-        [{"step_seconds": 1.5}, {"failed": "CUDA out of memory"}],
-    ]
-    first, second, third = trial.judged(flags, lines)
-    assert first == {"flags": {"train_batch_size": 1}, "step_seconds": 1.5}
-    assert second == {"flags": {"train_batch_size": 2}, "failed": "CUDA out of memory"}
-    assert "not tried" in third["failed"]
-
-
-def test_a_trial_prefers_to_the_plan_only_what_is_faster_than_noise() -> None:
-    def took(*seconds: float) -> list[dict[str, Any]]:
-        return [{"flags": {"train_batch_size": index}, "step_seconds": each} for index, each in enumerate(seconds)]
-
-    planned = {"train_batch_size": 1}
-    assert trial.fastest(took(0.99, 1.0, 1.5), planned) == planned
-    assert trial.fastest(took(0.9, 1.0, 1.5), planned) == {"train_batch_size": 0}
-    failed = [*took(1.0), {"flags": planned, "failed": "CUDA out of memory"}]
-    assert trial.fastest(failed, planned) == {"train_batch_size": 0}
-    assert trial.fastest(failed[1:], planned) is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ FLOORS = [
     {"saving", "generation"},
     {"build_run"},
     {"auto"},
-    {"resume", "trial"},
+    {"resume"},
     {"train_utils", "naming", "inference"},
     {"backends", "data", "checkpoints", "telemetry", "stop", "best", "spikes"},
     {"parallel"},

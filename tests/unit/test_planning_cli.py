@@ -76,7 +76,7 @@ def test_a_search_prices_the_first_of_its_table(
         assert "searching settings for 8 devices" in capsys.readouterr().err, "before it begins"
         time = Prediction(5.0, 1000, 8, 0.5, {}, {})
         plan = SimpleNamespace(args=space.args, time=time, memory=SimpleNamespace(trained=1))
-        return found, "", None, [plan]
+        return found, "", [plan]
 
     monkeypatch.setattr(cli, "search", search)
     costs = ["--tokens=720K", "--price_per_hour=3", "--device_hours_per_failure=1e30"]
