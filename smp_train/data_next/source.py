@@ -1,0 +1,68 @@
+"""A row of tokens, and random access to rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+IGNORED = -100
+"""The label of a token that carries no loss."""
+
+
+class Row(NamedTuple):
+    """The tokens of one record, or of one sample; without padding."""
+
+    input_ids: np.ndarray
+    """Token ids, any integer type, shape [length]."""
+    labels: np.ndarray | None = None
+    """Target at each position, any integer type, shape [length], not shifted; `IGNORED` where a token carries no loss.
+    None: the targets are the ids."""
+    documents: np.ndarray | None = None
+    """Lengths of the documents packed into this sample, which must not attend to each other; None: one document."""
+
+    def cut(self, begin: int, end: int) -> Row:
+        """Return tokens ``begin`` to ``end`` of a row that is one document."""
+        part = slice(begin, end)
+        return Row(self.input_ids[part], None if self.labels is None else self.labels[part])
+
+    def first_target(self) -> int:
+        """Return the index of the first token that carries loss and has a token before it; the length if none does."""
+        if self.labels is None:
+            return min(1, self.input_ids.size)
+        targets = np.flatnonzero(self.labels[1:] != IGNORED)
+        return int(targets[0]) + 1 if targets.size else self.input_ids.size
+
+    def has_target(self) -> bool:
+        """Return whether a token that has one before it carries loss."""
+        return self.first_target() < self.input_ids.size
+
+
+class Source:
+    """A data set with random access: subclass it, and give it a `fingerprint`, a length, `row` and `name`.
+
+    `row` must depend on the index alone: the same index gives the same row on every rank and after every restart, or
+    a resumed run does not continue the run before it.
+    """
+
+    fingerprint: str
+    """Identity of the content. A run refuses to resume on a data set with another fingerprint."""
+    shards: Sequence[range] | None = None
+    """Rows of each shard; None: one shard holds all rows."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        raise NotImplementedError
+
+    def row(self, index: int) -> Row:
+        """Return row ``index``, 0 <= index < len; raises IndexError for another."""
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        """Return the name by which a person finds the row, such as ``train-00003.json.gz:17``."""
+        return f"row {index}"
+
+    def report(self) -> dict[str, Any] | None:
+        """Return totals (rows, tokens, longest row); None where they are not known without reading all rows."""
+        return None
