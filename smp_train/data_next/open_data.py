@@ -1,0 +1,1 @@
+"""The data of a run, as its arguments ask for it: opened on all ranks together."""
