@@ -27,6 +27,10 @@ class Row(NamedTuple):
         part = slice(begin, end)
         return Row(self.input_ids[part], None if self.labels is None else self.labels[part])
 
+    def targets(self) -> np.ndarray:
+        """Return the target at each position: the labels, or the ids where there are none."""
+        return self.input_ids if self.labels is None else self.labels
+
     def first_target(self) -> int:
         """Return the index of the first token that carries loss and has a token before it; the length if none does."""
         if self.labels is None:
@@ -62,6 +66,10 @@ class Source:
     def name(self, index: int) -> str:
         """Return the name by which a person finds the row, such as ``train-00003.json.gz:17``."""
         return f"row {index}"
+
+    def lengths(self, rows: range) -> np.ndarray:
+        """Return the number of tokens of each of some rows, int64; this default reads the rows."""
+        return np.array([self.row(index).input_ids.size for index in rows], dtype=np.int64)
 
     def report(self) -> dict[str, Any] | None:
         """Return totals (rows, tokens, longest row); None where they are not known without reading all rows."""
