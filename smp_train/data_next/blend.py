@@ -1,0 +1,166 @@
+"""Several data sets as one: joined, or blended by weight, with every position still computed and not stored.
+
+The positions of a blend come in blocks. Every block gives each source the same number of slots, in proportion to the
+weights; a permutation keyed by (seed, block) decides which slots. So the number of rows that each source has provided
+before any position is known at once, and each source is read in its own order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smp_train.data_next.order import Order, permute
+from smp_train.data_next.samples import Sample, Samples
+from smp_train.errors import ConfigError
+
+BLOCK = 10_000
+"""Slots of a block: weights are kept to one part in ten thousand."""
+
+
+def read_weights(sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Split ``a:0.7 b:0.3`` into locations and weights; the weights are None when no location has one."""
+    locations, weights = [], []
+    for source in sources:
+        location, colon, number = source.rpartition(":")
+        try:
+            weight = float(number) if colon and not Path(source).exists() else None
+        except ValueError:
+            weight = None
+        locations.append(source if weight is None else location)
+        weights.append(weight)
+    numbers = [weight for weight in weights if weight is not None]
+    if not numbers:
+        return locations, None
+    if len(numbers) < len(weights):
+        bare = locations[weights.index(None)]
+        raise ConfigError(f"--training_dir {bare}: has no weight; give all sources one, as {bare}:0.5, or none of them")
+    if not all(0 < weight < float("inf") for weight in numbers):
+        raise ConfigError(f"--training_dir {' '.join(sources)}: weights must be above 0")
+    return locations, numbers
+
+
+class Joined:
+    """The samples of several sources, one source after the other.
+
+    Args:
+        sources: at least one.
+        locations: prefix of each source's sample names; empty strings for a single source.
+    """
+
+    def __init__(self, sources: Sequence[Samples], locations: Sequence[str]) -> None:
+        self.sources, self.locations = list(sources), list(locations)
+        self.starts = [0, *accumulate(map(len, sources))]
+        text = "\n".join(source.fingerprint for source in sources)
+        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self.layout = "; ".join(dict.fromkeys(source.layout for source in sources))
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return (number of the source, index of the sample in it)."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = bisect.bisect_right(self.starts, index) - 1
+        return number, index - self.starts[number]
+
+    def sample(self, index: int, key: str = "", *, named: bool = True) -> Sample:
+        """Return a sample of the source that ``index`` falls into; its name begins with the source's location."""
+        number, row = self._locate(index)
+        sample = self.sources[number].sample(row, key, named=named)
+        return sample._replace(name=f"{self.locations[number]}/{sample.name}") if named else sample
+
+    def name(self, index: int) -> str:
+        """Return ``location/name``."""
+        number, row = self._locate(index)
+        return f"{self.locations[number]}/{self.sources[number].name(row)}"
+
+
+class BlendOrder:
+    """The order of a blend: each source in its own order, drawn from in proportion to its weight.
+
+    An epoch of the blend, for ``--epochs``, has as many positions as all sources have rows. Sources with more than
+    their share of weight reach their own next epoch earlier.
+
+    Args:
+        samples: the sources, joined.
+        weights: one for each source, above 0, with any sum.
+        seed: decides the slots, and with the source's number the order of each source.
+        shuffle: as in `Order`, for each source.
+    """
+
+    def __init__(self, samples: Joined, weights: Sequence[float], seed: int = 0, shuffle: str = "global") -> None:
+        self.size, self.seed, self.shuffle, self.locations = len(samples), seed, shuffle, samples.locations
+        self.slots = apportion(weights, BLOCK)
+        for location, slots in zip(self.locations, self.slots, strict=True):
+            if slots == 0:
+                raise ConfigError(f"--training_dir {location}: its weight is below one in {BLOCK}; leave it out")
+        self.orders = [
+            Order(len(source), seed if number == 0 else seed + (number << 64), shuffle)
+            for number, source in enumerate(samples.sources)
+        ]
+        self._starts = np.array(samples.starts[:-1])
+        self._slots_of_block = lru_cache(maxsize=64)(self._draw)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of samples of each source, by its location."""
+        return {location: order.size for location, order in zip(self.locations, self.orders, strict=True)}
+
+    def shares(self) -> str:
+        """Return which part of the samples comes from each source, for the log."""
+        parts = zip(self.locations, self.slots, strict=True)
+        return ", ".join(f"{100 * slots / BLOCK:g} % from {location}" for location, slots in parts)
+
+    def identity(self) -> dict[str, Any]:
+        """Return everything besides the data that decides which row is at a position."""
+        blend = [[order.size, slots] for order, slots in zip(self.orders, self.slots, strict=True)]
+        return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle, "blend": blend}
+
+    def _draw(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each slot of a block, and how often the block has drawn from it before the slot."""
+        sources = sources_of_block(block, self.slots, self.seed)
+        earlier = np.empty(BLOCK, dtype=np.int64)
+        for number, slots in enumerate(self.slots):
+            earlier[sources == number] = np.arange(slots)
+        return sources, earlier
+
+    def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (epochs of the source, row indices in the joined sources), int64, for positions of any shape."""
+        positions = np.asarray(positions, dtype=np.int64)
+        blocks, slots = np.divmod(positions, BLOCK)
+        sources, drawn = np.empty_like(positions), np.empty_like(positions)
+        for block in np.unique(blocks).tolist():
+            selected = blocks == block
+            sources[selected], drawn[selected] = (table[slots[selected]] for table in self._slots_of_block(block))
+        drawn += blocks * np.array(self.slots)[sources]
+        epochs, rows = np.empty_like(positions), np.empty_like(positions)
+        for number in np.unique(sources).tolist():
+            selected = sources == number
+            epochs[selected], rows[selected] = self.orders[number].rows(drawn[selected])
+        return epochs, rows + self._starts[sources]
+
+
+def sources_of_block(block: int, slots: Sequence[int], seed: int) -> np.ndarray:
+    """Return the source of each position of a block, in which source s has ``slots[s]`` positions."""
+    permuted = permute(np.arange(BLOCK), BLOCK, seed, np.full(BLOCK, f"blend {block}")).astype(np.int64)
+    return np.searchsorted(np.cumsum(slots), permuted, side="right")
+
+
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Divide ``total`` in proportion to ``weights``, by largest remainder."""
+    # Two divisions: any other rounding could change the slots of a run that resumes.
+    parts = [weight / sum(weights) for weight in weights]
+    exact = [part / sum(parts) * total for part in parts]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda number: (shares[number] - exact[number], number))
+    for number in by_remainder[: total - sum(shares)]:
+        shares[number] += 1
+    return shares
