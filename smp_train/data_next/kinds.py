@@ -1,10 +1,17 @@
-"""What the records of a data set are: token rows, text, chats, or prompts with completions."""
+"""The kind of a data set's records: token rows, text, chats, or prompts with completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from smp_train.errors import ConfigError, DataError, first_few
+
+IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
+TEXT, TOOLS, SYSTEM = "text", "tools", "system"
+INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
+PLURALS = {"tokens": "rows of tokens", "text": "text", "chats": "chats", "completions": "prompts with completions"}
 
 
 @dataclass(frozen=True)
@@ -16,12 +23,12 @@ class Kind:
     fields: tuple[str, ...]
     """Fields (or columns) that are read, the required ones first."""
     style: str = ""
-    """``sharegpt`` for turns with from and value, ``alpaca`` for instruction, input and output; else empty."""
+    """``sharegpt`` for turns with ``from`` and ``value``, ``alpaca`` for instruction, input and output; else empty."""
 
     @property
     def plural(self) -> str:
-        """Return the name of the records for messages, such as "prompts with completions"."""
-        raise NotImplementedError
+        """Return the name of the records in messages, such as "prompts with completions"."""
+        return PLURALS[self.name]
 
     @property
     def answers_only(self) -> bool:
@@ -29,9 +36,52 @@ class Kind:
         return self.name in ("chats", "completions")
 
 
+TOKENS = Kind("tokens", (IDS, MASK, LABELS))
+TEXTS = Kind("text", (TEXT,))
+ALPACA = Kind("completions", (INSTRUCTION, OUTPUT, INPUT), "alpaca")
+
+
 def kind_of_record(record: Mapping[str, Any], column: str | None, where: str) -> Kind:
-    """Return the kind of a record by its fields, or by --text_column.
+    """Return the kind of a record by its fields, or by --text_column; messages name the record ``where``.
 
     Raises ConfigError where two kinds are possible, DataError for preference pairs and for records of no known kind.
     """
-    raise NotImplementedError
+    if column:
+        return _kind_of_column(record, column)
+    if IDS in record:
+        return TOKENS
+    kinds = [_chats(record, name) for name in ("messages", "conversations") if isinstance(record.get(name), list)]
+    kinds += [Kind("completions", ("prompt", "completion"))] * ({"prompt", "completion"} <= record.keys())
+    kinds += [ALPACA] * ({INSTRUCTION, OUTPUT} <= record.keys())
+    kinds += [TEXTS] * (TEXT in record)
+    choices = " or ".join(",".join(kind.fields[: 2 if kind.name == "completions" else 1]) for kind in kinds)
+    if {"chosen", "rejected"} <= record.keys():
+        hint = f"set --text_column {choices}" if kinds else "write the chosen answers as messages, or as completion"
+        raise DataError(f"{where}: is a preference pair (chosen, rejected), which has no training objective; {hint}")
+    if len(kinds) > 1:
+        plurals = " and ".join(dict.fromkeys(kind.plural for kind in kinds))
+        raise ConfigError(f"{where}: holds {plurals}; set --text_column {choices}")
+    if not kinds:
+        raise DataError(
+            f"{where}: no field text, messages, conversations, prompt with completion, instruction with output, or "
+            f"{IDS} in this record (it has {first_few(list(record), most=8) or 'no field'}); set --text_column"
+        )
+    return kinds[0]
+
+
+def _kind_of_column(record: Mapping[str, Any], column: str) -> Kind:
+    names = (column,) if column in record else tuple(column.split(","))
+    if len(names) > 2:
+        raise ConfigError(f"--text_column {column}: give one field, or PROMPT,COMPLETION")
+    if names == (INSTRUCTION, OUTPUT):
+        return ALPACA
+    if len(names) == 2:
+        return Kind("completions", names)
+    return _chats(record, column) if isinstance(record.get(column), list) else Kind("text", names)
+
+
+def _chats(record: Mapping[str, Any], name: str) -> Kind:
+    turn = record[name][0] if record[name] else None
+    if isinstance(turn, dict) and turn.get("role") is None and "from" in turn:
+        return Kind("chats", (name, TOOLS, SYSTEM), "sharegpt")
+    return Kind("chats", (name, TOOLS))

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from smp_train.data_next.bad_records import BadRecords
+from smp_train.data_next.chats import Chats
 from smp_train.data_next.files import DataFile
-from smp_train.data_next.kinds import Kind
-from smp_train.data_next.readers import Record
+from smp_train.data_next.kinds import LABELS, Kind
+from smp_train.data_next.problem import Problem
+from smp_train.data_next.readers import Record, records
 from smp_train.data_next.source import Row
+from smp_train.data_next.text import Completions, Texts
+from smp_train.data_next.token_rows import TokenRows
+from smp_train.data_next.tokenizer import load_for_chats, load_with_end, refuse_larger
+from smp_train.errors import ConfigError, DataError
+
+__all__ = ["ANY_VOCABULARY", "Problem", "Recipe", "RowMaker", "read_rows"]
 
 ANY_VOCABULARY = 1 << 31
-
-
-class Problem(str):
-    """The reason why a record is no row: ``reason; what to do``."""
+ROWS_VERSION = 1
+"""Increase when records become other tokens than before."""
+GROUP_BYTES = 1 << 16
+"""Size of the records that are converted in one call: tokenizers are faster on many texts at once."""
+FIELD_BYTES = 256
+"""Size assumed for a nested field of a table's row."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +49,52 @@ class Recipe:
 
     def identity(self) -> str:
         """Return a digest of all that decides tokens: the content of the tokenizer, not its name."""
-        raise NotImplementedError
+        return _identity(self)
 
     def open(self) -> RowMaker:
         """Return the `RowMaker`; loads the tokenizer. Raises ConfigError."""
-        raise NotImplementedError
+        kind, name = self.kind, self.tokenizer
+        if self.chat_template is not None and kind.name != "chats":
+            raise ConfigError(f"--chat_template {self.chat_template}: the data holds {kind.plural}; leave it out")
+        if kind.name == "tokens":
+            return RowMaker(kind, TokenRows(self.vocab_size), self._digest(str(self.vocab_size)))
+        if name is None:
+            raise ConfigError(f"the data holds {kind.plural}, and no tokenizer is known; give --tokenizer")
+        if kind.name == "chats":
+            with_template = load_for_chats(name, self.trust_remote_code)
+            refuse_larger(with_template.backend_tokenizer, name, self.vocab_size)
+            chats = Chats(with_template, kind, name, self.chat_template)
+            return RowMaker(kind, chats, self._digest(with_template.backend_tokenizer.to_str(), chats.template))
+        is_text = kind.name == "text"
+        tokenizer, end = load_with_end(name, self.eos_token, special_as_text=is_text)
+        refuse_larger(tokenizer, name, self.vocab_size)
+        make = Texts(tokenizer, end, kind.fields[0]) if is_text else Completions(tokenizer, end, kind)
+        return RowMaker(kind, make, self._digest(tokenizer.to_str(), str(end)))
+
+    def _digest(self, *content: str) -> str:
+        text = repr((ROWS_VERSION, self.kind, *content))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _identity(recipe: Recipe) -> str:
+    return recipe.open().identity
 
 
 class RowMaker:
     """Makes rows of records. Use one per thread."""
 
-    identity: str
-    """`Recipe.identity`."""
+    def __init__(
+        self, kind: Kind, make: Callable[[Sequence[Record]], list[Row | Problem | None]], identity: str
+    ) -> None:
+        self.kind = kind
+        self.identity = identity
+        """`Recipe.identity`."""
+        self._make = make
 
     def rows(self, records: Sequence[Record]) -> list[Row | Problem | None]:
         """Return the row of each record, the problem with it, or None for a record without visible text."""
-        raise NotImplementedError
+        return self._make(records)
 
 
 def read_rows(
@@ -59,6 +103,45 @@ def read_rows(
 ) -> Iterator[tuple[int, Row]]:  # fmt: skip
     """Yield (number from 1: of the line or row, row) of a file's records; see `readers.records` for the arguments.
 
-    Malformed records go to ``bad``. Raises DataError.
+    Malformed records go to ``bad``. Raises DataError where the file is damaged, after the rows before the damage.
     """
-    raise NotImplementedError
+    labelled: bool | None = None
+    for numbers, group in _groups(records(file, maker.kind.fields, first=first, step=step, copy=copy, tick=tick)):
+        for number, row in zip(numbers, maker.rows(group), strict=True):
+            if isinstance(row, Row):
+                labelled = row.labels is not None if labelled is None else labelled
+                if labelled == (row.labels is not None):
+                    yield number, row
+                    continue
+                has, others = (f"no {LABELS}", "them") if labelled else (LABELS, "none")
+                row = Problem(
+                    f"has {has}, and the rows before it have {others}; give all rows of a file {LABELS}, or no row"
+                )
+            if row is not None:
+                bad.add(file, number, row)
+
+
+def _groups(numbered: Iterable[tuple[int, int, Record]]) -> Iterator[tuple[list[int], list[Record]]]:
+    """Yield (numbers, records) in groups of `GROUP_BYTES`."""
+    numbers: list[int] = []
+    group: list[Record] = []
+    size = 0
+    try:
+        for _, number, record in numbered:
+            numbers.append(number)
+            group.append(record)
+            size += _size(record)
+            if size >= GROUP_BYTES:
+                yield numbers, group
+                numbers, group, size = [], [], 0
+    except DataError:
+        yield numbers, group
+        raise
+    yield numbers, group
+
+
+def _size(record: Record) -> int:
+    """Return the approximate size of a record in bytes."""
+    if isinstance(record, dict):
+        return sum(len(value) if isinstance(value, str | np.ndarray) else FIELD_BYTES for value in record.values())
+    return len(record) if isinstance(record, bytes | str) else 0

@@ -1,18 +1,155 @@
-"""Tokenizers: loaded from a folder, a file, S3 or the hub; their end token."""
+"""Tokenizers: loaded from a folder, a file, S3 or the hub, or trained; their end token."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smp_train.distributed.host import cores
+from smp_train.errors import ConfigError, first_line
+from smp_train.models.hugging_face import asking_hub, load_tokenizer, trust_code
+from smp_train.storage.paths import on_this_machine
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+END = "<|endoftext|>"
+KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<|im_end|>")
+SENTENCE_PIECE = ".model"
+
+
+@lru_cache(maxsize=4)
+def load_with_end(name: str, eos_token: str | None, *, special_as_text: bool) -> tuple[Tokenizer, int]:
+    """Return a tokenizer and the id of its end token; ``special_as_text`` reads special tokens in a text as text.
+
+    Raises ConfigError.
+    """
+    with on_this_machine(name) as location:
+        tokenizer = load(location)
+        _, end = end_token(tokenizer, eos_token, location)
+    tokenizer.encode_special_tokens = special_as_text
+    return tokenizer, end
+
 
 def load(name: str) -> Tokenizer:
     """Return a fast tokenizer: of a ``tokenizer.json``, a folder, or a name on the hub. Raises ConfigError."""
-    raise NotImplementedError
+    from tokenizers import Tokenizer
+
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    tokenizer: Any
+    try:
+        if path.suffix == SENTENCE_PIECE and path.is_file():
+            tokenizer = fast(load_tokenizer(str(path.parent)), name)
+        elif file.exists():
+            tokenizer = Tokenizer.from_file(str(file))
+        elif path.is_dir():
+            tokenizer = fast(load_tokenizer(name), name)
+        else:
+            with asking_hub():
+                tokenizer = Tokenizer.from_pretrained(name)
+    except Exception as error:  # tokenizers raises Exception itself
+        if isinstance(error, ConfigError) and path.suffix != SENTENCE_PIECE:
+            raise
+        hint = (
+            "; a SentencePiece model needs the package sentencepiece and a tokenizer_config.json in its folder, or "
+            "convert it to a tokenizer.json"
+        )
+        raise ConfigError(
+            f"--tokenizer {name}: cannot be loaded ({first_line(error)}){hint * (path.suffix == SENTENCE_PIECE)}"
+        ) from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    loaded: Tokenizer = tokenizer
+    return loaded
 
 
-def end_token(tokenizer: Tokenizer, name: str | None, folder: str | None = None) -> tuple[str, int]:
-    """Return the token that ends a document and its id: ``name``, the folder's own, or a well-known one."""
-    raise NotImplementedError
+def load_for_chats(name: str, trusted: bool) -> Any:
+    """Return transformers' tokenizer, which has the chat template. Raises ConfigError."""
+    if trusted:
+        trust_code(True)
+    with on_this_machine(name) as location:
+        tokenizer = load_tokenizer(location)
+    backend = fast(tokenizer, name)
+    backend.no_padding()
+    backend.no_truncation()
+    return tokenizer
+
+
+def fast(tokenizer: Any, name: str) -> Any:
+    """Return the fast tokenizer in one of transformers. Raises ConfigError if it has none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"--tokenizer {name}: has no fast form; convert it to a tokenizer.json")
+    return backend
+
+
+def refuse_larger(tokenizer: Tokenizer, name: str, vocab_size: int) -> None:
+    """Raise ConfigError for a tokenizer with ids outside the model's vocabulary."""
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    if highest >= vocab_size:
+        raise ConfigError(
+            f"--tokenizer {name}: has ids up to {highest}, the model a vocabulary of {vocab_size}; "
+            "use the tokenizer of the model, or set --vocab_size"
+        )
+
+
+def spread_tokenizing(processes: int) -> None:
+    """Give each of ``processes`` on this machine its share of the cores, unless the user chose a number of threads.
+
+    Call it before the first text is tokenized.
+    """
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores() // processes)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+def end_token(tokenizer: Tokenizer, name: str | None, location: str | None = None) -> tuple[str, int]:
+    """Return the token that ends a document and its id: ``name``, the location's own, or a well-known one."""
+    candidates = [name] if name is not None else [_declared_end(location), *KNOWN_ENDS]
+    for token in candidates:
+        number = tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if number is not None:
+            return str(token), number
+    if name is not None:
+        raise ConfigError(f"--eos_token {name}: the tokenizer has no such token")
+    raise ConfigError(f"the tokenizer has none of {' '.join(KNOWN_ENDS)}; name its end token with --eos_token")
+
+
+def _declared_end(location: str | None) -> object:
+    """Return the end token in a tokenizer's configuration, if any."""
+    path = Path(location or "")
+    config = (path.parent if path.is_file() else path) / "tokenizer_config.json"
+    with suppress(OSError, ValueError, AttributeError):
+        declared = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if location else None
+        return declared.get("content") if isinstance(declared, dict) else declared
+    return None
+
+
+def train(
+    documents: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (), min_frequency: int = 0
+) -> Tokenizer:
+    """Return a byte-level BPE tokenizer of at most ``vocab_size`` entries, trained as GPT-2's: it can encode any text.
+
+    ``special_tokens`` and the end token are never split; only pairs that occur ``min_frequency`` times are merged.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special = list(dict.fromkeys([END, *special_tokens]))
+    if vocab_size < 256 + len(special):
+        raise ConfigError(
+            f"--train_tokenizer {vocab_size}: 256 bytes, {END} and --special_tokens need {256 + len(special)}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, min_frequency=min_frequency,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
