@@ -72,7 +72,7 @@ def _piece_name(piece: Piece) -> str:
 def window(row: Row, name: str, seq_len: int, long: str, key: str = "") -> tuple[int, int]:
     """Return the part (begin, end) of a row that --long keeps.
 
-    ``truncate`` keeps the first ``seq_len`` tokens, ``crop`` as many from a position drawn by ``key`` such that the part
+    ``truncate`` keeps the first ``seq_len`` tokens, ``crop`` as many from a position that ``key`` draws so that the part
     has a target, ``split`` the whole row. Raises DataError for a longer row with ``error``.
     """
     size = row.input_ids.size

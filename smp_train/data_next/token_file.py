@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from smp_train.data_next.arrays_file import ArraysFile, read_header
 from smp_train.data_next.files import DataFile
 from smp_train.data_next.source import Row, Source
 from smp_train.errors import DataError
+
+if TYPE_CHECKING:
+    from smp_train.data_next.cache import TokenCache
 
 try:
     from isal.isal_zlib import crc32
@@ -209,6 +212,7 @@ class TokenRows(Source):
         self, files: Sequence[DataFile], stored: Sequence[tuple[TokenFile, int]], remedy: str = REMEDY
     ) -> None:
         self.files, self._stored, self.remedy = list(files), list(stored), remedy
+        self.cache: TokenCache | None = None
         self.headers = [file.headers[number] for file, number in stored]
         _refuse_mixed(self.files, self.headers)
         self._starts = [0, *accumulate(header.rows for header in self.headers)]

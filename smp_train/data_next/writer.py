@@ -75,11 +75,13 @@ class Writer:
         self.arrays: list[np.ndarray] = []
 
     def add(
-        self, name: str, size: int, version: str, rows: Iterable[tuple[int, Row]], bad: BadRecords | None = None
-    ) -> Header:
+        self, name: str, size: int, version: str, rows: Iterable[tuple[int, Row]], bad: BadRecords | None = None, *,
+        shown: str = "",
+    ) -> Header:  # fmt: skip
         """Add a shard of (number of the record, row), and return its header.
 
-        ``bad`` counts the bad records among them, once all rows are read. Raises DataError where there is no row.
+        ``bad`` counts the bad records among them, once all rows are read; ``shown`` is the shard's name in messages.
+        Raises DataError where there is no row.
         """
         columns = _Columns(dtype_for(self._vocab_size))
         digest = hashlib.blake2b(digest_size=16)
@@ -92,7 +94,7 @@ class Writer:
         self._tok.write(waiting)
         if not columns.crc:
             problem = f"none of its records is a row ({bad.first})" if bad and bad.count else "no row in it"
-            raise DataError(f"{name}: empty shard ({problem}); write it again or remove it")
+            raise DataError(f"{shown or name}: empty shard ({problem}); write it again or remove it")
         arrays = columns.arrays()
         for key in sorted(arrays):
             digest.update(key.encode() + arrays[key].tobytes())
