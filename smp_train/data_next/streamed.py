@@ -310,9 +310,7 @@ class FirstSamples(Source):
 
     def __init__(self, reading: Reading, most: int) -> None:
         parts = [
-            FilePart(file, source, 0, 1)
-            for source, file_set in enumerate(reading.sources)
-            for file in file_set.files
+            FilePart(file, source, 0, 1) for source, file_set in enumerate(reading.sources) for file in file_set.files
         ]
         stream = Stream(0, parts, reading)
         self.samples: list[Sample] = []
