@@ -124,7 +124,6 @@ for labels, reason in BAD_LABELS.items():
     BAD[f"labels {labels} first"] = (f'{{"labels": {labels}, {others}}}'.encode(), reason)
 
 
-
 @pytest.fixture(params=["simdjson", "json"])
 def either_parser(request, monkeypatch):
     if request.param == "json":
