@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +29,6 @@ ROWS_VERSION = 1
 """Increase when records become other tokens than before."""
 GROUP_BYTES = 1 << 16
 """Size of the records that are converted in one call: tokenizers are faster on many texts at once."""
-FIELD_BYTES = 256
-"""Size assumed for a nested field of a table's row."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def _groups(numbered: Iterable[tuple[int, int, Record]]) -> Iterator[tuple[list[
         for _, number, record in numbered:
             numbers.append(number)
             group.append(record)
-            size += _size(record)
+            size += size_of(record)
             if size >= GROUP_BYTES:
                 yield numbers, group
                 numbers, group, size = [], [], 0
@@ -140,8 +139,10 @@ def _groups(numbered: Iterable[tuple[int, int, Record]]) -> Iterator[tuple[list[
     yield numbers, group
 
 
-def _size(record: Record) -> int:
-    """Return the approximate size of a record in bytes."""
+def size_of(record: Any) -> int:
+    """Return the approximate size of a record or a field in bytes; the same wherever the record is read."""
     if isinstance(record, dict):
-        return sum(len(value) if isinstance(value, str | np.ndarray) else FIELD_BYTES for value in record.values())
-    return len(record) if isinstance(record, bytes | str) else 0
+        return sum(map(size_of, record.values()))
+    if isinstance(record, list) and record and isinstance(record[0], dict | list | str):
+        return sum(map(size_of, record))
+    return len(record) if isinstance(record, bytes | str | list | np.ndarray) else 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,17 +19,15 @@ from smp_train.data_next.bad_records import BadRecords
 from smp_train.data_next.files import DataFile, FileSet
 from smp_train.data_next.order import permute
 from smp_train.data_next.readers import Record, records
-from smp_train.data_next.rows import Problem, RowMaker
+from smp_train.data_next.rows import GROUP_BYTES, Problem, RowMaker, size_of
 from smp_train.data_next.samples import Piece, Sample, join, window
 from smp_train.data_next.source import Row
 from smp_train.errors import DataError
 
 BLOCK_RECORDS = 256
 """Records that are permuted among themselves."""
-BLOCK_CHARACTERS = 1 << 22
-"""A block of long records ends after so many characters, because a block is in memory as a whole."""
-GROUP_CHARACTERS = 1 << 16
-"""Characters that are made into rows in one call."""
+BLOCK_BYTES = 1 << 22
+"""A block of long records ends after so many bytes, because a block is in memory as a whole."""
 FEWEST_STREAMS, MOST_STREAMS = 32, 256
 """Streams of a large data set in few files, and in many."""
 STREAM_BYTES = 1 << 20
@@ -321,33 +319,24 @@ class Stream:
 def _take_block(remaining: Iterator[tuple[int, int, Record]]) -> list[tuple[int, Record]]:
     """Return (number, record) of the next block; empty at the end of the part."""
     block = []
-    characters = 0
+    size = 0
     for _, number, record in remaining:
         block.append((number, record))
-        characters += _characters(record)
-        if len(block) == BLOCK_RECORDS or characters >= BLOCK_CHARACTERS:
+        size += size_of(record)
+        if len(block) == BLOCK_RECORDS or size >= BLOCK_BYTES:
             break
     return block
 
 
 def _groups(block: list[_Entry]) -> Iterator[list[_Entry]]:
-    """Yield the records of a block in groups of about `GROUP_CHARACTERS`."""
+    """Yield the records of a block in groups of about `GROUP_BYTES`."""
     group: list[_Entry] = []
-    characters = 0
+    size = 0
     for entry in block:
         group.append(entry)
-        characters += _characters(entry.record)
-        if characters >= GROUP_CHARACTERS:
+        size += size_of(entry.record)
+        if size >= GROUP_BYTES:
             yield group
-            group, characters = [], 0
+            group, size = [], 0
     if group:
         yield group
-
-
-def _characters(record: Any) -> int:
-    """Return roughly the size of a record; the same wherever the record is read."""
-    if isinstance(record, dict):
-        return sum(map(_characters, record.values()))
-    if isinstance(record, list) and record and isinstance(record[0], (dict, list, str)):
-        return sum(map(_characters, record))
-    return len(record) if hasattr(record, "__len__") else 1
