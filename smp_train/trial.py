@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from smp_train import backends, distributed, train_utils
 from smp_train.arguments import Arguments
 from smp_train.arguments.chosen import words
-from smp_train.data.pipelines.data_pipeline import Batch
+from smp_train.data_next.batch import Batch
 from smp_train.distributed import Runtime, child
 from smp_train.distributed.host import free_port
 from smp_train.errors import ConfigError, explained, no_memory
@@ -180,7 +180,7 @@ def fill(model: nn.Module, seed: int) -> None:
 def some_batches(args: Arguments, draw: Callable[[], Tensor]) -> list[Batch]:
     """Return at most `SOME` micro-batches of a step, of ids that ``draw`` returns, int64 ``[micro_batch, seq_len]``."""
     drawn = [draw() for _ in range(min(args.gradient_accumulation_steps, SOME))]
-    return [Batch(input_ids=ids, labels=ids, attention_mask=None) for ids in drawn]
+    return [Batch(input_ids=ids, labels=ids) for ids in drawn]
 
 
 if __name__ == "__main__":

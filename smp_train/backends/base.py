@@ -72,12 +72,6 @@ class Backend(ABC):
         from may be gone when it resumes.
         """
 
-    def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:  # noqa: B027
-        """Raise `DataError` for a batch, on the host, that the backend cannot compute; not collective.
-
-        ``attention_mask`` is int64 ``[batch, seq]`` or None, ``samples`` the names of the rows, or empty.
-        """
-
     @abstractmethod
     def loss_sum(
         self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,

@@ -153,19 +153,6 @@ class SmpBackend(Backend):
         """See `Backend.saver`."""
         return self._saver
 
-    def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:
-        """See `Backend.check_rows`: without a mask, causal attention hides only padding after the tokens."""
-        if attention_mask is None or not self.transforms:
-            return
-        in_front = (attention_mask[:, 1:] > attention_mask[:, :-1]).any(dim=1)
-        if bool(in_front.any()):
-            row = int(in_front.nonzero()[0])
-            name = samples[row] if row < len(samples) and samples[row] else "a row"
-            raise DataError(
-                f"{name} has padding in front of its tokens, which SMP's own implementation of the model cannot mask; "
-                "pad rows behind, or use --backend native"
-            )
-
     def loss_sum(
         self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,
         position_ids: Tensor | None = None, documents: tuple[Tensor, int] | None = None,

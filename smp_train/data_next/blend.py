@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,28 +22,6 @@ from smp_train.errors import ConfigError
 
 BLOCK = 10_000
 """Slots of a block: weights are kept to one part in ten thousand."""
-
-
-def read_weights(sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Split ``a:0.7 b:0.3`` into locations and weights; the weights are None when no location has one."""
-    locations, weights = [], []
-    for source in sources:
-        location, colon, number = source.rpartition(":")
-        try:
-            weight = float(number) if colon and not Path(source).exists() else None
-        except ValueError:
-            weight = None
-        locations.append(source if weight is None else location)
-        weights.append(weight)
-    numbers = [weight for weight in weights if weight is not None]
-    if not numbers:
-        return locations, None
-    if len(numbers) < len(weights):
-        bare = locations[weights.index(None)]
-        raise ConfigError(f"--training_dir {bare}: has no weight; give all sources one, as {bare}:0.5, or none of them")
-    if not all(0 < weight < float("inf") for weight in numbers):
-        raise ConfigError(f"--training_dir {' '.join(sources)}: weights must be above 0")
-    return locations, numbers
 
 
 class Joined:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.data_next.files import DataFile, FileSet
-from smp_train.data_next.s3 import PARTIAL
+from smp_train.data_next.s3 import COPY_PREFIX
 from smp_train.data_next.token_file import VERSION, TokenFile, read_index
 from smp_train.errors import DataError
 from smp_train.storage.paths import private_folder
@@ -134,7 +134,7 @@ class TokenCache:
             with contextlib.suppress(OSError):
                 age = now - os.stat(path).st_mtime
                 if name.startswith(".") and name.endswith(".tmp"):
-                    if age > (PARTIAL_SECONDS if name.startswith(PARTIAL) else STALE_SECONDS):
+                    if age > (PARTIAL_SECONDS if name.startswith(COPY_PREFIX) else STALE_SECONDS):
                         os.unlink(path)
                 elif name.startswith(prefix) and name.endswith(".tok"):
                     stem = name[: -len(".tok")]

@@ -238,27 +238,8 @@ def _copies(files: Sequence[DataFile], folder: str, report: Report) -> Iterator[
     if not files or not files[0].path.startswith("s3://"):
         yield ((file, None) for file in files)
         return
-    stopped = threading.Event()
-    fetched = [0]
-
-    def count(done: int) -> None:
-        fetched[0] += done
-
-    def stop() -> bool:
-        # Asked in threads that fetch: the exception of `report` is for this thread.
-        return stopped.is_set()
-
-    def checked(copies: Iterator[tuple[DataFile, str]]) -> Iterator[tuple[DataFile, str | None]]:
-        for file, copy in copies:
-            done, fetched[0] = fetched[0], 0
-            report(done)
-            yield file, copy
-
-    try:
-        with s3.fetch(files, folder, stop=stop, tick=count) as copies:
-            yield checked(copies)
-    finally:
-        stopped.set()
+    with s3.fetch(files, folder, tick=report) as copies:
+        yield copies
 
 
 def _groups(copies: Iterable[tuple[DataFile, str | None]]) -> Iterator[Group]:
@@ -397,7 +378,7 @@ def _receive(workers: list[_Worker], report: Report) -> None:
 
 def _run_worker(connection: Connection, recipe: Recipe, skip_bad: bool, threads: int) -> None:
     """Convert the groups that arrive, until the connection is closed."""
-    _end_with_parent()
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, which gets the same signal, decides
     os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true" if threads > 1 else "false")
     maker: RowMaker | None = None
@@ -428,7 +409,7 @@ def _run_worker(connection: Connection, recipe: Recipe, skip_bad: bool, threads:
         connection.send(None)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process when its parent ends, for any reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,1 +1,262 @@
 """The data of a run, as its arguments ask for it: opened on all ranks together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from smp_train import distributed
+from smp_train.arguments.own import Own, Rows
+from smp_train.arguments.sources import is_streamed, training_sources
+from smp_train.data_next.blend import BlendOrder, Joined
+from smp_train.data_next.convert import open_samples, open_token_rows, processes_for
+from smp_train.data_next.files import HELD_OUT, FileSet, Selection, list_held_out_source, list_sources
+from smp_train.data_next.indexed import TrainingData, ValidationData
+from smp_train.data_next.kinds import Kind
+from smp_train.data_next.loader import Loader
+from smp_train.data_next.order import Order
+from smp_train.data_next.own_rows import Checked
+from smp_train.data_next.rows import Recipe
+from smp_train.data_next.samples import Samples, check_layout
+from smp_train.data_next.source import Source
+from smp_train.data_next.streamed import first_samples, open_streams
+from smp_train.data_next.synthetic import Synthetic
+from smp_train.data_next.token_file import TokenRows
+from smp_train.distributed import ALL_RANKS
+from smp_train.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
+    from smp_train.distributed import Runtime
+
+logger = logging.getLogger("smp_train.data")
+
+ALL_SAMPLES = 1 << 40
+
+
+def layout(args: Arguments, kind: str) -> tuple[str, str]:
+    """Return --long and --short, with their defaults for a kind of record."""
+    keeps_all = args.long in (None, "split")
+    short = args.short or ("concat" if kind == "text" and keeps_all else "pad")
+    long = args.long or ("truncate" if short == "pad" else "split")
+    check_layout(long, short)
+    return long, short
+
+
+class Opener:
+    """Opens the sources of one run.
+
+    Args:
+        args: the flags of the run.
+        vocab_size: ids must be below it.
+        seq_len: tokens of a sample.
+        ranks: this rank among all ranks, which share the conversion.
+        tokenizer: returns the tokenizer's location, asked only for records that need one; None where none is known.
+    """
+
+    def __init__(
+        self, args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime,
+        tokenizer: Callable[[], str | None],
+    ) -> None:  # fmt: skip
+        self.args, self.vocab_size, self.seq_len, self.ranks = args, vocab_size, seq_len, ranks
+        self._tokenizer = tokenizer
+        self.max_bad = args.max_bad if args.bad_rows == "skip" else None
+
+    def list(self, locations: Sequence[str], flag: str, split: str | Sequence[str] = "train") -> list[FileSet]:
+        """Return the files of some locations; collective."""
+        return list_sources(locations, self._selection(flag), ranks=self.ranks, split=split)
+
+    def list_held_out(self, location: str) -> FileSet | None:
+        """Return the files of a location's split to validate on; None where it has none; collective."""
+        return list_held_out_source(location, self._selection("--training_dir"), ranks=self.ranks)
+
+    def _selection(self, flag: str) -> Selection:
+        args = self.args
+        return Selection(column=args.text_column, config=args.dataset_config_name, zipped=args.zipped_data, flag=flag)
+
+    def recipe(self, kind: Kind) -> Recipe:
+        """Return how records of a kind become rows; collective."""
+        with distributed.together("reading the tokenizer"):
+            tokenizer = None if kind.name == "tokens" else self._tokenizer()
+        return Recipe(
+            kind, self.vocab_size, tokenizer, self.args.chat_template, trust_remote_code=self.args.trust_remote_code
+        )  # fmt: skip
+
+    def samples(self, files: FileSet) -> Samples:
+        """Return the samples of a location, converted first where necessary; collective."""
+        long, short = layout(self.args, files.kind.name)
+        recipe = self.recipe(files.kind)
+        rows = open_token_rows(
+            files, recipe, cache_dir=self.args.data_cache_dir, max_bad=self.max_bad, ranks=self.ranks,
+            processes=processes_for(self.args.data_num_workers, self.ranks.local_world_size),
+        )  # fmt: skip
+        with distributed.together(f"checking {files.location}"):
+            _log_totals(files.location, rows)
+            if long == "truncate":
+                _refuse_unlearnable(rows, self.seq_len, self.max_bad)
+        _refuse_different(files.location, rows.fingerprint)
+        return open_samples(rows, self.seq_len, long=long, short=short, ranks=self.ranks)
+
+    def program_rows(self, rows: Rows, keyword: str) -> Samples:
+        """Return the samples of a program's rows; collective."""
+        long, short = layout(self.args, "tokens")
+        with distributed.together(f"opening {keyword}"):
+            source = Checked(rows, keyword, self.vocab_size)
+        _refuse_different(keyword, (source.fingerprint, len(source)))
+        return open_samples(source, self.seq_len, long=long, short=short)
+
+    def first_samples(self, files: FileSet, most: int) -> Samples:
+        """Return the first samples of a streamed location, in memory; collective."""
+        long, short = layout(self.args, files.kind.name)
+        recipe = self.recipe(files.kind)
+        with distributed.together(f"reading {files.location}"):
+            source = first_samples(
+                self.args, [(files, recipe)], short=short, long=long, seq_len=self.seq_len, most=most
+            )  # fmt: skip
+            return Samples(source, self.seq_len)
+
+
+def open_data(
+    args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime, dp_rank: int, dp_size: int,
+    pin_memory: bool = False, own: Own | None = None, tokenizer: Callable[[], str | None] = lambda: None,
+) -> tuple[Loader, ValidationData | None]:  # fmt: skip
+    """Return the training and the validation data for this rank; collective.
+
+    Args:
+        args: the flags of the run.
+        vocab_size: ids must be below it.
+        seq_len: tokens of a sample.
+        ranks: this rank among all ranks, which share the conversion.
+        dp_rank: this rank among the data-parallel ranks, which share the samples.
+        dp_size: number of data-parallel ranks.
+        pin_memory: make batches in page-locked memory.
+        own: rows that a program passes in place of locations.
+        tokenizer: see `Opener`.
+    """
+    own = own or Own()
+    opener = Opener(args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks, tokenizer=tokenizer)
+    share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
+    training_share = share | {
+        "micro_batch": args.train_batch_size, "accumulation": args.gradient_accumulation_steps,
+    }  # fmt: skip
+    read = own.training_data is None and not args.use_synthetic_data
+    with distributed.together("reading the flags of the data"):
+        locations, weights = training_sources(args) if read else ([], None)
+        streamed = is_streamed(args, locations) and bool(locations)
+    filesets = opener.list(locations, "--training_dir") if locations else []
+    training: Loader | None = None
+    samples: Samples | Joined | None = None
+    if streamed:
+        layouts = {layout(args, files.kind.name) for files in filesets}
+        if len(layouts) > 1:
+            raise ConfigError("the sources hold text and other records; choose one --short for all of them")
+        ((long, short),) = layouts
+        training = open_streams(
+            args, [(files, opener.recipe(files.kind)) for files in filesets], long=long, short=short,
+            local_ranks=ranks.local_world_size, **share,
+        )  # fmt: skip
+    elif own.training_data is not None:
+        samples = opener.program_rows(own.training_data, "training_data")
+    elif args.use_synthetic_data:
+        samples = Samples(Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed), seq_len)
+    elif filesets:
+        sources = [opener.samples(files) for files in filesets]
+        samples = sources[0] if len(sources) == 1 else Joined(sources, locations)
+    held_out = None
+    if args.validation_freq or args.evaluate_only:
+        most = args.validation_batches * args.val_batch_size * dp_size
+        held_out = _open_held_out(opener, own, locations, most)
+    if samples is None and training is None:
+        assert held_out is not None, "checked by arguments.validate"
+        samples = held_out  # with --evaluate_only, which draws no batch to train on
+    with distributed.together("preparing the data"):
+        if samples is not None:
+            order: Order | BlendOrder = Order(len(samples), args.seed, args.shuffle)
+            if weights is not None and isinstance(samples, Joined):
+                order = BlendOrder(samples, weights, args.seed, args.shuffle)
+                logger.info("Samples are drawn %s", order.shares())
+            training = TrainingData(samples, order, named=args.data_audit, epochs=args.epochs, **training_share)
+        assert training is not None
+        if held_out is None:
+            return training, None
+        rows = held_out.last_shard() if args.fast_validation else None
+        return training, ValidationData(
+            held_out, rows, micro_batch=args.val_batch_size, max_batches=args.validation_batches, **share
+        )  # fmt: skip
+
+
+def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int) -> Samples:
+    """Return what a run validates on; collective."""
+    args = opener.args
+    if own.validation_data is not None:
+        return opener.program_rows(own.validation_data, "validation_data")
+    if args.test_dir and not args.use_synthetic_data:
+        (files,) = opener.list([args.test_dir], "--test_dir", HELD_OUT)
+    elif args.use_synthetic_data:
+        # Another seed, and not another part: synthetic rows have no end.
+        source = Synthetic(seq_len=opener.seq_len, vocab_size=opener.vocab_size, seed=args.seed + 1)
+        return Samples(source, opener.seq_len)
+    else:
+        splits = (opener.list_held_out(location) for location in locations)
+        split = next((files for files in splits if files is not None), None)
+        if split is None:
+            cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
+            raise ConfigError(
+                f"{cause} needs --test_dir: {' '.join(locations) or 'training_data'} has no split called validation "
+                "or test"
+            )
+        files = split
+    if is_streamed(args, [files.location]):
+        return opener.first_samples(files, most)
+    return opener.samples(files)
+
+
+def open_evaluation(opener: Opener, location: str) -> Samples:
+    """Return the samples of a location to evaluate on; collective."""
+    (files,) = opener.list([location], "--data", (*HELD_OUT, "train"))
+    if is_streamed(opener.args, [files.location]):
+        return opener.first_samples(files, ALL_SAMPLES)
+    return opener.samples(files)
+
+
+def _log_totals(location: str, rows: TokenRows) -> None:
+    totals = rows.report()
+    logger.info(
+        "%s: %d rows in %d files, %d tokens of which %d count%s, the longest row of %d",
+        location, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],
+        " by their labels" if totals["labelled"] else "", totals["longest"],
+    )  # fmt: skip
+
+
+def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) -> None:
+    """Refuse rows that have no token with loss among their first ``seq_len``; with --bad_rows skip only too many.
+
+    Such rows keep their positions, and train on nothing.
+    """
+    totals = rows.report()
+    if totals["latest_target"] < seq_len:
+        return
+    count, first = 0, ""
+    for shard in rows.shards or []:
+        late = shard.start + (rows.first_targets(shard) >= seq_len).nonzero()[0]
+        count += late.size
+        first = first or (rows.name(int(late[0])) if late.size else "")
+    problem = f"none of its first {seq_len} tokens is counted: nothing to learn; raise --max_context_width"
+    if max_bad is None:
+        raise DataError(f"{first}: {problem}, or leave such rows out with --bad_rows skip")
+    summary = f"{count} of {len(rows)} rows have nothing to learn; the first is {first}: {problem}"
+    if count > max_bad * len(rows):
+        raise DataError(f"{summary}; that is more than --max_bad {max_bad:.4%}")
+    logger.warning("%s (--bad_rows skip)", summary, extra=ALL_RANKS)
+
+
+def _refuse_different(what: str, value: Any) -> None:
+    """Raise DataError where a value differs between ranks; collective."""
+    values = distributed.gather(f"comparing {what}", lambda: value)
+    other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
+    if other is not None:
+        raise DataError(
+            f"{what}: rank {other} reads other rows ({values[other]}) than rank 0 ({values[0]}); give every rank the "
+            "same data"
+        )

@@ -26,7 +26,7 @@ class Checked(Source):
             problem = "has no fingerprint; give it" if isinstance(source, Source) else "is no Source; write"
             raise ConfigError(f"{keyword}: a {type(source).__name__} {problem} one as docs/data.md shows")
         self.source: Source = source
-        self.fingerprint = str(source.fingerprint)
+        self.fingerprint, self.shards = str(source.fingerprint), source.shards
         if len(self) < 1:
             raise DataError(f"{keyword}: the {type(source).__name__} has no row")
 

@@ -72,8 +72,8 @@ def _piece_name(piece: Piece) -> str:
 def window(row: Row, name: str, seq_len: int, long: str, key: str = "") -> tuple[int, int]:
     """Return the part (begin, end) of a row that --long keeps.
 
-    ``truncate`` keeps the first ``seq_len`` tokens, ``crop`` as many from a position that ``key`` draws so that the part
-    has a target, ``split`` the whole row. Raises DataError for a longer row with ``error``.
+    ``truncate`` keeps the first ``seq_len`` tokens, ``crop`` as many from a position that ``key`` draws so that the
+    part has a target, ``split`` the whole row. Raises DataError for a longer row with ``error``.
     """
     size = row.input_ids.size
     if size <= seq_len or long == "split":
@@ -241,8 +241,8 @@ class Samples:
         self._offsets: Offsets | None = None
         self._size = len(source)
         if short == "concat":
-            self._offsets = source if hasattr(source, "find_token") else _SummedLengths(source)  # type: ignore[assignment]
-            self._size = max(0, self._offsets.tokens - 2) // seq_len + 1
+            offsets: Offsets = source if hasattr(source, "find_token") else _SummedLengths(source)  # type: ignore[assignment]
+            self._offsets, self._size = offsets, max(0, offsets.tokens - 2) // seq_len + 1
         elif needs_tables(source, seq_len, long, short):
             if tables is None:
                 tables = [make_table(source, rows, seq_len, long, short) for rows in table_ranges(source)]
@@ -253,6 +253,11 @@ class Samples:
 
     def __len__(self) -> int:
         return self._size
+
+    def last_shard(self) -> range:
+        """Return the samples of the last shard; all where samples are made of several rows (--fast_validation)."""
+        shards = self.source.shards
+        return shards[-1] if shards and not self._tables and self._offsets is None else range(len(self))
 
     def sample(self, index: int, key: str = "", *, named: bool = True) -> Sample:
         """Return a sample; ``key`` decides the part that --long crop takes. Raises DataError for damaged data."""
