@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smp_train.data_next.blend import BLOCK, apportion, read_weights, sources_of_block
+from smp_train.arguments.sources import read_weights
+from smp_train.data_next.blend import BLOCK, apportion, sources_of_block
 from smp_train.errors import ConfigError, DataError, first_few
 
 SHOWN = 100
