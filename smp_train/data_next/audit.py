@@ -165,7 +165,7 @@ def _audit_indexed(
     """Append the problems of an indexed run; return the verdict where it has none."""
     config: dict[str, Any] = facts.get("config") or {}
     sizes: dict[str, int] = facts.get("samples") or {}
-    locations, weights = read_weights(config.get("training_dir") or [""])
+    locations, weights = read_weights([*(config.get("training_dir") or ()), *(config.get("dataset") or ())])
     used: dict[str, list[tuple[int, str]]] = {}
     """(step, sample) by source of a blend; by an empty name without weights."""
     for step, samples in steps.items():

@@ -24,7 +24,8 @@ from smp_train.data_next.rows import Recipe
 from smp_train.data_next.samples import Sample
 from smp_train.data_next.source import Row, Source
 from smp_train.data_next.stream import BadShare, Cursor, FilePart, Reading, Stream, assign_parts, stream_count
-from smp_train.errors import DataError
+from smp_train.data_next.tokenizer import spread_tokenizing
+from smp_train.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -270,8 +271,6 @@ def open_streams(
         local_ranks: ranks on this node, which share its cores.
         pin_memory: make batches in page-locked memory.
     """
-    from smp_train.data_next.tokenizer import spread_tokenizing
-
     spread_tokenizing(local_ranks)
     with distributed.together("opening the streams"):
         reading = _reading(args, sources, short, long, seq_len, epochs=args.epochs, with_names=args.data_audit)
@@ -280,10 +279,9 @@ def open_streams(
             micro_batch=args.train_batch_size, accumulation=args.gradient_accumulation_steps, pin_memory=pin_memory,
         )  # fmt: skip
         training.check()
-    files = sum(len(file_set.files) for file_set, _ in sources)
     logger.info(
-        "Streaming %d files in %d streams; each record is read by %.2f ranks on average", files, training.streams,
-        training.readers,
+        "Streaming %d files in %d streams; each record is read by %.2f ranks on average",
+        sum(len(file_set.files) for file_set, _ in sources), training.streams, training.readers,
     )  # fmt: skip
     if training.readers > COSTLY_READING:
         logger.warning(
@@ -297,6 +295,9 @@ def open_streams(
 def _reading(
     args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], short: str, long: str, seq_len: int, **how: Any
 ) -> Reading:
+    for file_set, _ in sources:
+        if any(file.kind == "tokens" for file in file_set.files):
+            raise ConfigError(f"{file_set.location}: holds prepared tokens, which are not streamed; use --streaming 0")
     skip = args.bad_rows == "skip"
     return Reading(
         [file_set for file_set, _ in sources], [recipe.open() for _, recipe in sources], seq_len, seed=args.seed,
@@ -336,7 +337,8 @@ class FirstSamples(Source):
 def first_samples(
     args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], *, short: str, long: str, seq_len: int, most: int
 ) -> FirstSamples:  # fmt: skip
-    """Return the first ``most`` samples in stored order. Not collective. Raises DataError."""
+    """Return the first ``most`` samples in stored order, never packed. Not collective. Raises DataError."""
+    short = "pad" if short == "pack" else short
     samples = FirstSamples(_reading(args, sources, short, long, seq_len, shuffled=False, epochs=1), most)
     if not len(samples):
         raise DataError(f"{sources[0][0].location}: holds no record to validate on")
