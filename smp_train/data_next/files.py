@@ -122,6 +122,8 @@ class Selection:
     """--zipped_data: refuse files that are stored the other way."""
     flag: str = "--training_dir"
     """The flag that gave the location, for messages."""
+    check_manifest: bool = True
+    """Refuse files that differ from the manifest that prepare wrote."""
 
 
 # --- Collective
@@ -168,11 +170,13 @@ def _check_nodes(filesets: Sequence[FileSet], ranks: Runtime) -> None:
     with distributed.together("checking the listed files"):
         if ranks.local_rank == 0:
             for fileset in filesets:
-                _check_node([file for file in fileset.files if not file.remote])
+                check_local_files(fileset.files)
 
 
-def _check_node(files: Sequence[DataFile]) -> None:
-    sizes = {file.path: _size_of(file.path) for file in files}
+def check_local_files(files: Iterable[DataFile]) -> None:
+    """Raise DataError where this node lacks a local file, or has another size of it. Not collective."""
+    local = [file for file in files if not file.remote]
+    sizes = {file.path: _size_of(file.path) for file in local}
     missing = [path for path, size in sizes.items() if size is None]
     if missing:
         folder = os.path.dirname(missing[0])
@@ -186,7 +190,7 @@ def _check_node(files: Sequence[DataFile]) -> None:
             f"{missing[0]}: is missing on this node, with {len(missing) - 1} more of {len(sizes)} files that rank 0 "
             "listed; give every node the same files under the same path"
         )
-    for file in files:
+    for file in local:
         if sizes[file.path] != file.size:
             raise DataError(
                 f"{file.path}: has {sizes[file.path]} bytes on this node and {file.size} on rank 0's; give every node "
@@ -366,7 +370,7 @@ def _fileset(location: str, entries: dict[str, Entry], selection: Selection) -> 
         found = f"; it has {left_out}, which are not read: write their records as JSON lines" if left_out else ""
         raise DataError(f"{selection.flag} {location}: no file that matches {wanted}{found}")
     _refuse_duplicates(files)
-    if not selection.patterns and not single:
+    if selection.check_manifest and not selection.patterns and not single:
         manifest.check(location, {file.name: file.size for file in files})
     files = _without_empty(files)
     for file in files:
@@ -475,30 +479,38 @@ def _fields(record: Record, table: dict[str, object]) -> dict[str, object]:
 
 
 def _refuse_duplicates(files: Iterable[DataFile]) -> None:
-    """Raise DataError where records would count twice: a file given twice, or next to its compressed form."""
-    paths: dict[tuple[str, str | None, int], DataFile] = {}
+    """Raise DataError where records would count twice: a file listed twice, or next to its compressed form."""
+    contents: dict[tuple[object, ...], DataFile] = {}
     stems: dict[str, DataFile] = {}
     for file in files:
-        if file.kind == "hub":
-            real = file.path
-            stem = f"{file.path} {file.name}"
-        else:
-            real = file.path if file.remote else os.path.realpath(file.path)
-            lower = file.path.lower()
-            suffix = next((end for end in sorted(READERS, key=len, reverse=True) if lower.endswith(end)), "")
-            # x.json, x.jsonl and x.jsonl.gz are the same records; x.txt and x.md are not.
-            stem = file.path[: len(file.path) - len(suffix)] + (
-                "" if file.kind == "lines" else suffix.removesuffix(".gz")
-            )
-        twin = paths.setdefault((real, file.split, file.shard), file)
+        twin = contents.setdefault(_content_key(file), file)
         if twin is not file:
-            raise DataError(f"{file.shown}: is the same file as {twin.shown}, so its records would count twice")
-        twin = stems.setdefault(stem, file)
-        if twin is not file and file.kind != "hub":
+            raise DataError(
+                f"{file.shown}: is the same file as {twin.shown}, so its records would count twice; remove one"
+            )
+        twin = stems.setdefault(_stem(file), file)
+        if twin is not file:
             raise DataError(
                 f"{file.shown}: lies next to {os.path.basename(twin.path)}, so its records would count twice; remove "
                 "one of the two"
             )
+
+
+def _content_key(file: DataFile) -> tuple[object, ...]:
+    if file.remote:
+        return file.path, file.split, file.shard
+    status = os.stat(file.path)
+    return status.st_dev, status.st_ino
+
+
+def _stem(file: DataFile) -> str:
+    """Return the path without suffixes under which the same records may lie twice: .gz, and .json for .jsonl."""
+    if file.kind == "hub":
+        return f"{file.path}/{file.name}"
+    lower = file.path.lower()
+    suffix = max((suffix for suffix in READERS if lower.endswith(suffix)), key=len, default="")
+    stem = file.path[: len(file.path) - len(suffix)]
+    return stem if file.kind == "lines" else stem + suffix.removesuffix(".gz")
 
 
 def _without_empty(files: list[DataFile]) -> list[DataFile]:
@@ -526,8 +538,9 @@ def _check_zipped(file: DataFile, zipped: bool | None) -> None:
 def _describe(names: Iterable[str]) -> str:
     """Return the number of files of each suffix, such as ``3 *.csv, 1 *.html``; files of data sets are left out."""
     suffixes = Counter(
-        f"*{os.path.splitext(name)[1]}" if "." in name else os.path.basename(name)
+        f"*{os.path.splitext(name)[1].lower()}" if "." in name else name
         for name in map(os.path.basename, names)
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHER_FILES, "*.idx"))
     )
-    return first_few([f"{count} {suffix}" for suffix, count in suffixes.most_common()], most=5)
+    ordered = sorted(suffixes.items(), key=lambda item: (-item[1], item[0]))
+    return first_few([f"{count} {suffix}" for suffix, count in ordered], most=5)

@@ -88,27 +88,35 @@ def fetch(
         if closing.is_set() or stop():
             raise InterruptedError("the fetch was stopped")
 
-    def copy(file: DataFile) -> tuple[DataFile, str]:
+    def copy(file: DataFile) -> tuple[DataFile, IO[bytes]]:
         return file, _fetch_object(file, folder, connections, check, tick)
 
+    def take(copies: Iterable[tuple[DataFile, IO[bytes]]]) -> Iterator[tuple[DataFile, str]]:
+        for file, target in copies:
+            # Under its new name no other process continues, or deletes, the copy.
+            name = _new_file(folder)
+            with target:
+                os.replace(target.name, name)
+            yield file, name
+
     try:
-        with contextlib.closing(prefetched(copy, files, at_once)) as copies:
-            yield copies
+        with contextlib.closing(prefetched(copy, files, at_once, lambda result: result[1].close())) as copies:
+            yield take(copies)
     finally:
         closing.set()
 
 
 def _fetch_object(
     file: DataFile, folder: str, connections: int, check: Callable[[], None], tick: Callable[[int], None]
-) -> str:
-    """Return the path of a complete copy of an object. Raises DataError."""
+) -> IO[bytes]:
+    """Return the complete copy of an object, open and locked. Raises DataError."""
     storage, key = _object(file.path)
-    try:
-        with _copy_for_writing(file, folder) as target:
+    with contextlib.ExitStack() as on_error:
+        try:
+            target = on_error.enter_context(_open_copy(file, folder))
             done = target.seek(0, os.SEEK_END)
             if done > file.size:
                 done = target.truncate(0)
-            target.seek(done)
             tick(done)
             etag = f'"{file.version}"'
             parts = (
@@ -126,33 +134,36 @@ def _fetch_object(
                     target.write(content)
                     tick(len(content))
             target.flush()
-            return target.name
-    except InterruptedError:
-        raise
-    except OSError as error:
-        raise DataError(
-            f"{folder}: cannot hold a copy of {file.path} ({error.strerror or error}); "
-            "free some space or give another --data_cache_dir"
-        ) from None
+        except InterruptedError:
+            raise
+        except OSError as error:
+            raise DataError(
+                f"{folder}: cannot hold a copy of {file.path} ({error.strerror or error}); "
+                "free some space or give another --data_cache_dir"
+            ) from None
+        on_error.pop_all()
+    return target
 
 
-@contextmanager
-def _copy_for_writing(file: DataFile, folder: str) -> Iterator[IO[bytes]]:
-    """Yield the file that an earlier process left as the copy of this version, else a new one.
+def _open_copy(file: DataFile, folder: str) -> IO[bytes]:
+    """Open the copy of this version that an earlier process began, or a new one, to append to it; it is locked.
 
-    The copy is locked; while another process writes it, or where files cannot be locked, a separate copy is made.
+    While another process writes that copy, or where files cannot be locked, a separate copy is opened.
     """
     version = hashlib.blake2b(f"{file.path} {file.size} {file.version}".encode(), digest_size=16).hexdigest()
     path = os.path.join(folder, f"{COPY_PREFIX}{version}{COPY_SUFFIX}")
-    with contextlib.ExitStack() as stack:
-        target: IO[bytes] = stack.enter_context(open(path, "ab+"))
-        try:
-            fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            renamed = not os.path.exists(path) or not os.path.samestat(os.fstat(target.fileno()), os.stat(path))
-        except OSError:
-            renamed = True
-        if renamed:  # or deleted: another process used this copy up
-            handle, name = tempfile.mkstemp(prefix=COPY_PREFIX, suffix=COPY_SUFFIX, dir=folder)
-            os.close(handle)
-            target = stack.enter_context(open(name, "ab+"))
-        yield target
+    target: IO[bytes] = open(path, "ab+")  # noqa: SIM115
+    try:
+        fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(target.fileno()), os.stat(path)):  # else another process has just taken it
+            return target
+    except OSError:
+        pass
+    target.close()
+    return open(_new_file(folder), "ab+")
+
+
+def _new_file(folder: str) -> str:
+    handle, path = tempfile.mkstemp(prefix=COPY_PREFIX, suffix=COPY_SUFFIX, dir=folder)
+    os.close(handle)
+    return path
