@@ -101,7 +101,7 @@ def test_text_comes_back_whole_and_on_one_side(made):
         seen |= dict.fromkeys(numbers, split)
     assert sorted(seen) == list(range(60))
     assert 4 <= sum(split == "test" for split in seen.values()) <= 24
-    assert 0.08 < np.mean([is_held_out('a.jsonl', n, 0.1) for n in range(5000)]) < 0.12
+    assert 0.08 < np.mean([is_held_out("a.jsonl", n, 0.1) for n in range(5000)]) < 0.12
 
 
 def test_manifest_tells_the_truth(made):
