@@ -7,17 +7,18 @@ import json
 import logging
 import os
 import pickle
-import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from smp_train import distributed
+from smp_train.arguments.sources import is_hub_name
 from smp_train.data_next import hub, manifest, s3
 from smp_train.data_next.kinds import TOKENS, Kind, kind_of_record
 from smp_train.data_next.readers import Record, is_gzip, parse_object, records
@@ -47,7 +48,6 @@ OTHER_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json",
 )  # fmt: skip
 """Files without records that ``datasets``, ``prepare`` and ``transformers`` write next to records."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 FIRST_RECORDS = 100
 """Records of a file among which the first well-formed one decides the kind."""
 PEEK_THREADS = 16
@@ -247,7 +247,7 @@ def _listed(location: str, selection: Selection, splits: Sequence[str], *, plain
 
     A location without splits is listed as it is, or, unless ``plain``, has no split.
     """
-    if _is_hub_name(location):
+    if is_hub_name(location):
         try:
             streams, identities = hub.open_splits(location, selection.config)
         except (ConfigError, DataError) as error:
@@ -274,12 +274,6 @@ def _listed(location: str, selection: Selection, splits: Sequence[str], *, plain
     elif not plain:
         return []
     return _fileset(location, entries, selection)
-
-
-def _is_hub_name(location: str) -> bool:
-    if is_s3(location) or os.path.exists(location) or not HUB_NAME.fullmatch(location):
-        return False
-    return not location.lower().endswith((*READERS, *NOT_TEXT))
 
 
 Entry = tuple[str, int, str]
@@ -344,58 +338,58 @@ def _splits_in(entries: dict[str, Entry]) -> list[str]:
 
 
 def _fileset(location: str, entries: dict[str, Entry], selection: Selection) -> FileSet:
-    """Return those of the files of a location that hold records."""
-    single = len(entries) == 1 and next(iter(entries.values()))[0] == (
-        location if is_s3(location) else os.path.abspath(location)
-    )
-    readers: dict[str, str] = {}
-    for name in entries:
-        reader = reader_of(name)
-        if selection.patterns and not single:
-            matches = any(fnmatch.fnmatchcase(os.path.basename(name), pattern) for pattern in selection.patterns)
-            reader = reader or "text" if matches and not name.lower().endswith(NOT_TEXT) else None
-        elif single and reader is None and not name.lower().endswith(NOT_TEXT):
-            reader = "text"
-        if reader:
-            readers[name] = reader
-    if DATASET_STATE in entries and not selection.patterns:
-        names = _dataset_files(location, entries)
-        readers = dict.fromkeys(names, "arrow")
-    files = [DataFile(path, name, size, version, readers[name])
-             for name, (path, size, version) in entries.items() if name in readers]  # fmt: skip
-    files = _drop_other_json(files, selection.column) if not single else files
-    left_out = _describe(entries.keys() - {file.name for file in files})
-    if not files:
-        wanted = " ".join(selection.patterns) or " ".join(f"*{suffix}" for suffix in READERS)
-        found = f"; it has {left_out}, which are not read: write their records as JSON lines" if left_out else ""
-        raise DataError(f"{selection.flag} {location}: no file that matches {wanted}{found}")
+    """Return the files of a location that hold records. Raises DataError and ConfigError."""
+    files = _readable_files(location, entries, selection)
+    single = _is_single(location, entries)
     _refuse_duplicates(files)
     if selection.check_manifest and not selection.patterns and not single:
         manifest.check(location, {file.name: file.size for file in files})
     files = _without_empty(files)
     for file in files:
         _check_zipped(file, selection.zipped)
-    if any(file.kind == "tokens" for file in files):
-        others = [file for file in files if file.kind != "tokens"]
-        if others:
-            raise DataError(
-                f"{location}: holds prepared tokens (.tok) and other records "
-                f"({others[0].name}); keep one kind in a folder"
-            )
-        kind = TOKENS
-    else:
-        kind = _kind_of_files(files, selection.column)
-    if kind.name != "text":
-        texts = [file.name for file in files if file.kind == "text"]
-        files = [file for file in files if file.kind != "text"]
-        left_out = ", ".join(filter(None, [left_out, _describe(texts)]))
+    kind = _kind_of_files(files, selection.column)
+    files = files if single else _without_other_files(files, kind)
+    left_out = _describe(entries.keys() - {file.name for file in files})
     if left_out and not selection.patterns:
         logger.warning("%s: left out, as they are not read: %s", location, left_out)
     return FileSet(location, tuple(sorted(files, key=lambda file: file.name)), kind)
 
 
+def _is_single(location: str, entries: dict[str, Entry]) -> bool:
+    """Return whether the location is itself a file."""
+    (path, *_), *others = entries.values() or [("",)]
+    return not others and path == (location if is_s3(location) else os.path.abspath(location))
+
+
+def _readable_files(location: str, entries: dict[str, Entry], selection: Selection) -> list[DataFile]:
+    """Return the files for which there is a reader. Raises DataError if there are none."""
+    single, patterns = _is_single(location, entries), selection.patterns
+    readers: dict[str, str | None] = {}
+    for name in entries:
+        selected = single or any(fnmatch.fnmatchcase(os.path.basename(name), pattern) for pattern in patterns)
+        readers[name] = reader_of(name) if selected or not patterns else None
+        if selected and readers[name] is None and not name.lower().endswith(NOT_TEXT):
+            readers[name] = "text"
+    if DATASET_STATE in entries and not patterns:
+        readers = dict.fromkeys(_dataset_files(location, entries), "arrow")
+    files = []
+    for name, (path, size, version) in entries.items():
+        if reader := readers.get(name):
+            files.append(DataFile(path, name, size, version, reader))
+    if not files:
+        names = _describe(entries)
+        others = f"; it has {names}, which are not read: write their records as JSON lines" if names else ""
+        suffixes = " ".join(patterns) or " ".join(f"*{suffix}" for suffix in READERS)
+        raise DataError(f"{selection.flag} {location}: no file that matches {suffixes}{others}")
+    prepared = [file for file in files if file.kind == "tokens"]
+    others = next((file.name for file in files if file.kind != "tokens"), "")
+    if prepared and others:
+        raise DataError(f"{location}: holds prepared tokens (.tok) and {others}; keep one kind in a folder")
+    return files
+
+
 def _dataset_files(location: str, entries: dict[str, Entry]) -> list[str]:
-    """Return the names of the files of a data set that ``save_to_disk`` wrote, in its order. Raises DataError."""
+    """Return the names of the files of a data set that ``save_to_disk`` wrote. Raises DataError."""
     path = entries[DATASET_STATE][0]
     try:
         content = (s3.read_object(path) or b"") if is_s3(path) else Path(path).read_bytes()
@@ -413,49 +407,19 @@ def _dataset_files(location: str, entries: dict[str, Entry]) -> list[str]:
     return names
 
 
-def _drop_other_json(files: list[DataFile], column: str | None) -> list[DataFile]:
-    """Leave out ``.json`` files without records, such as a configuration, from a folder with other kinds of files."""
-    doubtful = [file for file in files if file.name.lower().endswith(".json")]
-    if len(doubtful) == len(files):
-        return files
-
-    def holds_records(file: DataFile) -> bool:
-        record = _first_record(file)
-        if not isinstance(record, dict):
-            return False
-        try:
-            return column in record if column else bool(kind_of_record(record, None, file.path))
-        except DataError:
-            return False
-        except ConfigError:  # two kinds
-            return True
-
-    with ThreadPoolExecutor(PEEK_THREADS) as pool:
-        kept = pool.map(holds_records, doubtful)
-        others = {file.name for file, holds in zip(doubtful, kept, strict=True) if not holds}
-    return [file for file in files if file.name not in others]
-
-
-def _first_record(file: DataFile) -> dict[str, object] | None:
-    """Return the object in a file's first line; None where there is none."""
-    try:
-        for _, _, record in records(file):
-            return parse_object(record) if isinstance(record, bytes) else None
-    except (DataError, ValueError):
-        pass
-    return None
-
-
 def _kind_of_files(files: Sequence[DataFile], column: str | None) -> Kind:
     """Return the kind of the first well-formed record. Raises DataError and ConfigError."""
+    if files[0].kind == "tokens":
+        return TOKENS
     first_problem: Exception | None = None
-    for file in files:
+    # Texts, and .json files next to other files, may be documentation or settings.
+    for file in sorted(files, key=_is_json):
         if file.kind == "text":
             continue
         table: dict[str, object] = {}
         for _, number, record in islice(records(file), FIRST_RECORDS):
             try:
-                fields = parse_object(record) if isinstance(record, bytes) else _fields(record, table)
+                fields = parse_object(record) if isinstance(record, bytes) else _merged(table, record)
                 if isinstance(record, bytes) or None not in table.values():
                     return kind_of_record(fields, column, file.at(number))
             except ValueError as error:
@@ -469,13 +433,45 @@ def _kind_of_files(files: Sequence[DataFile], column: str | None) -> Kind:
     raise first_problem or DataError(f"{files[0].shown}: no record in this file, nor in {len(files) - 1} others")
 
 
-def _fields(record: Record, table: dict[str, object]) -> dict[str, object]:
-    """Merge a table's row into ``table``, which keeps the first value of each column that is not null."""
-    assert isinstance(record, dict)
-    for name, value in record.items():
+def _is_json(file: DataFile) -> bool:
+    return file.name.lower().endswith(".json")
+
+
+def _merged(table: dict[str, object], row: Record) -> dict[str, object]:
+    """Add a row to ``table``, which keeps the first value of each column that is not null."""
+    assert isinstance(row, dict)
+    for name, value in row.items():
         if table.get(name) is None:
             table[name] = value
     return table
+
+
+def _without_other_files(files: list[DataFile], kind: Kind) -> list[DataFile]:
+    """Leave out texts next to records that are no text, and ``.json`` files with something else, such as settings.
+
+    Next to rows of tokens, and where all files are called ``.json``, each of these must hold records.
+    """
+    if kind.name != "text":
+        files = [file for file in files if file.kind != "text"]
+    doubtful = [file for file in files if _is_json(file)]
+    if kind == TOKENS or len(doubtful) == len(files):
+        return files
+    with ThreadPoolExecutor(PEEK_THREADS) as pool:
+        without = pool.map(lambda file: _begins_with_other_object(file, kind), doubtful)
+        others = {file.name for file, other in zip(doubtful, without, strict=True) if other}
+    return [file for file in files if file.name not in others]
+
+
+def _begins_with_other_object(file: DataFile, kind: Kind) -> bool:
+    """Return whether a file's first line is an object without the fields of a record, or the start of one."""
+    with suppress(DataError):  # reported when the file is read
+        for _, _, record in records(file):
+            assert isinstance(record, bytes)
+            try:
+                return kind.fields[0] not in parse_object(record)
+            except ValueError:
+                return record.strip() in (b"{", b"[")
+    return False
 
 
 def _refuse_duplicates(files: Iterable[DataFile]) -> None:

@@ -162,15 +162,20 @@ def test_patterns_and_exclusions(tmp_path):
 
 
 def test_json_files_without_records_next_to_other_files(tmp_path, caplog):
-    """A folder of `.json` files alone is read as it is: what is no record in it is an error."""
+    """A folder of `.json` files alone is read as it is; so are blank and broken files, and shards of tokens."""
     put(tmp_path, "a.jsonl", "b.json", "sub/c.json", content=b"\n" + TEXT)
     put(tmp_path, "info.json", content=b'{"text_column": "text"}\n')
     put(tmp_path, "pretty.json", content=b'{\n "text": "one"\n}\n')
-    put(tmp_path, "blank.json", content=b"\n")
     assert names(tmp_path) == ["a.jsonl", "b.json", "sub/c.json"]
-    assert "3 *.json" in caplog.text
+    assert "2 *.json" in caplog.text
+    put(tmp_path, "blank.json", content=b"\n")
+    put(tmp_path, "broken.json", content=b'{"text": "on')
+    assert names(tmp_path) == ["a.jsonl", "b.json", "blank.json", "broken.json", "sub/c.json"]
     (tmp_path / "a.jsonl").unlink()
-    assert names(tmp_path) == ["b.json", "blank.json", "info.json", "pretty.json", "sub/c.json"]
+    assert len(names(tmp_path)) == 6
+    put(tmp_path / "tokens", "a.jsonl", "README.md")
+    put(tmp_path / "tokens", "b.json", content=b'{"attention_mask": [1]}\n')
+    assert names(tmp_path / "tokens") == ["a.jsonl", "b.json"]
 
 
 def test_texts_next_to_other_records(tmp_path, caplog):
