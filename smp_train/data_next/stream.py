@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -199,7 +199,7 @@ class Stream:
 
     def open(self) -> None:
         """Read the first block, without making its rows: several streams can be opened in threads."""
-        self._blocks = chain([next(self._blocks, None)], self._blocks)
+        self._blocks = chain(list(islice(self._blocks, 1)), self._blocks)
 
     def check(self) -> None:
         """Make the rows of the first block, from which the first samples are then taken. Raises DataError."""

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from smp_train.data_next import token_file
+from smp_train.data_next import convert, token_file
 from smp_train.data_next import tokenizer as tokenizers
 from smp_train.data_next.convert import open_token_rows
 from smp_train.data_next.files import list_files
-from smp_train.data_next.prepare import work
-from smp_train.data_next.prepare.cli import MANIFEST, main
-from smp_train.data_next.prepare.splits import entropy, is_held_out
-from smp_train.data_next.prepare.work import PROGRESS, SPLITS
-from smp_train.data_next.prepare.writing import write_shard
+from smp_train.data_next.prepare import cli
+from smp_train.data_next.prepare.cli import MANIFEST, SPLITS, main
+from smp_train.data_next.prepare.shards import SplitWriter, entropy, is_held_out
 from smp_train.data_next.rows import Recipe
 from smp_train.data_next.source import Row
 from smp_train.data_next.survey import survey
@@ -101,7 +99,7 @@ def test_text_comes_back_whole_and_on_one_side(made):
         seen |= dict.fromkeys(numbers, split)
     assert sorted(seen) == list(range(60))
     assert 4 <= sum(split == "test" for split in seen.values()) <= 24
-    assert 0.08 < np.mean([is_held_out("a.jsonl", n, 0.1) for n in range(5000)]) < 0.12
+    assert 0.08 < np.mean([is_held_out(f"a:{n}", 0.1) for n in range(5000)]) < 0.12
 
 
 def test_manifest_tells_the_truth(made):
@@ -132,8 +130,7 @@ def test_manifest_tells_the_truth(made):
 
 @pytest.mark.parametrize("processes", [[], ["--processes", "2"]])
 @pytest.mark.parametrize("limits", [[], ["--max_rows", "150"]])
-def test_same_input_same_bytes(texts, made, tmp_path, monkeypatch, processes, limits):
-    monkeypatch.setattr(work, "BATCH_BYTES", 2000)
+def test_same_input_same_bytes(texts, made, tmp_path, processes, limits):
     whole = made
     if limits:
         whole = tmp_path / "whole"
@@ -244,51 +241,32 @@ class Killed(Exception):
     pass
 
 
-def interrupt(texts, output, monkeypatch, at, *flags):
-    """Prepare until a number of shards are written; return their names."""
-    monkeypatch.setattr(work, "SAVE_SECONDS", 0)
-    monkeypatch.setattr(work, "BATCH_BYTES", 2000)
-    names = []
-
-    def failing(*given):
-        if len(names) == at:
-            raise Killed
-        names.append(given[2])
-        return write_shard(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(work, "write_shard", failing)
-        with pytest.raises(Killed):
-            prepare(texts, output, *flags)
-    done = work.saved_progress(output)
-    assert sum(len(done[split]["shards"]) for split in SPLITS) == at
-    return names
-
-
-@pytest.mark.parametrize("at", [1, 3, 7])
-@pytest.mark.parametrize("limits", [[], ["--max_rows", "150"], ["--max_rows", "150", "--validation_shards", "1"]])
-def test_goes_on_where_it_was_killed(texts, made, tmp_path, monkeypatch, at, limits):
-    """Each finished shard is kept, and the end is byte for byte that of a run which nothing interrupted."""
+@pytest.mark.parametrize("limits", [[], ["--max_rows", "150", "--validation_shards", "1"]])
+def test_a_killed_preparation_continues(texts, made, tmp_path, monkeypatch, limits):
+    """What was tokenized is not tokenized again, and the output is byte for byte that of an undisturbed run."""
     whole, output = made, tmp_path / "out"
     if limits:
         whole = tmp_path / "whole"
         prepare(texts, whole, *limits)
-    done = interrupt(texts, output, monkeypatch, at, *limits)
+    with monkeypatch.context() as patch:
+        write = SplitWriter._write_shard
+
+        def fail(writer, rows):
+            write(writer, rows)
+            if len(writer.shards) == 2:
+                raise Killed
+
+        patch.setattr(SplitWriter, "_write_shard", fail)
+        with pytest.raises(Killed):
+            prepare(texts, output, *limits)
     (output / "train" / ".train-00009.json.gz.x.tmp").write_text("left by the kill")
     shutil.copy(output / "tokenizer.json", output / "train" / "train-00099.json.gz")
-    again = []
-    monkeypatch.setattr(work, "write_shard", lambda *given: again.append(given[2]) or write_shard(*given))
+    with pytest.raises(DataError, match="not finished"):
+        list_files(str(output / "train"))
+    monkeypatch.setattr(cli, "train", None)  # the tokenizer is not trained again
+    monkeypatch.setattr(convert, "write_group", None)
     assert prepare(texts, output, *limits) == 0
-    assert not set(done) & set(again), "no finished shard is written again"
     assert contents(output) == contents(whole)
-
-
-@pytest.mark.parametrize("damaged", ["train/train-00000.json.gz", PROGRESS])
-def test_damaged_progress_is_not_believed(texts, made, tmp_path, monkeypatch, damaged):
-    interrupt(texts, tmp_path / "out", monkeypatch, 5)
-    (tmp_path / "out" / damaged).write_bytes(b"cut")
-    assert prepare(texts, tmp_path / "out") == 0
-    assert contents(tmp_path / "out") == contents(made)
 
 
 @pytest.mark.slow
@@ -351,22 +329,14 @@ def test_the_standard_library_of_python(tmp_path):
     assert 5 < manifest["unigram_entropy_nats"]["test_under_train"] < 8, sys.version
 
 
-def test_continues_after_a_malformed_record(made, tmp_path, monkeypatch):
-    """With --bad_rows skip, a preparation that a record stopped keeps its shards, and loses no other record."""
-    monkeypatch.setattr(work, "SAVE_SECONDS", 0)
-    monkeypatch.setattr(work, "BATCH_BYTES", 2000)
+def test_malformed_records_stop_it_or_are_left_out(made, tmp_path):
     text, output = tmp_path / "text.jsonl", tmp_path / "out"
     lines = [json.dumps({"text": document(number)}) for number in range(60)]
     words = f"--input {text} --tokenizer {made}/tokenizer.json --seq_len 16 --rows_per_shard 8".split()
     text.write_text("\n".join([*lines[:50], "broken", *lines[50:]]))
     with pytest.raises(DataError, match=rf"{text}:51: "):
         main([*words, "--output", str(output)])
-    finished = {path: path.stat().st_mtime_ns for path in (output / "train").iterdir()}
     assert main([*words, "--output", str(output), "--bad_rows", "skip"]) == 0
-    assert any(path.stat().st_mtime_ns == time for path, time in finished.items()), "finished shards are kept"
-    assert main([*words, "--output", str(tmp_path / "new"), "--bad_rows", "skip"]) == 0
-    for split in SPLITS:
-        assert contents(output / split) == contents(tmp_path / "new" / split)
     manifest = json.loads((output / MANIFEST).read_text())
     assert sum(totals["documents"] for totals in manifest["splits"].values()) == 60
 

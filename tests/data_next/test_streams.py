@@ -20,6 +20,7 @@ from smp_train.data_next.source import IGNORED, Row
 from smp_train.data_next.stream import BadShare, Reading, assign_parts, stream_count
 from smp_train.data_next.streamed import FirstSamples, StreamedData
 from smp_train.errors import DataError
+from tests.data_next.streams import positions_of, spans_of, state_of
 
 LENGTH = 24
 RECORDS = 200
@@ -83,31 +84,6 @@ def world(how: Reading, size: int, *, mb: int = 1, acc: int = 1, streams: int = 
     return [StreamedData(how, streams=streams, dp_rank=rank, **share) for rank in range(size)]
 
 
-def state(ranks, consumed: int) -> dict:
-    """Return the state that all ranks agree on, after they have exchanged what each knows."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        rank._merge = lambda rows: parts.append(list(rows)) or [1] * len(rows)
-        rank.state(consumed)
-    together = np.max(np.array(parts), axis=0).tolist()
-    for rank in ranks:
-        rank._merge = lambda rows: together
-    states = [rank.state(consumed) for rank in ranks]
-    assert all(one == states[0] for one in states)
-    return json.loads(json.dumps(states[0]))
-
-
-def step(ranks, iterators, consumed: int) -> list[tuple[str, list[int]]]:
-    """Return the samples of one global batch by position: (name, tokens); of fillers too."""
-    samples: dict[int, tuple[str, list[int]]] = {}
-    for rank, iterator in zip(ranks, iterators, strict=True):
-        for positions, batch in zip(rank.positions(consumed), next(iterator), strict=True):
-            rows = zip(batch.samples, batch.input_ids.tolist(), strict=True)
-            samples |= dict(zip(positions.tolist(), rows, strict=True))
-    assert sorted(samples) == list(range(consumed, consumed + ranks[0].global_batch))
-    return [samples[position] for position in sorted(samples)]
-
-
 def run(how: Reading, history, *, streams=4, prefetch=0):
     """Return the samples of a run in several legs: (ranks, micro-batch, accumulation, steps, steps lost by a kill)."""
     seen, saved = [], None
@@ -117,11 +93,11 @@ def run(how: Reading, history, *, streams=4, prefetch=0):
         (at,) = {rank.check_state(saved) for rank in ranks} if saved else {0}
         iterators = [rank.batches(at) for rank in ranks]
         for _ in range(steps):
-            seen += step(ranks, iterators, at)
+            seen += positions_of(ranks, iterators, at)
             at += ranks[0].global_batch
-        saved = state(ranks, at)
+        saved = state_of(ranks, at)
         for number in range(lost):
-            step(ranks, iterators, at + number * ranks[0].global_batch)
+            positions_of(ranks, iterators, at + number * ranks[0].global_batch)
         for iterator in iterators:
             iterator.close()
     return seen
@@ -165,10 +141,7 @@ def test_any_history_is_that_of_one_process(corpus, alone, history, prefetch, la
 def parts_of(samples):
     """Yield (record, begin, end or None for a whole record) of what samples are made of."""
     for name, _ in samples:
-        for part in filter(None, name.split("+")):
-            record, _, span = part.partition("[")
-            begin, _, end = span.rstrip("]").partition(":")
-            yield record, int(begin or 0), int(end) if end else None
+        yield from spans_of(name)
 
 
 def texts(corpus):
@@ -190,7 +163,7 @@ def test_epochs_hold_every_token_of_every_record(corpus, layout, ranks):
     iterators = [rank.batches() for rank in world_ranks]
     samples, consumed = [], 0
     while not all(rank.exhausted for rank in world_ranks):
-        samples += step(world_ranks, iterators, consumed)
+        samples += positions_of(world_ranks, iterators, consumed)
         consumed += world_ranks[0].global_batch
     assert any(name for name, _ in samples[-world_ranks[0].global_batch :]), "the last step has a sample"
     times, tokens = Counter(), texts(corpus)
@@ -200,7 +173,7 @@ def test_epochs_hold_every_token_of_every_record(corpus, layout, ranks):
     for name, ids in samples:
         joined = [token for record, begin, end in parts_of([(name, ids)]) for token in tokens[record][begin:end]]
         assert ids == joined + [0] * (LENGTH - len(joined))
-    saved = state(world_ranks, consumed)
+    saved = state_of(world_ranks, consumed)
     (again,) = world(how, 1)
     again.check_state(saved)
     assert again.exhausted, "a run that is resumed at its end has nothing left to do"
@@ -250,7 +223,7 @@ def test_a_state_of_other_data_is_refused(corpus, caplog):
     (rank,) = world(reading(corpus), 1)
     iterator = rank.batches()
     next(iterator)
-    saved = state([rank], 1)
+    saved = state_of([rank], 1)
     with pytest.raises(ValueError, match=r"sample 1.* 2"):
         rank.state(2)
     for changes, reason in [

@@ -1,4 +1,8 @@
-"""``smp-train prepare``: text or chats in, token shards out, with a tokenizer and a manifest."""
+"""``smp-train prepare``: text or chats in, token shards out, with a tokenizer and a manifest.
+
+Records are converted as for training, into token files below the output; a later call continues there. Then one pass
+over their rows divides them into splits, fills rows of the wanted length and writes the shards.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,20 @@ import hashlib
 import json
 import os
 import re
-import sys
+import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from smp_train.data_next import token_file
 from smp_train.data_next.atomic_file import atomic_file
-from smp_train.data_next.bad_records import BadRecords
 from smp_train.data_next.chats import Chats
-from smp_train.data_next.files import DataFile, Selection, list_files
-from smp_train.data_next.kinds import Kind
+from smp_train.data_next.convert import open_token_rows, processes_for
+from smp_train.data_next.files import DataFile, FileSet, Selection, list_files
 from smp_train.data_next.manifest import MANIFEST
 from smp_train.data_next.prepare.options import SEQ_LEN, read
-from smp_train.data_next.prepare.splits import Split, entropy, is_held_out
-from smp_train.data_next.prepare.work import PROGRESS, SPLITS, Preparation, is_whole, processes_for, saved_progress
-from smp_train.data_next.prepare.writing import write_json
+from smp_train.data_next.prepare.shards import SplitWriter, entropy, is_held_out
 from smp_train.data_next.readers import Record, records
 from smp_train.data_next.rows import Recipe
 from smp_train.data_next.text import object_of
@@ -37,9 +37,14 @@ from smp_train.storage.paths import place as open_path
 
 MAKER = "smp-train prepare"
 FORMAT = 2
+SPLITS = ("train", "test")
+TOKENS = "_tokens"
+"""Folder of the token files, below the output; deleted at the end."""
 TOKENIZER_SAMPLE_PER_ENTRY = 512
 """Bytes of text that a tokenizer is trained on, for each entry of its vocabulary."""
-OUTPUT_FILES = re.compile(r"(train|test)-\d{5}\.(json|json\.gz|tok|idx)")
+BYTES_PER_TOKEN = 8
+"""Bytes of input for each token of --max_rows that are converted at a time: more than tokens have."""
+OUTPUT_FILES = re.compile(r"(train|test)-\d{5}\.(json|json\.gz|tok|idx)|\.(train|test)-.*\.tmp")
 NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
 
 
@@ -47,54 +52,58 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Raises ConfigError and DataError."""
     args = read(argv)
     trust_code(bool(args.trust_remote_code))
-    files, kind = _list_input(args)
-    output = Path(args.output)
-    _check_flags(args, kind)
-    request = _request(args, files)
+    files = _list_input(args)
+    _check_flags(args, files)
+    output, request = Path(args.output), _request(args, files)
     earlier = _read_manifest(output)
-    if (
-        earlier.get("complete")
-        and earlier.get("request") == request
-        and all(is_whole(output / split, totals["shards"]) for split, totals in earlier["splits"].items())
-    ):
-        print(f"{output}: already prepared from the same input")
-        return 0
-    if earlier.get("complete") and not args.overwrite:
-        raise ConfigError(
-            f"--output {output}: holds a preparation of other input or flags, or of another version; "
-            "give another folder, or --overwrite 1"
-        )
+    if earlier.get("complete"):
+        if earlier.get("request") == request and _is_whole(output, earlier):
+            print(f"{output}: already prepared from the same input")
+            return 0
+        if not args.overwrite:
+            raise ConfigError(
+                f"--output {output}: holds a preparation of other input or flags, or of another version; "
+                "give another folder, or --overwrite 1"
+            )
     _begin(output, earlier, request)
-    manifest = prepare(args, files, kind, output)
-    write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
-    (output / PROGRESS).unlink(missing_ok=True)
+    try:
+        manifest = prepare(args, files, output)
+        _write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
+    except OSError as error:
+        raise DataError(
+            f"{output}: cannot be written ({error.strerror}); free some space, start again, and it continues"
+        ) from None
+    shutil.rmtree(output / TOKENS, ignore_errors=True)
     _print_summary(output, manifest)
     return 0
 
 
-def _list_input(args: argparse.Namespace) -> tuple[list[DataFile], Kind]:
-    """Return the files, ordered by a hash of their names so that the first are a fair sample, and their kind."""
+def _list_input(args: argparse.Namespace) -> FileSet:
+    """Return the files of all inputs, ordered by a hash of their names so that the first are a fair sample."""
     selection = Selection(args.text_column, args.dataset_config_name, args.pattern, args.exclude, flag="--input")
     inputs = [list_files(location, selection, split=args.split) for location in args.input]
     kind = inputs[0].kind
-    for files in inputs:
-        if files.kind.name == "tokens":
-            raise DataError(f"{files.location}: holds rows of tokens, which need no preparation; train on them")
-        if files.kind != kind:
+    for each in inputs:
+        if each.kind.name == "tokens":
+            raise DataError(f"{each.location}: holds rows of tokens, which need no preparation; train on them")
+        if each.kind != kind:
             raise ConfigError(
-                f"--input: {inputs[0].location} holds {kind.plural}, {files.location} {files.kind.plural}; prepare "
-                "one kind at a time"
+                f"--input: {inputs[0].location} holds {kind.plural}, {each.location} {each.kind.plural}; prepare one "
+                "kind at a time"
             )
-    return sorted((file for each in inputs for file in each.files), key=_hash_of_name), kind
+    files = [file for each in inputs for file in each.files]
+    if len(inputs) > 1:  # names are unique in one input
+        files = [replace(file, name=file.shown) for file in files]
+    return FileSet(inputs[0].location, tuple(sorted(files, key=_hash_of_name)), kind)
 
 
-def _hash_of_name(file: DataFile) -> tuple[bytes, str, str]:
-    name = file.name.encode(errors="surrogateescape")
-    return hashlib.blake2b(name, digest_size=8).digest(), file.name, file.path
+def _hash_of_name(file: DataFile) -> tuple[bytes, str]:
+    return hashlib.blake2b(file.name.encode(errors="replace"), digest_size=8).digest(), file.name
 
 
-def _check_flags(args: argparse.Namespace, kind: Kind) -> None:
+def _check_flags(args: argparse.Namespace, files: FileSet) -> None:
     """Raise ConfigError for flags that do not fit the kind of records, before anything is written."""
+    kind = files.kind
     if args.chat_template and kind.name != "chats":
         raise ConfigError(f"--chat_template {args.chat_template}: the input holds {kind.plural}; leave it out")
     if kind.answers_only and args.seq_len is not None:
@@ -106,35 +115,29 @@ def _check_flags(args: argparse.Namespace, kind: Kind) -> None:
         raise ConfigError("--train_tokenizer: chats need a chat template; give --chat_template FILE")
     if kind.name == "chats" and args.tokenizer:
         Chats(load_for_chats(args.tokenizer, bool(args.trust_remote_code)), kind, args.tokenizer, args.chat_template)
-    args.seq_len = args.seq_len or SEQ_LEN
+    args.seq_len = None if kind.answers_only else args.seq_len or SEQ_LEN
 
 
-def prepare(args: argparse.Namespace, files: list[DataFile], kind: Kind, output: Path) -> dict[str, Any]:
+def prepare(args: argparse.Namespace, files: FileSet, output: Path) -> dict[str, Any]:
     """Write ``output`` from ``files``; return the counts in its manifest."""
-    end, vocab_size = _write_tokenizer(args, files, kind, output)
-    # The tokenizer in the output has the chat template.
-    recipe = Recipe(kind, tokenizer=str(output), eos_token=end, trust_remote_code=bool(args.trust_remote_code))
-    test_rows = sys.maxsize if args.validation_shards is None else args.validation_shards * args.rows_per_shard
+    end, vocab_size = _write_tokenizer(args, files, output)
+    test_rows = None if args.validation_shards is None else args.validation_shards * args.rows_per_shard
     train, test = (
-        Split(None if kind.answers_only else args.seq_len, args.rows_per_shard, most, np.zeros(vocab_size, np.int64))
-        for most in (args.max_rows or sys.maxsize, test_rows)
-    )
-    with Progress("prepare", args.max_rows, " rows") as progress:
-        try:
-            Preparation(
-                output, files, recipe, dict(zip(SPLITS, (train, test), strict=True)),
-                fraction=args.validation_fraction, output_type=args.output_type, zipped=bool(args.zip),
-                bad=BadRecords(args.bad_rows == "skip"), advance=progress.update,
-            ).run(processes_for(args.processes, files))  # fmt: skip
-        except OSError as error:
-            raise DataError(
-                f"{output}: cannot be written ({error.strerror}); free some space, start again, and it continues"
-            ) from None
-    row = "a row" if kind.answers_only else f"a row of {args.seq_len} tokens"
-    remedy = "" if kind.answers_only else "lower --seq_len, or "
+        SplitWriter(
+            output / name, args.seq_len, args.rows_per_shard, most, vocab_size, args.output_type, bool(args.zip)
+        )
+        for name, most in zip(SPLITS, (args.max_rows, test_rows), strict=True)
+    )  # fmt: skip
+    # The tokenizer in the output has the chat template.
+    recipe = Recipe(
+        files.kind, vocab_size, str(output), eos_token=end, trust_remote_code=bool(args.trust_remote_code)
+    )  # fmt: skip
+    _write_rows(args, files, recipe, train, test)
+    row = f"a row of {args.seq_len} tokens" if args.seq_len else "a row"
+    remedy = "lower --seq_len, or " if args.seq_len else ""
     if train.rows == 0:
         raise DataError(f"{', '.join(args.input)}: too few records for {row}; {remedy}lower --validation_fraction")
-    if args.validation_fraction and test_rows and test.rows == 0:
+    if args.validation_fraction and test.max_rows and test.rows == 0:
         raise DataError(
             f"{', '.join(args.input)}: too few records for {row} of validation; {remedy}raise --validation_fraction, "
             "or set it to 0 for no validation set"
@@ -142,10 +145,7 @@ def prepare(args: argparse.Namespace, files: list[DataFile], kind: Kind, output:
     return {
         "format": FORMAT, "seq_len": max(train.longest, test.longest), "vocab_size": vocab_size, "eos_token": end,
         "tokenizer_sha256": hashlib.sha256((output / "tokenizer.json").read_bytes()).hexdigest(),
-        "splits": {
-            name: {**split.totals(), "shards": split.shards}
-            for name, split in zip(SPLITS, (train, test), strict=True)
-        },
+        "splits": {"train": train.totals(), "test": test.totals()},
         "unigram_entropy_nats": {
             "train": entropy(train.counts),
             "test": entropy(test.counts) if test.rows else None,
@@ -154,7 +154,43 @@ def prepare(args: argparse.Namespace, files: list[DataFile], kind: Kind, output:
     }  # fmt: skip
 
 
-def _write_tokenizer(args: argparse.Namespace, files: list[DataFile], kind: Kind, output: Path) -> tuple[str, int]:
+def _write_rows(
+    args: argparse.Namespace, files: FileSet, recipe: Recipe, train: SplitWriter, test: SplitWriter
+) -> None:
+    """Write the shards of both splits from the first files that suffice."""
+    most = train.max_rows / (1 - args.validation_fraction) + (0 if args.validation_shards is None else test.max_rows)
+    needed = most * (args.seq_len or SEQ_LEN) * BYTES_PER_TOKEN
+    count = begin = 0
+    with Progress("prepare", args.max_rows, " rows") as progress:
+        while count < len(files.files) and not _have_enough(args, train, test):
+            size = 0
+            while count < len(files.files) and size <= needed:
+                size += files.files[count].size or needed + 1
+                count += 1
+            rows = open_token_rows(
+                replace(files, files=files.files[:count]), recipe, cache_dir=str(Path(args.output, TOKENS)),
+                max_bad=1.0 if args.bad_rows == "skip" else None, processes=processes_for(args.processes, 1),
+            )  # fmt: skip
+            for index in range(begin, len(rows)):
+                if _have_enough(args, train, test):
+                    break
+                # Once validation is full, held-out records go to training.
+                if not test.full and is_held_out(rows.name(index), args.validation_fraction):
+                    test.add(rows.row(index))
+                else:
+                    progress.update(train.add(rows.row(index)))
+            begin = len(rows)
+        progress.update(train.write())
+        test.write()
+
+
+def _have_enough(args: argparse.Namespace, train: SplitWriter, test: SplitWriter) -> bool:
+    """Return whether training has its rows, and validation too: all, or one if it has no limit."""
+    tested = test.full or (args.validation_shards is None and test.available > 0)
+    return train.full and (tested or not args.validation_fraction)
+
+
+def _write_tokenizer(args: argparse.Namespace, files: FileSet, output: Path) -> tuple[str, int]:
     """Load or train the tokenizer and write it to the output; return its end token and its vocabulary size."""
     path = output / "tokenizer.json"
     with on_this_machine(args.tokenizer or "") as location:
@@ -163,62 +199,59 @@ def _write_tokenizer(args: argparse.Namespace, files: list[DataFile], kind: Kind
         elif path.exists():  # trained by a preparation that was interrupted
             tokenizer = load(str(path))
         else:
-            texts = _training_sample(args, files, kind)
+            texts = _training_sample(args, files)
             tokenizer = train(texts, args.train_tokenizer, args.special_tokens, args.min_frequency)
         end, _ = end_token(tokenizer, args.eos_token, location or None)
     # With this file transformers loads the folder, end token included.
     loading = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
-    write_json(output / "tokenizer_config.json", loading)
+    _write_json(output / "tokenizer_config.json", loading)
     with atomic_file(str(path)) as file:
         file.write(tokenizer.to_str(pretty=True).encode() + b"\n")
-    if kind.name == "chats":
+    if files.kind.name == "chats":
         # The tokenizer of transformers, with its chat template, is also saved with models trained on these rows.
         source = args.tokenizer or str(output)
         loaded = load_for_chats(source, bool(args.trust_remote_code))
-        loaded.chat_template = Chats(loaded, kind, source, args.chat_template).template
+        loaded.chat_template = Chats(loaded, files.kind, source, args.chat_template).template
         loaded.save_pretrained(str(output))
         tokenizer = load(str(path))
     return end, tokenizer.get_vocab_size(with_added_tokens=True)
 
 
-def _training_sample(args: argparse.Namespace, files: list[DataFile], kind: Kind) -> Iterator[str]:
+def _training_sample(args: argparse.Namespace, files: FileSet) -> Iterator[str]:
     """Yield enough texts for a vocabulary of the size asked for, spread over all files; none is held out."""
     missing = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
-    every = max(1, sum(file.size for file in files) // missing)
+    every = max(1, files.size // missing)
     number = 0
-    for file in files:
-        for index, _, record in records(file, kind.fields):
+    for file in files.files:
+        for _, line, record in records(file, files.kind.fields):
             number += 1
-            if number % every == 0 and not is_held_out(file.name, index, args.validation_fraction):
-                text = "\n".join(_strings(record, kind))
+            if number % every == 0 and not is_held_out(f"{file.name}:{line}", args.validation_fraction):
+                text = "\n".join(_strings(record, files.kind.fields))
                 yield text
                 missing -= len(text)
                 if missing < 0:
                     return
 
 
-def _strings(record: Record, kind: Kind) -> Iterator[str]:
-    """Yield the texts in a record; none of a malformed one, which the preparation will report."""
+def _strings(record: Record, fields: Sequence[str]) -> Iterator[str]:
+    """Yield the texts in a record; none of a malformed record, which the conversion reports."""
     try:
-        fields = {"": record} if isinstance(record, str) else object_of(record)
+        values: list[Any] = [record] if isinstance(record, str) else [object_of(record).get(name) for name in fields]
     except ValueError:
         return
-    values = [value for name, value in fields.items() if name in ("", *kind.fields)]
     while values:
         value = values.pop(0)
-        if isinstance(value, dict):
-            values = [*value.values(), *values]
-        elif isinstance(value, list):
-            values = [*value, *values]
+        if isinstance(value, dict | list):
+            values = [*(value.values() if isinstance(value, dict) else value), *values]
         elif isinstance(value, str):
             yield value
 
 
-def _request(args: argparse.Namespace, files: list[DataFile]) -> dict[str, Any]:
+def _request(args: argparse.Namespace, files: FileSet) -> dict[str, Any]:
     """Return all that decides the output; a call with the same request has nothing to do."""
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name}\0{file.size}\0{file.version}\n".encode(errors="surrogateescape"))
+    for file in files.files:
+        digest.update(f"{file.name}\0{file.size}\0{file.version}\n".encode(errors="replace"))
     request = {key: value for key, value in vars(args).items() if key not in NOT_IN_REQUEST}
     template = request.pop("chat_template")
     if template:
@@ -229,7 +262,7 @@ def _request(args: argparse.Namespace, files: list[DataFile]) -> dict[str, Any]:
         request["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     if args.output_type == "cache":
         request["token_files"] = token_file.VERSION
-    return {"format": FORMAT, **request, "files": len(files), "files_sha256": digest.hexdigest()}
+    return {"format": FORMAT, **request, "files": len(files.files), "files_sha256": digest.hexdigest()}
 
 
 def _read_manifest(output: Path) -> dict[str, Any]:
@@ -245,25 +278,33 @@ def _read_manifest(output: Path) -> dict[str, Any]:
     return {}
 
 
+def _is_whole(output: Path, manifest: dict[str, Any]) -> bool:
+    """Return whether all shards of a preparation are there, as large as they were written."""
+    shards = [(output / name / one["name"], one) for name in SPLITS for one in manifest["splits"][name]["shards"]]
+    return all(path.is_file() and path.stat().st_size == shard["bytes"] for path, shard in shards)
+
+
 def _begin(output: Path, earlier: dict[str, Any], request: dict[str, Any]) -> None:
-    """Mark the output as unfinished; delete an earlier preparation, except what this one continues."""
+    """Mark the output as unfinished; delete an earlier preparation, except token files that this one continues."""
     # Without malformed records --bad_rows makes no difference to the output.
     continues = not earlier.get("complete") and earlier.get("request") in (request, {**request, "bad_rows": "stop"})
     try:
         output.mkdir(parents=True, exist_ok=True)
         if not continues:
-            for name in (PROGRESS, "tokenizer.json", "chat_template.jinja"):
+            shutil.rmtree(output / TOKENS, ignore_errors=True)
+            for name in ("tokenizer.json", "chat_template.jinja"):
                 (output / name).unlink(missing_ok=True)
-        write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
+        _write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
+        for path in [path for split in SPLITS for path in (output / split).glob("*")]:
+            if OUTPUT_FILES.fullmatch(path.name):
+                os.unlink(path)
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be written ({error.strerror})") from None
-    saved = saved_progress(output)
-    for split in SPLITS:
-        kept = {shard["name"].partition(".")[0] for shard in saved.get(split, {}).get("shards", ())}
-        for path in (output / split).glob("*"):
-            temporary = path.name.startswith(f".{split}-") and path.suffix == ".tmp"
-            if temporary or (OUTPUT_FILES.fullmatch(path.name) and path.name.partition(".")[0] not in kept):
-                os.unlink(path)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with atomic_file(str(path)) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def _print_summary(output: Path, manifest: dict[str, Any]) -> None:
