@@ -282,7 +282,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
 
 def count_truncated(run: Run, total: train_utils.Ballot) -> None:
     """Add up the tokens that --long truncate cuts off, and warn of the first."""
-    if total.truncated and not run.truncated:
+    if total.truncated and not run.truncated and run.runtime.is_main:
         log.warning(
             "Step %d: %d rows longer than %d tokens lose their end, with %d tokens that carry loss (--long truncate; "
             "metrics.jsonl has the sums); --long split keeps them, --long error refuses such rows", run.progress.step,

@@ -102,9 +102,9 @@ def dtype_for(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def row_checksum(data: np.ndarray | bytes, tokens: int, number: int) -> int:
-    """Return the CRC-32 of a row: of its stored bytes, its length, and the number of its record."""
-    return int(crc32((tokens | number << 64).to_bytes(16, "little"), crc32(data)))
+def row_checksum(data: np.ndarray | bytes, tokens: int) -> int:
+    """Return the CRC-32 of a row: of its stored bytes and its length."""
+    return int(crc32(tokens.to_bytes(8, "little"), crc32(data)))
 
 
 class OpenFile:
@@ -267,8 +267,7 @@ class TokenRows(Source):
             size = os.preadv(opened.descriptor, [data.data], file.begins[number] + start * header.token_bytes)
         except OSError as error:
             raise DataError(f"{file.path}: cannot be read ({error.strerror}); {self.remedy}") from None
-        record = int(arrays["numbers"][row]) if "numbers" in arrays else row + 1
-        if size != data.size or row_checksum(data, tokens, record) != arrays["crc"][row]:
+        if size != data.size or row_checksum(data, tokens) != arrays["crc"][row]:
             raise self._damaged(shard, row)
         if not header.labelled:
             return Row(data.view(header.dtype))

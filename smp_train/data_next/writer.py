@@ -45,7 +45,7 @@ class _Columns:
             stored += row.labels.astype(LABELS).tobytes()
             self.counted += int(np.count_nonzero(row.labels != IGNORED))
             self.first_targets.append(row.first_target())
-        self.crc.append(row_checksum(stored, tokens, number))
+        self.crc.append(row_checksum(stored, tokens))
         self.starts.append(self.starts[-1] + tokens)
         self.numbers.append(number)
         if tokens > self.longest:
@@ -96,8 +96,8 @@ class Writer:
             problem = f"none of its records is a row ({bad.first})" if bad and bad.count else "no row in it"
             raise DataError(f"{shown or name}: empty shard ({problem}); write it again or remove it")
         arrays = columns.arrays()
-        for key in sorted(arrays):
-            digest.update(key.encode() + arrays[key].tobytes())
+        for key in ("crc", "starts"):
+            digest.update(arrays.get(key, np.empty(0)).tobytes())
         header = Header(
             source=name, size=size, version=version, rows=len(columns.crc), tokens=columns.starts[-1],
             counted=columns.counted, dtype=columns.dtype.str,
