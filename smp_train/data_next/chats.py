@@ -28,8 +28,8 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 MAX_TURNS = 512
 """Most turns of a chat whose template does not mark answers: each answer takes two more renderings of the chat."""
-RENDER_SECONDS, RENDER_BYTES = 10.0, 2 << 30
-"""CPU time and memory of one rendering: a template may loop without end."""
+RENDER_SECONDS, RENDER_BYTES = 20.0, 2 << 30
+"""CPU time and memory for one chat: a template may loop without end."""
 MAX_CHARACTERS = 64 << 20
 SHOWN = 300
 """Characters of a template's own message that are shown."""
@@ -78,7 +78,21 @@ class Chats:
 
     def __call__(self, records: Sequence[Record]) -> list[Row | Problem | None]:
         """Return the row of each record, or the problem with it."""
-        return [self._row(record) for record in records]
+        rows: list[Row | Problem | None] = []
+        while len(rows) < len(records):
+            try:
+                with limited(RENDER_SECONDS, RENDER_BYTES) as renew:
+                    for record in records[len(rows) :]:
+                        renew()
+                        rows.append(self._row(record))
+            except (LimitExceeded, MemoryError):
+                rows.append(
+                    Problem(
+                        f"the chat template takes more than {RENDER_SECONDS:.0f} s or {RENDER_BYTES >> 30} GiB; does "
+                        "it loop? correct the template"
+                    )
+                )
+        return rows
 
     def _row(self, record: Record) -> Row | Problem:
         try:
@@ -142,13 +156,9 @@ class Chats:
     def _render(self, chat: Chat, **options: Any) -> Any:
         options = {"chat_template": self.template, "tokenize": False, "tools": chat.tools, **options}
         try:
-            with limited(RENDER_SECONDS, RENDER_BYTES):
-                return self._tokenizer.apply_chat_template(chat.turns, **options)
+            return self._tokenizer.apply_chat_template(chat.turns, **options)
         except (LimitExceeded, MemoryError):
-            raise ValueError(
-                f"the chat template takes more than {RENDER_SECONDS:.0f} s or {RENDER_BYTES >> 30} GiB; does it loop? "
-                "correct the template"
-            ) from None
+            raise
         except Exception as error:  # a template may raise anything
             raise ValueError(f"the chat template refuses it ({one_line(error)[:SHOWN]}); correct the turns") from None
 

@@ -6,9 +6,8 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 CHECK_SECONDS = 0.1
@@ -19,74 +18,44 @@ class LimitExceeded(Exception):
     """The code took too much time or memory."""
 
 
-@dataclass
-class _Run:
-    """A running piece of code."""
-
-    clock: int
-    cpu_limit: float
-    memory_limit: int
-    resident_limit: int = 0
-    """Set at the first check: reading the resident memory takes longer than most runs."""
-    stopped: bool = False
-
-    def exceeds(self) -> bool:
-        self.resident_limit = self.resident_limit or _resident_bytes() + self.memory_limit
-        return time.clock_gettime(self.clock) > self.cpu_limit or _resident_bytes() > self.resident_limit
-
-
-_lock = threading.Lock()
-_runs: dict[int, _Run] = {}
-"""By the thread."""
-_active = threading.Event()
-_watchdogs: dict[int, threading.Thread] = {}
-"""By the process: a forked child starts its own."""
-
-
 @contextmanager
-def limited(seconds: float, memory: int) -> Iterator[None]:
+def limited(seconds: float, memory: int) -> Iterator[Callable[[], None]]:
     """Raise `LimitExceeded` where the body takes more CPU seconds, or lets the process grow by more bytes of memory.
 
-    The exception interrupts Python code; a single long operation, such as 10 ** 10 ** 9, is not interrupted.
+    Yields a function that starts the count anew. The exception interrupts Python code; a single long operation, such as 10 ** 10 ** 9, is not interrupted.
     """
-    thread = threading.get_ident()
+    body, done, stopped = threading.get_ident(), threading.Event(), threading.Event()
     thread_clock: Any = getattr(time, "pthread_getcpuclockid", lambda _: time.CLOCK_MONOTONIC)
-    clock = thread_clock(thread)
-    run = _Run(clock, time.clock_gettime(clock) + seconds, memory)
-    with _lock:
-        _runs[thread] = run
-        if os.getpid() not in _watchdogs:
-            _watchdogs[os.getpid()] = threading.Thread(target=_watch, name="time-limit", daemon=True)
-            _watchdogs[os.getpid()].start()
-    _active.set()
-    raised = False
+    clock = thread_clock(body)
+    end, most = time.clock_gettime(clock) + seconds, 0
+
+    def renew() -> None:
+        nonlocal end, most
+        end, most = time.clock_gettime(clock) + seconds, 0
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(CHECK_SECONDS):
+            most = most or _resident_bytes() + memory
+            if time.clock_gettime(clock) > end or _resident_bytes() > most:
+                stopped.set()
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(body), ctypes.py_object(LimitExceeded))
+                return
+
+    watchdog = threading.Thread(target=watch, name="time-limit", daemon=True)
+    watchdog.start()
     try:
-        yield
+        yield renew
     except LimitExceeded:
-        raised = True
+        stopped.clear()
         raise
     finally:
-        with _lock:
-            del _runs[thread]
-        # The exception is delivered some instructions later: wait for it here rather than let it hit the caller.
+        done.set()
+        # An exception set just before the end of the body is delivered in this wait, rather than to the caller.
         with suppress(LimitExceeded):
-            if run.stopped and not raised:
-                end = time.monotonic() + DELIVERY_SECONDS
-                while time.monotonic() < end:
-                    time.sleep(0.001)
-
-
-def _watch() -> None:
-    while True:
-        _active.wait()
-        time.sleep(CHECK_SECONDS)
-        with _lock:
-            if not _runs:
-                _active.clear()
-            for thread, run in _runs.items():
-                if not run.stopped and run.exceeds():
-                    run.stopped = True
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(LimitExceeded))
+            watchdog.join()
+            if stopped.is_set():
+                time.sleep(DELIVERY_SECONDS)
 
 
 def _resident_bytes() -> int:

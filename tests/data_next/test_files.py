@@ -127,7 +127,7 @@ def test_empty_texts_are_left_out(tmp_path, caplog):
 
 def test_records_that_would_count_twice(tmp_path):
     put(tmp_path, "a.json", "b.json", "b.json.gz")
-    refuses(tmp_path, tmp_path / "b.json.gz", "lies next to b.json", "count twice")
+    refuses(tmp_path, tmp_path / "b.json.gz", f"lies next to {tmp_path}/b.json", "count twice")
     (tmp_path / "b.json.gz").rename(tmp_path / "b.jsonl.gz")
     refuses(tmp_path, "lies next to", "count twice")
     (tmp_path / "b.jsonl.gz").unlink()
@@ -140,7 +140,7 @@ def test_records_that_would_count_twice(tmp_path):
     with pytest.raises(DataError, match=r"a\.json: is the same file as .*a\.json"):
         list_sources([str(tmp_path), str(tmp_path / "a.json")], Selection(), ranks=detect())
     put(tmp_path / "texts", "a.txt", "a.txt.gz", "a.md", content=b"x")
-    refuses(tmp_path / "texts", "a.txt.gz: lies next to a.txt")
+    refuses(tmp_path / "texts", "a.txt.gz: lies next to")
 
 
 def test_zipped_flag_checks(tmp_path):
@@ -161,21 +161,12 @@ def test_patterns_and_exclusions(tmp_path):
     refuses(tmp_path, "no file that matches *.rst", patterns=["*.rst"])
 
 
-def test_json_files_without_records_next_to_other_files(tmp_path, caplog):
-    """A folder of `.json` files alone is read as it is; so are blank and broken files, and shards of tokens."""
-    put(tmp_path, "a.jsonl", "b.json", "sub/c.json", content=b"\n" + TEXT)
-    put(tmp_path, "info.json", content=b'{"text_column": "text"}\n')
-    put(tmp_path, "pretty.json", content=b'{\n "text": "one"\n}\n')
-    assert names(tmp_path) == ["a.jsonl", "b.json", "sub/c.json"]
-    assert "2 *.json" in caplog.text
-    put(tmp_path, "blank.json", content=b"\n")
-    put(tmp_path, "broken.json", content=b'{"text": "on')
-    assert names(tmp_path) == ["a.jsonl", "b.json", "blank.json", "broken.json", "sub/c.json"]
-    (tmp_path / "a.jsonl").unlink()
-    assert len(names(tmp_path)) == 6
-    put(tmp_path / "tokens", "a.jsonl", "README.md")
-    put(tmp_path / "tokens", "b.json", content=b'{"attention_mask": [1]}\n')
-    assert names(tmp_path / "tokens") == ["a.jsonl", "b.json"]
+def test_every_json_file_must_hold_records(tmp_path):
+    """Except for known files of settings: no shard is lost because its first line is broken."""
+    put(tmp_path, "a.jsonl", "b.json", "tokenizer_config.json")
+    put(tmp_path, "c.json", content=b"{\n")
+    put(tmp_path, "d.json", content=b"\n")
+    assert names(tmp_path) == ["a.jsonl", "b.json", "c.json", "d.json"]
 
 
 def test_texts_next_to_other_records(tmp_path, caplog):
@@ -194,7 +185,7 @@ def test_prepared_tokens(tmp_path):
         (name, "tokens") for name in ("a.idx", "a.tok", "b.idx", "b.tok")
     ]
     put(tmp_path, "c.jsonl")
-    refuses(tmp_path, "holds prepared tokens", "c.jsonl", "keep one kind in a folder")
+    refuses(tmp_path, "holds prepared tokens", "keep one kind in a folder")
 
 
 # --- splits
@@ -207,7 +198,7 @@ def held_out(location: Path | str) -> list[str] | None:
 
 def test_a_folder_of_splits(tmp_path):
     """As prepare writes it, or anybody."""
-    put(tmp_path, "train/a.json", "train/sub/b.json", "test/c.json", "tokenizer.json", "_manifest.json")
+    put(tmp_path, "train/a.json", "train/sub/b.json", "test/c.json", "tokenizer.json", "_manifest.json", "README.md")
     assert names(tmp_path) == ["a.json", "sub/b.json"]
     assert list_files(str(tmp_path)).files[0].path == f"{tmp_path}/train/a.json"
     assert held_out(tmp_path) == ["test/c.json"]
@@ -275,7 +266,7 @@ def test_the_files_of_this_node(tmp_path):
     with pytest.raises(DataError, match=r"b\.json: has 96 bytes on this node and 48 on rank 0's"):
         check_local_files(files)
     (tmp_path / "b.json").unlink()
-    with pytest.raises(DataError, match=r"b\.json: is missing on this node, with 0 more of 2 files"):
+    with pytest.raises(DataError, match=r"b\.json: is missing on this node; give every node"):
         check_local_files(files)
     put(tmp_path, "c.json")
     with pytest.raises(DataError, match=r"b\.json: is missing .*own part of the data \(ShardedByS3Key\).*FullyRepl"):

@@ -61,7 +61,7 @@ def test_listing(server, bucket, monkeypatch):
     assert (file.path, file.size, file.remote, bool(file.version)) == (f"{bucket}/p/a.json", len(ONE), True, True)
     for location, reason in (
         ("/nothing", "no object below this prefix"), ("/z", r"z/a.json: is empty \(0 bytes\)"),
-        ("/y", r"a\.json\.gz: lies next to a\.json"), ("/z/nothing.csv", "no object below"),
+        ("/y", r"a\.json\.gz: lies next to .*a\.json"), ("/z/nothing.csv", "no object below"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=reason):
             list_files(f"{bucket}{location}")
