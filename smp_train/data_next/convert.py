@@ -264,7 +264,9 @@ def write_group(base: str, group: Group, maker: RowMaker, vocab_size: int, tick:
             for file, copy in group:
                 bad = BadRecords(skip_bad)
                 rows = read_rows(file, maker, bad, copy=copy, tick=tick)
-                writer.add(file.name, file.size, file.version, rows, bad, shown=file.shown)
+                writer.add(
+                    file.name, file.size, file.version, rows, bad, shown=file.shown, may_be_empty=file.kind == "text"
+                )
                 if not file.remote:
                     _refuse_changed(file)
     except InterruptedError:

@@ -189,8 +189,7 @@ def _is_consistent(header: Header, shapes: Sequence[tuple[str, int]]) -> bool:
     needed = {"crc"} | ({"starts"} if header.row_length is None else set())
     return (
         all(type(number) is int and number >= 0 for number in numbers)
-        and rows > 0
-        and header.row_length in (None, tokens / rows)
+        and header.row_length in (None, tokens / max(1, rows))
         and header.longest <= tokens
         and header.dtype in ("<u2", "<u4")
         and type(header.labelled) is bool

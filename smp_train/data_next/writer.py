@@ -57,7 +57,7 @@ class _Columns:
         starts, numbers = np.array(self.starts, "<u8"), np.array(self.numbers, "<u8")
         arrays = {"crc": np.array(self.crc, "<u4")}
         lengths = np.diff(starts)
-        if (lengths != lengths[0]).any():
+        if (lengths != lengths[:1]).any():
             arrays["starts"] = starts
         if (numbers != np.arange(1, numbers.size + 1, dtype=np.uint64)).any():
             arrays["numbers"] = numbers
@@ -76,12 +76,12 @@ class Writer:
 
     def add(
         self, name: str, size: int, version: str, rows: Iterable[tuple[int, Row]], bad: BadRecords | None = None, *,
-        shown: str = "",
+        shown: str = "", may_be_empty: bool = False,
     ) -> Header:  # fmt: skip
         """Add a shard of (number of the record, row), and return its header.
 
         ``bad`` counts the bad records among them, once all rows are read; ``shown`` is the shard's name in messages.
-        Raises DataError where there is no row.
+        Raises DataError where there is no row, unless the shard ``may_be_empty``.
         """
         columns = _Columns(dtype_for(self._vocab_size))
         digest = hashlib.blake2b(digest_size=16)
@@ -92,7 +92,7 @@ class Writer:
                 self._tok.write(waiting)
                 waiting.clear()
         self._tok.write(waiting)
-        if not columns.crc:
+        if not columns.crc and not may_be_empty:
             problem = f"none of its records is a row ({bad.first})" if bad and bad.count else "no row in it"
             raise DataError(f"{shown or name}: empty shard ({problem}); write it again or remove it")
         arrays = columns.arrays()
