@@ -19,7 +19,7 @@ from smp_train.arguments import Arguments, validate
 from smp_train.arguments.own import Own
 from smp_train.arguments.parse import from_keywords
 from smp_train.arguments.validation import prompts_only
-from smp_train.data_next.source import Source
+from smp_train.data.source import Source
 from smp_train.distributed import Runtime
 from smp_train.distributed.agree import is_alone
 from smp_train.distributed.group import device_of

@@ -19,9 +19,9 @@ from smp_train.best import Best
 from smp_train.checkpoints import Checkpoint, CheckpointManager, Policy, RunId, tokenizer
 from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, is_node_local
-from smp_train.data_next.indexed import ValidationData
-from smp_train.data_next.loader import Loader
-from smp_train.data_next.open_data import open_data
+from smp_train.data.indexed import ValidationData
+from smp_train.data.loader import Loader
+from smp_train.data.open_data import open_data
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.distributed.degrees import plan
 from smp_train.distributed.host_memory import free_host_bytes
@@ -385,7 +385,8 @@ def write_run(run: Run, parameters: int) -> None:
         run=run.start.run.to_json(), config=asdict(run.args), sources=run.resolved.sources,
         mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh}, backend=run.backend.name,
         model=run.spec.name, own=run.own.names(), parameters=parameters, total_steps=run.total_steps,
-        samples=run.train_data.sizes(), streams=getattr(run.train_data, "streams", 0), **({"auto": run.choice} if run.choice else {}),
+        samples=run.train_data.sizes(), streams=getattr(run.train_data, "streams", 0),
+        **({"auto": run.choice} if run.choice else {}),
     )  # fmt: skip
 
 

@@ -20,9 +20,9 @@ from smp_train.arguments.groups import flags
 from smp_train.arguments.model_flags import ParallelArguments
 from smp_train.arguments.validation import check_values, refuse_natively
 from smp_train.arguments.verb_parser import beside_train
-from smp_train.data_next.indexed import ValidationData
-from smp_train.data_next.open_data import Opener, open_evaluation
-from smp_train.data_next.source import Source
+from smp_train.data.indexed import ValidationData
+from smp_train.data.open_data import Opener, open_evaluation
+from smp_train.data.source import Source
 from smp_train.errors import ConfigError
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import row_length
@@ -32,7 +32,7 @@ from smp_train.telemetry.logging_utils import perplexity, setup_logging
 if TYPE_CHECKING:
     import torch
 
-    from smp_train.data_next.batch import Batch
+    from smp_train.data.batch import Batch
 
 OF_THE_RUN = ("max_context_width", "short", "long", "text_column", "bf16", "attn_implementation", "chunked_loss")
 """Flags whose default is what the checkpoint's run was given."""
@@ -43,8 +43,8 @@ INSTEAD = {
 """Flags of ``train`` in whose place this verb has others."""
 READ = {
     *OF_THE_RUN, "trust_remote_code", "seed", "dataset_type", "zipped_data", "data_num_workers", "bad_rows", "max_bad",
-    "data_cache_dir", "dataset_config_name", "streaming", "tokenizer", "chat_template", "val_batch_size", "config", "smp_config",
-    "debug", "distributed_backend", "distributed_timeout_minutes",
+    "data_cache_dir", "dataset_config_name", "streaming", "tokenizer", "chat_template", "val_batch_size", "config",
+    "smp_config", "debug", "distributed_backend", "distributed_timeout_minutes",
 }  # fmt: skip
 """Flags with an effect here, besides those of parallelism."""
 

@@ -13,7 +13,7 @@ from smp_train.checkpoints import Checkpoint, foreign, tokenizer
 from smp_train.checkpoints.discovery import is_checkpoint_folder, newest_readable, open_checkpoint
 from smp_train.checkpoints.node_local import find_newest, is_node_local
 from smp_train.checkpoints.runs import runs_in
-from smp_train.data_next.loader import Loader
+from smp_train.data.loader import Loader
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError, first_few
 from smp_train.models.configuration import changes_from

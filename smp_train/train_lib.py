@@ -16,7 +16,7 @@ from smp_train.best import Best
 from smp_train.build_run import Position, Run, build_run, mesh_sizes
 from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.tokenizer import from_files
-from smp_train.data_next.batch import Batch
+from smp_train.data.batch import Batch
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import ConfigError, DataError
 from smp_train.naming import how_to_resume, output

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from smp_train import distributed
 from smp_train.backends.base import Backend
-from smp_train.data_next.batch import Batch
-from smp_train.data_next.indexed import ValidationData
+from smp_train.data.batch import Batch
+from smp_train.data.indexed import ValidationData
 from smp_train.distributed import heartbeat
 from smp_train.distributed.to_host import ToHost
 from smp_train.errors import DataError

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from smp_train import backends, distributed, train_utils
 from smp_train.arguments import Arguments
 from smp_train.arguments.chosen import words
-from smp_train.data_next.batch import Batch
+from smp_train.data.batch import Batch
 from smp_train.distributed import Runtime, child
 from smp_train.distributed.host import free_port
 from smp_train.errors import ConfigError, explained, no_memory

@@ -58,8 +58,8 @@ class DataArguments:
     """Data: what is read, in which order, and what is validated on."""
 
     training_dir: list[str] | None = flag(
-        None, "Training data: files, folders, s3:// prefixes or names on the hub, of token rows, text, chats, or prompts "
-        "with completions; several, as a:0.7 b:0.3, are blended by weight",
+        None, "Training data: files, folders, s3:// prefixes or names on the hub, of token rows, text, chats, or "
+        "prompts with completions; several, as a:0.7 b:0.3, are blended by weight",
         variable="SM_CHANNEL_TRAIN", fsdp="dataset_path", profiling="data_path", minimal="train_data")
     dataset: list[str] | None = flag(
         None, "The same: its sources are added to those of --training_dir", trainer="dataset_name train_file")

@@ -9,7 +9,7 @@ import importlib
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from smp_train.checkpoints.saver import LibrarySaver, Saver
 from smp_train.checkpoints.state import gather_state
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.degrees import check_model, plan
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.initialization import module_initialiser

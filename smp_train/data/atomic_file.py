@@ -1,4 +1,4 @@
-"""Files that appear under their names complete and on disk, or not at all."""
+"""Files that appear under their names complete and synced to disk, or not at all."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import IO
 
 from smp_train.storage.folder import sync_folder
 
-# The umask can only be read by setting it, for all threads: so once, before there are any.
+# Reading the umask means setting it for all threads: do it once, before there are any.
 _UMASK = os.umask(0o077)
 os.umask(_UMASK)
 
 
 @contextlib.contextmanager
 def atomic_file(path: str) -> Iterator[IO[bytes]]:
-    """Write a file that appears under ``path`` when complete and on disk; on an error nothing is left."""
+    """Write a file that appears under ``path`` when it is complete and synced; on an error nothing is left."""
     with temporary_file(path) as (file, scratch):
         yield file
         file.close()
-        settle(scratch, path)
+        publish(scratch, path)
 
 
 @contextlib.contextmanager
 def temporary_file(path: str) -> Iterator[tuple[IO[bytes], str]]:
-    """Yield a temporary file beside ``path`` and its name; it is removed unless it has been renamed."""
+    """Yield a temporary file in the folder of ``path``, and its name; it is removed unless it has been renamed."""
     folder, name = os.path.split(path)
     handle, scratch = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder or ".")
     with os.fdopen(handle, "wb") as file:
@@ -38,8 +38,8 @@ def temporary_file(path: str) -> Iterator[tuple[IO[bytes], str]]:
                 os.unlink(scratch)
 
 
-def settle(scratch: str, path: str, *, and_folder: bool = True) -> None:
-    """Sync a temporary file, then give it its name, and the access that the umask leaves (to others never to write)."""
+def publish(scratch: str, path: str, *, sync_name: bool = True) -> None:
+    """Sync a temporary file and rename it to ``path``, readable and writable as the umask allows, but not by others."""
     file = os.open(scratch, os.O_RDONLY)
     try:
         os.fchmod(file, 0o664 & ~_UMASK)
@@ -47,5 +47,5 @@ def settle(scratch: str, path: str, *, and_folder: bool = True) -> None:
     finally:
         os.close(file)
     os.replace(scratch, path)
-    if and_folder:
+    if sync_name:
         sync_folder(Path(path).parent)

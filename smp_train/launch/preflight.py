@@ -167,8 +167,9 @@ def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
 
 def data(args: Any) -> list[tuple[str, str]]:
     """Return (flag, folder) of the data that flags name on a file system, without the weights of a blend."""
-    sources = {"training_dir": args.training_dir, "dataset": args.dataset, "test_dir": args.test_dir and [args.test_dir]}
-    folders = [(flag, folder) for flag, named in sources.items() for folder in read_weights(named or [])[0]]
+    test = [args.test_dir] if args.test_dir else []
+    sources = {"training_dir": args.training_dir or [], "dataset": args.dataset or [], "test_dir": test}
+    folders = [(flag, folder) for flag, named in sources.items() for folder in read_weights(named)[0]]
     return [(flag, folder) for flag, folder in folders if "://" not in folder and not is_hub_name(folder)]
 
 

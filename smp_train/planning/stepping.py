@@ -13,7 +13,7 @@ from torch import nn
 from smp_train import train_utils
 from smp_train.arguments import Arguments
 from smp_train.backends.base import Backend
-from smp_train.data_next.batch import Batch
+from smp_train.data.batch import Batch
 from smp_train.models.build import decoder_layers
 from smp_train.planning import work
 from smp_train.planning.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, LiveMemory

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.cli import main
-from smp_train.data import manifest
-from smp_train.data.token_cache import BESIDE
+from smp_train.data.cli import main
+from smp_train.data.files import list_files
 from smp_train.errors import DataError
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "sample"
@@ -18,7 +17,7 @@ SAMPLE = Path(__file__).resolve().parents[2] / "data" / "sample"
 @pytest.fixture
 def made(tmp_path):
     # Other tests train on the sample meanwhile: files in the cache beside it come and go.
-    return Path(shutil.copytree(SAMPLE, tmp_path / "made", ignore=shutil.ignore_patterns(BESIDE)))
+    return Path(shutil.copytree(SAMPLE, tmp_path / "made", ignore=shutil.ignore_patterns(".smp*")))
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -69,41 +68,41 @@ def test_other_shards_than_listed(change, made, place, tmp_path, capsys):
     named = change(made)
     folder = place() + "/train"
     with pytest.raises(DataError, match=rf"made/train: .*{named} "):
-        manifest.check(folder)
-    assert main(["data", "verify", folder, "--cache_dir", str(tmp_path / "cache")]) == 3
+        list_files(folder)
+    assert main(["verify", folder, "--cache_dir", str(tmp_path / "cache")]) == 3
     assert named in capsys.readouterr().out
-    manifest.check(place() + "/test")
+    list_files(place() + "/test")
 
 
-def test_what_is_as_listed(place, tmp_path, capsys):
+def test_a_folder_as_listed(place, tmp_path):
     for split in ("train", "test"):
-        manifest.check(f"{place()}/{split}")
-    assert main(["data", "verify", f"{place()}/train/", "--cache_dir", str(tmp_path / "cache")]) == 0
+        list_files(f"{place()}/{split}")
+    assert main(["verify", f"{place()}/train/", "--cache_dir", str(tmp_path / "cache")]) == 0
 
 
-def test_the_folder_above_the_splits(place, capsys):
-    with pytest.raises(DataError, match=r"made/?: .*made/train and \S*made/test"):
-        manifest.check(place())
-    assert main(["data", "verify", place() + "/"]) == 3
-    assert "made/train" in capsys.readouterr().err
+def test_the_folder_above_the_splits_is_read_for_its_split(made, place):
+    missing(made)
+    assert [file.name for file in list_files(place(), split="test").files] == ["test-00000.json.gz"]
+    with pytest.raises(DataError, match="train-00001"):
+        list_files(place())
 
 
 def test_without_a_manifest_or_with_another_programs(made):
     for text in ('{"splits": [1]}', "[]", "{", '{"splits": {"train": {"shards": [{"name": "x"}]}}}'):
         (made / "_manifest.json").write_text(text)
-        manifest.check(str(made / "train"))
+        list_files(str(made / "train"))
     (made / "_manifest.json").unlink()
     foreign(made)
-    manifest.check(str(made / "train"))
+    list_files(str(made / "train"))
 
 
-def test_one_shard_of_a_preparation_is_as_it_is_given(made):
+def test_one_shard_of_a_preparation_is_read_alone(made):
     missing(made)
-    manifest.check(str(shard(made, 0)))
+    list_files(str(shard(made, 0)))
 
 
 def test_an_unfinished_preparation(made):
     text = json.dumps({"made_by": "smp-train prepare", "complete": False, "request": {}})
     (made / "_manifest.json").write_text(text)
     with pytest.raises(DataError, match=r"_manifest\.json: .*smp-train prepare"):
-        manifest.check(str(made / "train"))
+        list_files(str(made / "train"))

@@ -1,0 +1,104 @@
+"""Files of arrays with a JSON header, mapped into memory: the indexes of token files, and tables of samples.
+
+A file is magic, length and CRC-32 of the header, the header, and the arrays, each at a multiple of 8 bytes. Processes
+that map the same file share its pages.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from smp_train.data.atomic_file import atomic_file
+
+MAGIC = b"SMPARRAY"
+PREFIX = struct.Struct("<8sII")
+FIRST_READ = 4096
+DTYPES = ("<u4", "<u8")
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def write_arrays(path: str, version: int, header: Any, arrays: Sequence[np.ndarray]) -> None:
+    """Write a header and uint32 or uint64 arrays to a file that appears complete and synced."""
+    shapes = [(array.dtype.str, array.size) for array in arrays]
+    text = json.dumps({"version": version, "arrays": shapes, "header": header}).encode()
+    text += b" " * (_padded(len(text) + PREFIX.size) - len(text) - PREFIX.size)
+    with atomic_file(path) as file:
+        file.write(PREFIX.pack(MAGIC, len(text), zlib.crc32(text)) + text)
+        for array in arrays:
+            file.write(array.tobytes())
+            file.write(bytes(_padded(array.nbytes) - array.nbytes))
+
+
+class ArraysFile:
+    """A file of arrays whose header has been read.
+
+    Args:
+        path: the file.
+        header: its header.
+        shapes: data type and number of elements of each array.
+        begin: offset of the first array in bytes.
+    """
+
+    def __init__(self, path: str, header: Any, shapes: Sequence[tuple[str, int]], begin: int) -> None:
+        self.path, self.header, self.shapes = path, header, shapes
+        sizes = (_padded(np.dtype(dtype).itemsize * count) for dtype, count in shapes)
+        self._begins = list(accumulate(sizes, initial=begin))
+        self.size = self._begins[-1]
+        """Bytes of the whole file."""
+
+    def map(self) -> Arrays:
+        """Map the file. Raises OSError."""
+        return Arrays(self)
+
+
+class Arrays:
+    """The arrays of a mapped file; the mapping lives as long as this object or one of its arrays."""
+
+    def __init__(self, file: ArraysFile) -> None:
+        self._file = file
+        with open(file.path, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file.size:
+                raise OSError(0, f"has {size} bytes instead of {file.size}")
+            self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        dtype, count = self._file.shapes[number]
+        return np.frombuffer(self._map, dtype, count, self._file._begins[number])
+
+
+def read_header(path: str, version: int) -> ArraysFile | None:
+    """Return a complete file of this version; None where there is none."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            data, size = file.read(FIRST_READ), os.fstat(file.fileno()).st_size
+            magic, length, crc = PREFIX.unpack_from(data)
+            if magic != MAGIC or PREFIX.size + length > size:
+                return None
+            data += file.read(max(0, PREFIX.size + length - len(data)))
+        text = data[PREFIX.size : PREFIX.size + length]
+        if zlib.crc32(text) != crc:
+            return None
+        content = json.loads(text)
+        if content["version"] != version or not _are_shapes(content["arrays"]):
+            return None
+        arrays = ArraysFile(path, content["header"], content["arrays"], PREFIX.size + length)
+        return arrays if arrays.size == size else None
+    except (OSError, struct.error, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _are_shapes(shapes: Iterable[Any]) -> bool:
+    return all(dtype in DTYPES and type(count) is int and count >= 0 for dtype, count in shapes)

@@ -1,0 +1,80 @@
+"""Malformed records: the run stops at the first, or leaves them out (--bad_rows skip) up to --max_bad."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smp_train.errors import DataError
+
+if TYPE_CHECKING:
+    from smp_train.data.files import DataFile
+
+logger = logging.getLogger("smp_train.data")
+
+FEWEST_JUDGED = 1000
+"""A stream is judged as if at least this many of its records had been read: one early bad record is no tendency."""
+
+
+@dataclass
+class BadRecords:
+    """Counts the malformed records that are left out; raises at the first if malformed records are not skipped."""
+
+    skip: bool
+    """--bad_rows skip."""
+    count: int = 0
+    first: str = ""
+    """The first, as ``PATH:LINE: reason; what to do``."""
+    first_number: int = 0
+    """Line or row of the first."""
+    first_problem: str = ""
+    """``reason; what to do`` of the first."""
+
+    def add(self, file: DataFile, number: int, problem: str) -> None:
+        """Count a malformed record. Raises DataError unless malformed records are skipped."""
+        message = f"{file.at(number)}: {problem}"
+        if not self.skip:
+            raise DataError(f"{message}, or leave such records out with --bad_rows skip")
+        if not self.count:
+            self.first, self.first_number, self.first_problem = message, number, problem
+        self.count += 1
+        if self.count & (self.count - 1) == 0:  # at 1, 2, 4, 8, ... records
+            logger.warning("left out %d malformed records so far (--bad_rows skip); the latest is %s",
+                           self.count, message)  # fmt: skip
+
+    def judge(self, max_bad: float | None, records: int) -> None:
+        """Raise DataError where more than ``max_bad`` of the ``records`` read so far, good and bad, are bad."""
+        if self.count > (max_bad or 0.0) * max(records, FEWEST_JUDGED):
+            raise _too_many(self.count, records, max_bad or 0.0, self.first)
+
+
+def judge_bad_records(
+    bad: Iterable[tuple[DataFile, int, int, str]], rows: int, max_bad: float | None, remedy: str = ""
+) -> None:
+    """Raise DataError where more records were left out than ``max_bad`` allows; else warn about them.
+
+    Args:
+        bad: (file, count, number of the first, its problem) of each file.
+        rows: rows that remain.
+        max_bad: --max_bad, the fraction of all records that may be left out; None allows none.
+        remedy: added to the message where none is allowed.
+    """
+    counted = [(file.at(number), count, problem) for file, count, number, problem in bad if count]
+    if not counted:
+        return
+    skipped = sum(count for _, count, _ in counted)
+    first = f"{counted[0][0]}: {counted[0][2]}"
+    if max_bad is None:
+        raise DataError(f"{first}{remedy}")
+    if skipped > max_bad * (rows + skipped):
+        raise _too_many(skipped, rows + skipped, max_bad, first)
+    logger.warning("left out %d of %d records as malformed (--bad_rows skip); the first is %s",
+                   skipped, rows + skipped, first)  # fmt: skip
+
+
+def _too_many(count: int, records: int, max_bad: float, first: str) -> DataError:
+    return DataError(
+        f"{count} of {records} records are malformed, more than --max_bad {max_bad:.4%} allows; the first is {first}"
+    )

@@ -1,0 +1,80 @@
+"""Data sets on the Hugging Face hub, streamed shard by shard through ``datasets``."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from smp_train.errors import ConfigError, DataError, install, one_line
+from smp_train.models.hugging_face import HubUnreachable, asking_hub
+
+if TYPE_CHECKING:
+    from smp_train.data.files import DataFile
+
+ROWS_AT_ONCE = 1000
+SHOWN = 300
+"""Characters of another library's message that are shown."""
+
+
+class Splits(NamedTuple):
+    """The splits of a data set, opened for streaming, with the identity of the content of each."""
+
+    streams: dict[str, Any]
+    identities: dict[str, str]
+
+
+@lru_cache(maxsize=16)
+def open_splits(name: str, config: str | None) -> Splits:
+    """Return the splits of a data set by its name on the hub. Raises ConfigError and DataError."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{name}: is no file or folder here, and data sets on the hub need: {install('text')}"
+        ) from None
+    datasets.disable_progress_bars()
+    try:
+        # datasets 4 and later never run a data set's code, and refuse the option.
+        runs_code = "trust_remote_code" in inspect.signature(datasets.load_dataset_builder).parameters
+        with asking_hub():
+            builder = datasets.load_dataset_builder(name, config, **({"trust_remote_code": False} if runs_code else {}))
+            streams = dict(builder.as_streaming_dataset())
+    except HubUnreachable as failure:
+        raise DataError(f"{name}: {failure}; check the path, or download the data set") from None
+    except Exception as error:  # datasets and huggingface_hub raise many classes
+        raise DataError(
+            f"{name}: is no file or folder here, and cannot be opened as a data set on the hub ({_shown(error)})"
+        ) from None
+    files = builder.config.data_files or {}
+    identities = {}
+    for split in streams:
+        # The names of files on the hub contain the commit.
+        content = repr((name, config, split, list(files.get(split) or [builder.hash or ""])))
+        identities[split] = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    return Splits(streams, identities)
+
+
+def batches(file: DataFile, first: int) -> Iterator[tuple[int, Any]]:
+    """Yield (index of its first row, record batch) of a shard, from row ``first`` on. Raises DataError."""
+    splits = open_splits(file.path, file.config)
+    assert file.split is not None
+    if splits.identities.get(file.split) != file.version:
+        raise DataError(f"{file.shown}: has changed on the hub since it was listed; start again")
+    stream, before = splits.streams[file.split], first
+    try:
+        shard = stream.shard(num_shards=stream.num_shards, index=file.shard).with_format("arrow").skip(first)
+        for table in shard.iter(batch_size=ROWS_AT_ONCE):
+            for batch in table.to_batches():
+                yield before, batch
+                before += batch.num_rows
+    except DataError:
+        raise
+    except Exception as error:  # of the network, the hub, or the file's format
+        raise DataError(f"{file.shown}: cannot be read further after row {before} ({_shown(error)})") from None
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)[:SHOWN]}"

@@ -1,0 +1,138 @@
+"""Rows of parquet and Arrow files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from smp_train.errors import ConfigError, DataError, install, one_line
+
+if TYPE_CHECKING:
+    from smp_train.data.files import DataFile
+
+BATCH_ROWS = 1024
+ARROW_FILE_MAGIC = b"ARROW1"
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""The last bytes of a complete stream of Arrow batches."""
+
+
+def batches(
+    file: DataFile, raw: IO[bytes], fields: Sequence[str] | None, first: int, tick: Callable[[int], None]
+) -> Iterator[tuple[int, Any]]:
+    """Yield (index of its first row, record batch) of a parquet or Arrow file; row groups before ``first`` are skipped.
+
+    Raises DataError where the file is damaged.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise ConfigError(f"{file.path}: needs the package pyarrow: {install('text')}") from None
+    before = 0
+    try:
+        if file.kind == "parquet":
+            yield from _parquet_batches(raw, fields, first)
+        else:
+            for batch in _arrow_batches(raw, file.path):
+                _validate(batch)
+                yield before, batch
+                before += batch.num_rows
+        tick(file.size)
+    except (pa.ArrowException, OSError, EOFError) as error:
+        if isinstance(error, InterruptedError):  # raised by `tick`
+            raise
+        kind = "a parquet" if file.kind == "parquet" else "an Arrow"
+        raise DataError(f"{file.path}: is damaged or not {kind} file ({one_line(error)}); copy it again") from None
+
+
+def _parquet_batches(raw: IO[bytes], fields: Sequence[str] | None, first: int) -> Iterator[tuple[int, Any]]:
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(raw)
+    columns = None if fields is None else [name for name in fields if name in table.schema_arrow.names]
+    before = 0
+    for group in range(table.num_row_groups):
+        rows = table.metadata.row_group(group).num_rows
+        if before + rows > first:
+            start = before
+            for batch in table.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
+                yield start, batch
+                start += batch.num_rows
+        before += rows
+
+
+def _arrow_batches(raw: IO[bytes], path: str) -> Iterator[Any]:
+    """Yield the batches of the stream format, which ``save_to_disk`` writes, or of the file format."""
+    import pyarrow as pa
+
+    if raw.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC:
+        reader = pa.ipc.open_file(raw)
+        yield from map(reader.get_batch, range(reader.num_record_batches))
+        return
+    # A file cut between two batches lacks only the end mark.
+    raw.seek(-len(ARROW_END), os.SEEK_END)
+    if raw.read() != ARROW_END:
+        raise DataError(f"{path}: not a whole Arrow file (it has no end mark); copy it again")
+    raw.seek(0)
+    yield from pa.ipc.open_stream(raw)
+
+
+def _validate(batch: Any) -> None:
+    """Check all offsets of a batch: reading a list or string with damaged offsets would crash the process."""
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):  # text that is not UTF-8 is a problem of its record
+            raise
+
+
+def rows(
+    batches_of_file: Iterable[tuple[int, Any]], fields: Sequence[str] | None, first: int, step: int
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield (index from 0, number from 1, row as a dict) of the rows ``first``, ``first + step``, ..."""
+    for before, batch in batches_of_file:
+        start = max(first, before)
+        start += (first - start) % step
+        wanted = range(start - before, batch.num_rows, step)
+        if not wanted:
+            continue
+        if step > 1:
+            batch = batch.take(list(wanted))
+        elif wanted.start:
+            batch = batch.slice(wanted.start)
+        names = [name for name in batch.schema.names if fields is None or name in fields]
+        columns = [_values(batch.column(name)) for name in names]
+        for position, index in enumerate(wanted):
+            yield (
+                before + index,
+                before + index + 1,
+                {name: column[position] for name, column in zip(names, columns, strict=True)},
+            )
+
+
+def _values(column: Any) -> Sequence[Any]:
+    """Return the values of a column: arrays for lists of integers; for a text that is not UTF-8, its exception."""
+    import pyarrow as pa
+
+    kind = column.type
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if lists and pa.types.is_integer(kind.value_type) and not column.null_count:
+        values = column.flatten()
+        if not values.null_count:
+            ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
+            return np.split(values.to_numpy(zero_copy_only=False), ends[:-1]) if len(column) else []
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_value_or_error(value) for value in column]
+
+
+def _value_or_error(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        return error

@@ -1,0 +1,187 @@
+"""Token rows: records with input_ids, and optionally attention_mask and labels, checked strictly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from smp_train.data.kinds import IDS, LABELS, MASK, TOKENS
+from smp_train.data.problem import Problem
+from smp_train.data.readers import Record, not_utf8, parse_object
+from smp_train.data.source import IGNORED, Row
+
+try:  # simdjson reads lists of integers without making Python integers, ten times as fast as json.
+    import simdjson
+
+    Parser: Any = simdjson.Parser
+except ImportError:
+    Parser = None
+
+FIELDS = TOKENS.fields
+Lists = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
+"""Ids, attention mask and labels of a record, int64."""
+
+
+class TokenRows:
+    """Makes rows of token records.
+
+    Args:
+        vocab_size: token ids must be below it.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._simd = Parser and Parser()
+        self._last_mask: tuple[bytes, np.ndarray] = (b"", np.empty(0, dtype=np.int64))
+        """Text and values of the latest mask at the end of a line: most files repeat one mask, all ones."""
+
+    def __call__(self, records: Sequence[Record]) -> list[Row | Problem | None]:
+        """Return the row of each record, ids and labels int64, or the problem with it."""
+        return [self._row(record) for record in records]
+
+    def _row(self, record: Record) -> Row | Problem:
+        try:
+            if isinstance(record, bytes):
+                line = record.strip()
+                return checked_row(*(self._fast(line) or lists_of(parse_object(line))), self.vocab_size)
+            if isinstance(record, dict):
+                return checked_row(*lists_of(record), self.vocab_size)
+        except ValueError as error:
+            return Problem(error)
+        return Problem(f"is text, not an object with {IDS}")
+
+    def _fast(self, line: bytes) -> Lists | None:
+        """Return the lists of a plainly formed line; None for any doubtful line, which is then parsed strictly.
+
+        A mask at the end of the line that equals the latest one is not parsed again: ``{a, b}`` is a JSON object if
+        ``{a}`` and ``{b}`` are.
+        """
+        comma = line.rfind(b",", 0, max(0, line.rfind(b'"attention_mask"')))
+        tail, known = line[comma:], None
+        if comma > 0 and tail == self._last_mask[0]:
+            line, known = line[:comma] + b"}", self._last_mask[1]
+        # A backslash may hide a field's name. simdjson flattens nested lists, so brackets are counted.
+        if self._simd is None or not line.startswith(b"{") or b"\\" in line:
+            return None
+        quotes = _positions(line, b'"')
+        strings = [line[start + 1 : end] for start, end in zip(quotes[::2], quotes[1::2], strict=False)]
+        counts = [strings.count(field.encode()) for field in FIELDS]
+        if counts[0] != 1 or max(counts) > 1 or len(_positions(line, b"[")) != sum(counts):
+            return None
+        if known is not None and counts[1]:
+            return None
+        try:
+            document = self._simd.parse(line)
+            ids, mask, labels = (
+                np.frombuffer(document[field].as_buffer(of_type="i"), dtype=np.int64) if count else None
+                for field, count in zip(FIELDS, counts, strict=True)
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+            # The traceback may hold the document, and simdjson refuses to reuse a parser whose document is held.
+            self._simd = Parser()
+            return None
+        # Remember the mask only if it alone follows the comma, in the outermost object.
+        alone = [1, 2, 0, 1]
+        if mask is not None and labels is None and [tail.count(mark) for mark in (b"[", b'"', b"{", b"}")] == alone:
+            self._last_mask = tail, mask
+        return None if ids is None else (ids, mask if known is None else known, labels)
+
+
+def _positions(line: bytes, mark: bytes) -> list[int]:
+    """Return the positions of a character: `bytes.find` is 30 times as fast as `bytes.count`."""
+    positions, position = [], line.find(mark)
+    while position >= 0:
+        positions.append(position)
+        position = line.find(mark, position + 1)
+    return positions
+
+
+def lists_of(record: dict[str, Any]) -> Lists:
+    """Return the lists of a parsed record. Raises ValueError: "reason; what to do"."""
+    if IDS not in record:
+        raise ValueError(f"no {IDS} in this record; keep records of one kind in a data set")
+    mask, labels = (_integers(record[name], name) if name in record else None for name in (MASK, LABELS))
+    return _integers(record[IDS], IDS), mask, labels
+
+
+def checked_row(ids: np.ndarray, mask: np.ndarray | None, labels: np.ndarray | None, vocab_size: int) -> Row:
+    """Return int64 lists as a row without padding. Raises ValueError: "reason; what to do"."""
+    if ids.size == 0:
+        raise ValueError(f"{IDS} is empty; remove the row")
+    for name, values in ((MASK, mask), (LABELS, labels)):
+        if values is not None and values.size != ids.size:
+            raise ValueError(f"{IDS} has {ids.size} elements and {name} {values.size}; they must have the same length")
+    if (index := _first_outside(ids, vocab_size)) is not None:
+        raise ValueError(
+            f"token id {ids[index]} is outside the vocabulary [0, {vocab_size}); "
+            "use the tokenizer of the model, or set --vocab_size"
+        )
+    if labels is not None and (index := _first_outside(np.where(labels == IGNORED, 0, labels), vocab_size)) is not None:
+        raise ValueError(
+            f"{LABELS}[{index}] is {labels[index]}, outside the vocabulary [0, {vocab_size}); "
+            f"use a token id, or {IGNORED} where a token carries no loss"
+        )
+    row = Row(ids, labels)
+    if mask is not None:
+        row = row.cut(*_attended(mask))
+    if row.input_ids.size < 2:
+        raise ValueError("a row of one token has none to predict; remove the row")
+    if not row.has_target():
+        raise ValueError(f"{LABELS} counts no token after the first: nothing to learn; remove the row")
+    return row
+
+
+def _attended(mask: np.ndarray) -> tuple[int, int]:
+    """Return the range of tokens that the attention mask keeps. Raises ValueError for a mask with holes."""
+    if (index := _first_outside(mask, 2)) is not None:
+        raise ValueError(f"{MASK}[{index}] is {mask[index]}; use 0 or 1")
+    if mask.all():
+        return 0, mask.size
+    kept = np.flatnonzero(mask)
+    if not kept.size:
+        raise ValueError(f"{MASK} is 0 everywhere: nothing to learn; remove the row")
+    begin, end = int(kept[0]), int(kept[-1]) + 1
+    if kept.size < end - begin:
+        hole = begin + int(np.argmin(mask[begin:end]))
+        raise ValueError(
+            f"{MASK}[{hole}] is 0 between tokens that are attended; only padding at the ends is supported: use "
+            f"{LABELS} of {IGNORED} for tokens without loss"
+        )
+    return begin, end
+
+
+def _first_outside(values: np.ndarray, limit: int) -> int | None:
+    """Return the index of the first int64 outside [0, limit), if any."""
+    # As unsigned integers negative numbers are huge, so one pass checks both ends.
+    unsigned = values.view(np.uint64)
+    return None if int(unsigned.max()) < limit else int(np.argmax(unsigned >= limit))
+
+
+def _integers(values: Any, field: str) -> np.ndarray:
+    """Return a list of integers as int64. Raises ValueError that names the first element of another type."""
+    if isinstance(values, UnicodeDecodeError):
+        raise ValueError(f"{field}: {not_utf8(values)}")
+    if isinstance(values, np.ndarray):
+        if values.dtype == np.uint64 and values.size and int(values.max()) >= 2**63:
+            raise ValueError(f"{field}[{int(values.argmax())}] is {values.max()}; no such token id")
+        return values.astype(np.int64)
+    if not isinstance(values, list):
+        raise ValueError(f"{field} is {_described(values)}; a list of integers is needed")
+    for index, value in enumerate(values):
+        if type(value) is not int:
+            raise ValueError(f"{field}[{index}] is {_described(value)}; every element must be an integer")
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{field}[{index}] is {value}; no such token id")
+    return np.array(values, dtype=np.int64)
+
+
+def _described(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, float):
+        return f"{value}, a float"
+    types: dict[type, str] = {str: "a string", list: "a nested list", dict: "an object"}
+    return types.get(type(value), "an integer")

@@ -1,1 +1,0 @@
-"""``smp-train prepare``: records to token shards, with a validation split, a tokenizer and a manifest."""
