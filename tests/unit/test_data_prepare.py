@@ -161,7 +161,10 @@ def test_never_writes_into_what_is_not_its_own(texts, tmp_path):
     assert (tmp_path / "train" / "train-00000.json.gz").read_text() == "mine"
 
 
-def test_limits(texts, tmp_path):
+@pytest.mark.parametrize("bytes_per_token", [8, 0.01])
+def test_limits(texts, tmp_path, monkeypatch, bytes_per_token):
+    """Also where the files that are converted first do not suffice."""
+    monkeypatch.setattr(cli, "BYTES_PER_TOKEN", bytes_per_token)
     prepare(texts, tmp_path / "out", "--max_rows", "50", "--validation_shards", "1", "--zip", "0")
     train, test = (rows_in(tmp_path / "out" / split) for split in SPLITS)
     assert [header.rows for header in train.headers] == [20, 20, 10]
@@ -269,17 +272,7 @@ def test_a_killed_preparation_continues(texts, made, tmp_path, monkeypatch, limi
     assert contents(output) == contents(whole)
 
 
-@pytest.mark.slow
-def test_token_files_of_another_version_are_made_again(texts, tmp_path, monkeypatch):
-    """Neither taken for what training reads now, nor continued, which would mix the two."""
-    assert prepare(texts, tmp_path / "out", "--output_type", "cache") == 0
-    monkeypatch.setattr(token_file, "VERSION", token_file.VERSION + 1)
-    with pytest.raises(ConfigError, match=r"of another version; give another folder, or --overwrite 1"):
-        prepare(texts, tmp_path / "out", "--output_type", "cache")
-    assert prepare(texts, tmp_path / "out", "--output_type", "cache", "--overwrite", "1") == 0
-
-
-def test_prepared_tokens_are_the_same_rows(texts, made, tmp_path, capsys):
+def test_prepared_tokens_are_the_same_rows(texts, made, tmp_path, capsys, monkeypatch):
     output = tmp_path / "out"
     assert prepare(texts, output, "--output_type", "cache") == 0
     for split in SPLITS:
@@ -290,6 +283,10 @@ def test_prepared_tokens_are_the_same_rows(texts, made, tmp_path, capsys):
         assert not survey(files, Recipe(files.kind, 400)).problems
     assert prepare(texts, output, "--output_type", "cache") == 0
     assert "already prepared" in capsys.readouterr().out
+    # Token files of another version are neither read nor continued.
+    monkeypatch.setattr(token_file, "VERSION", token_file.VERSION + 1)
+    with pytest.raises(ConfigError, match=r"of another version; give another folder, or --overwrite 1"):
+        prepare(texts, output, "--output_type", "cache")
 
 
 def test_parquet_and_columns(made, tmp_path):

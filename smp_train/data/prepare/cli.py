@@ -160,18 +160,18 @@ def _write_rows(
     """Write the shards of both splits from the first files that suffice."""
     most = train.max_rows / (1 - args.validation_fraction) + (0 if args.validation_shards is None else test.max_rows)
     needed = most * (args.seq_len or SEQ_LEN) * BYTES_PER_TOKEN
-    count = begin = 0
+    count = 0
     with Progress("prepare", args.max_rows, " rows") as progress:
         while count < len(files.files) and not _have_enough(args, train, test):
-            size = 0
+            first, size = count, 0
             while count < len(files.files) and size <= needed:
                 size += files.files[count].size or needed + 1
                 count += 1
             rows = open_token_rows(
-                replace(files, files=files.files[:count]), recipe, cache_dir=str(Path(args.output, TOKENS)),
+                replace(files, files=files.files[first:count]), recipe, cache_dir=str(Path(args.output, TOKENS)),
                 max_bad=1.0 if args.bad_rows == "skip" else None, processes=processes_for(args.processes, 1),
             )  # fmt: skip
-            for index in range(begin, len(rows)):
+            for index in range(len(rows)):
                 if _have_enough(args, train, test):
                     break
                 # Once validation is full, held-out records go to training.
@@ -179,7 +179,6 @@ def _write_rows(
                     test.add(rows.row(index))
                 else:
                     progress.update(train.add(rows.row(index)))
-            begin = len(rows)
         progress.update(train.write())
         test.write()
 
