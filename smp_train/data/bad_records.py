@@ -20,17 +20,16 @@ FEWEST_JUDGED = 1000
 
 @dataclass
 class BadRecords:
-    """Counts the malformed records that are left out; raises at the first if malformed records are not skipped."""
+    """Counts the malformed records that are left out (--bad_rows skip); without ``skip`` the first is an error.
+
+    ``first`` is the first as ``PATH:LINE: reason; what to do``; ``first_number`` and ``first_problem`` are its parts.
+    """
 
     skip: bool
-    """--bad_rows skip."""
     count: int = 0
     first: str = ""
-    """The first, as ``PATH:LINE: reason; what to do``."""
     first_number: int = 0
-    """Line or row of the first."""
     first_problem: str = ""
-    """``reason; what to do`` of the first."""
 
     def add(self, file: DataFile, number: int, problem: str) -> None:
         """Count a malformed record. Raises DataError unless malformed records are skipped."""

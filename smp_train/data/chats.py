@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from smp_train.data.kinds import SYSTEM, TOOLS, Kind
-from smp_train.data.problem import Problem
 from smp_train.data.readers import Record, not_utf8
-from smp_train.data.source import Row
+from smp_train.data.source import Problem, Row
 from smp_train.data.text import Span, answer_row, object_of, string, tokens_in_spans, without_nul
 from smp_train.data.time_limit import LimitExceeded, limited
 from smp_train.errors import ConfigError, one_line

@@ -52,14 +52,9 @@ UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def records(
-    file: DataFile,
-    fields: Sequence[str] | None = None,
-    *,
-    first: int = 0,
-    step: int = 1,
-    copy: str | None = None,
-    tick: Callable[[int], None] | None = None,
-) -> Iterator[tuple[int, int, Record]]:
+    file: DataFile, fields: Sequence[str] | None = None, *, first: int = 0, step: int = 1, copy: str | None = None,
+    tick: Callable[[int], None] = lambda done: None,
+) -> Iterator[tuple[int, int, Record]]:  # fmt: skip
     """Yield (index from 0, number from 1: of the line or row, record) of a file's records.
 
     Blank lines are no records, but count in the numbers.
@@ -74,21 +69,20 @@ def records(
 
     Raises DataError, with file and line, where the file is damaged.
     """
-    count = tick or (lambda done: None)
     if file.kind == "hub":
         yield from tables.rows(hub.batches(file, first), fields, first, step)
         return
     with open_file(file, copy) as raw:
         if file.kind == "lines":
-            for index, (number, line) in enumerate(read_lines(raw, file.shown, count)):
+            for index, (number, line) in enumerate(read_lines(raw, file.shown, tick)):
                 if index >= first and (index - first) % step == 0:
                     yield index, number, line
         elif file.kind == "text":
             if first == 0:
                 yield 0, 1, _whole_text(raw, file.shown)
-            count(file.size)
+            tick(file.size)
         else:
-            yield from tables.rows(tables.batches(file, raw, fields, first, count), fields, first, step)
+            yield from tables.rows(tables.batches(file, raw, fields, first, tick), fields, first, step)
 
 
 def open_file(file: DataFile, copy: str | None = None) -> IO[bytes]:
@@ -201,6 +195,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     """Return the JSON object of a line. Raises ValueError, "reason; what to do", also for a key that occurs twice."""
     if line.lstrip().startswith(BYTE_ORDER_MARK):
         raise ValueError("starts with a byte order mark, as where files were joined; remove it")
+    array = "is a JSON array; one object per line is needed: jq -c '.[]'"
     try:
         record = loads(line)
         # orjson keeps the last of two equal keys. Each key and each string has two quotes, so a dropped key leaves
@@ -212,13 +207,10 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except _RepeatedKey as error:
         raise ValueError(f"{error} is given twice; keep one") from None
     except (ValueError, RecursionError) as error:
-        if line.lstrip()[:1] == b"[":
-            raise ValueError("is a JSON array; one object per line is needed: jq -c '.[]'") from None
-        raise ValueError(f"broken JSON ({error}); one whole object per line is needed") from None
-    if isinstance(record, list):
-        raise ValueError("is a JSON array; one object per line is needed: jq -c '.[]'")
+        broken = f"broken JSON ({error}); one whole object per line is needed"
+        raise ValueError(array if line.lstrip()[:1] == b"[" else broken) from None
     if not isinstance(record, dict):
-        raise ValueError("no object in this line; one object per line is needed")
+        raise ValueError(array if isinstance(record, list) else "no object in this line; write one object per line")
     return record
 
 

@@ -14,9 +14,8 @@ from smp_train.data.bad_records import BadRecords
 from smp_train.data.chats import Chats
 from smp_train.data.files import DataFile
 from smp_train.data.kinds import LABELS, Kind
-from smp_train.data.problem import Problem
 from smp_train.data.readers import Record, records
-from smp_train.data.source import Row
+from smp_train.data.source import Problem, Row
 from smp_train.data.text import Completions, Texts
 from smp_train.data.token_rows import TokenRows
 from smp_train.data.tokenizer import load_for_chats, load_with_end, refuse_larger
@@ -98,7 +97,7 @@ class RowMaker:
 
 def read_rows(
     file: DataFile, maker: RowMaker, bad: BadRecords, *, first: int = 0, step: int = 1, copy: str | None = None,
-    tick: Callable[[int], None] | None = None,
+    tick: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, Row]]:  # fmt: skip
     """Yield (number from 1: of the line or row, row) of a file's records; see `readers.records` for the arguments.
 

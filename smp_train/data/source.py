@@ -43,6 +43,10 @@ class Row(NamedTuple):
         return self.first_target() < self.input_ids.size
 
 
+class Problem(str):
+    """The reason why a record is no row, and the remedy: ``reason; what to do``."""
+
+
 class Source:
     """A data set with random access: subclass it, and give it a `fingerprint`, a length, `row` and `name`.
 

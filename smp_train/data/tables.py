@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,15 +54,12 @@ def _parquet_batches(raw: IO[bytes], fields: Sequence[str] | None, first: int) -
 
     table = pq.ParquetFile(raw)
     columns = None if fields is None else [name for name in fields if name in table.schema_arrow.names]
-    before = 0
-    for group in range(table.num_row_groups):
-        rows = table.metadata.row_group(group).num_rows
-        if before + rows > first:
-            start = before
-            for batch in table.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
-                yield start, batch
-                start += batch.num_rows
-        before += rows
+    starts = [0, *accumulate(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups))]
+    groups = range(max(0, bisect_right(starts, first) - 1), table.num_row_groups)
+    before = starts[groups.start]
+    for batch in table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns) if groups else ():
+        yield before, batch
+        before += batch.num_rows
 
 
 def _arrow_batches(raw: IO[bytes], path: str) -> Iterator[Any]:
@@ -106,12 +105,8 @@ def rows(
             batch = batch.slice(wanted.start)
         names = [name for name in batch.schema.names if fields is None or name in fields]
         columns = [_values(batch.column(name)) for name in names]
-        for position, index in enumerate(wanted):
-            yield (
-                before + index,
-                before + index + 1,
-                {name: column[position] for name, column in zip(names, columns, strict=True)},
-            )
+        for index, *values in zip(wanted, *columns, strict=True):
+            yield before + index, before + index + 1, dict(zip(names, values, strict=True))
 
 
 def _values(column: Any) -> Sequence[Any]:
@@ -127,12 +122,5 @@ def _values(column: Any) -> Sequence[Any]:
             return np.split(values.to_numpy(zero_copy_only=False), ends[:-1]) if len(column) else []
     try:
         return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [_value_or_error(value) for value in column]
-
-
-def _value_or_error(value: Any) -> Any:
-    try:
-        return value.as_py()
     except UnicodeDecodeError as error:
-        return error
+        return [error] if len(column) == 1 else [_values(column.slice(row, 1))[0] for row in range(len(column))]

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smp_train.data.kinds import INPUT, INSTRUCTION, OUTPUT, Kind
-from smp_train.data.problem import Problem
 from smp_train.data.readers import Record, not_utf8, parse_object
-from smp_train.data.source import IGNORED, Row
+from smp_train.data.source import IGNORED, Problem, Row
 from smp_train.errors import first_few
 
 if TYPE_CHECKING:

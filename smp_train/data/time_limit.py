@@ -22,7 +22,8 @@ class LimitExceeded(Exception):
 def limited(seconds: float, memory: int) -> Iterator[Callable[[], None]]:
     """Raise `LimitExceeded` where the body takes more CPU seconds, or lets the process grow by more bytes of memory.
 
-    Yields a function that starts the count anew. The exception interrupts Python code; a single long operation, such as 10 ** 10 ** 9, is not interrupted.
+    Yields a function that starts the count anew. The exception interrupts Python code, but not a single long
+    operation, such as 10 ** 10 ** 9.
     """
     body, done, stopped = threading.get_ident(), threading.Event(), threading.Event()
     thread_clock: Any = getattr(time, "pthread_getcpuclockid", lambda _: time.CLOCK_MONOTONIC)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from smp_train.data.kinds import IDS, LABELS, MASK, TOKENS
-from smp_train.data.problem import Problem
 from smp_train.data.readers import Record, not_utf8, parse_object
-from smp_train.data.source import IGNORED, Row
+from smp_train.data.source import IGNORED, Problem, Row
 
 try:  # simdjson reads lists of integers without making Python integers, ten times as fast as json.
     import simdjson

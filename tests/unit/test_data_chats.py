@@ -14,9 +14,8 @@ from smp_train.data import chats
 from smp_train.data.bad_records import BadRecords
 from smp_train.data.files import Selection, list_files
 from smp_train.data.kinds import ALPACA, TEXTS, Kind
-from smp_train.data.problem import Problem
 from smp_train.data.rows import Recipe, RowMaker, read_rows
-from smp_train.data.source import IGNORED, Row
+from smp_train.data.source import IGNORED, Problem, Row
 from smp_train.data.text import Texts
 from smp_train.data.time_limit import LimitExceeded, limited
 from smp_train.data.tokenizer import load

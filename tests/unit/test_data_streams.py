@@ -15,8 +15,7 @@ from smp_train.data import stream as streams_module
 from smp_train.data.bad_records import BadRecords
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.kinds import Kind
-from smp_train.data.problem import Problem
-from smp_train.data.source import IGNORED, Row
+from smp_train.data.source import IGNORED, Problem, Row
 from smp_train.data.stream import BadShare, Reading, assign_parts, stream_count
 from smp_train.data.streamed import FirstSamples, StreamedData
 from smp_train.errors import DataError

@@ -6,8 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from smp_train.data.problem import Problem
-from smp_train.data.source import Row
+from smp_train.data.source import Problem, Row
 from smp_train.data.token_rows import TokenRows
 
 GOOD = {
