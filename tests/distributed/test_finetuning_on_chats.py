@@ -189,9 +189,9 @@ def test_a_checkpoint_has_the_tokenizer_of_its_chats(here: Path, tmp_path: Path)
 def test_adapters_on_streamed_chats_resume_bit_for_bit_with_their_best(here: Path, tmp_path: Path, world: int) -> None:
     given = {
         "dataset": here / "chats", "test_dir": here / "pairs", "short": "pack", "streaming": 1, "shuffle": "global",
-        "lora_rank": 2, "lora_dropout": 0.1, "lr": 3e-2, "lr_decay_style": "constant", "validation_freq": 1, "validation_batches": 2,
-        "val_batch_size": 2, "keep_best": 1, "early_stopping": 3, "checkpoint_freq": 3, "num_kept_checkpoints": 0,
-        "max_steps": 6, "run_name": "one",
+        "lora_rank": 2, "lora_dropout": 0.1, "lr": 3e-2, "lr_decay_style": "constant", "validation_freq": 1,
+        "validation_batches": 2, "val_batch_size": 2, "keep_best": 1, "early_stopping": 3, "checkpoint_freq": 3,
+        "num_kept_checkpoints": 0, "max_steps": 6, "run_name": "one",
     }  # fmt: skip
     first, again = tmp_path / "first", tmp_path / "again"
     harness.run(train, world, flags(first, **options(here, **given)))
