@@ -9,11 +9,11 @@ import os
 import pickle
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from smp_train import distributed
 from smp_train.arguments.sources import is_hub_name
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from smp_train.distributed import Runtime
 
 logger = logging.getLogger("smp_train.data")
-T = TypeVar("T")
 
 READERS = {
     ".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".json.gz": "lines", ".jsonl.gz": "lines",
@@ -125,40 +124,27 @@ class Selection:
 
 
 def list_sources(
-    locations: Sequence[str], selection: Selection, *, ranks: Runtime, split: str | Sequence[str] = "train"
-) -> list[FileSet]:
+    locations: Sequence[str], selection: Selection, *, ranks: Runtime, split: str | Sequence[str] = "train",
+    held_out: bool = False,
+) -> list[FileSet]:  # fmt: skip
     """Return the files of each location as rank 0 lists them; one rank per node checks the local sizes. Collective.
 
-    Raises DataError and ConfigError, on all ranks.
+    With ``held_out`` the files are those of `list_held_out`, of the locations that have any. Raises DataError and
+    ConfigError, on all ranks.
     """
-
-    def work() -> list[FileSet]:
-        filesets = [list_files(location, selection, split=split) for location in locations]
-        _refuse_duplicates([file for fileset in filesets for file in fileset.files])
-        return filesets
-
-    return _from_main(f"listing {first_few(locations)}", work, ranks)
-
-
-def list_held_out_source(location: str, selection: Selection, *, ranks: Runtime) -> FileSet | None:
-    """Return `list_held_out` of rank 0, checked as in `list_sources`. Collective."""
-
-    def work() -> list[FileSet]:
-        fileset = list_held_out(location, selection)
-        return [] if fileset is None else [fileset]
-
-    return next(iter(_from_main(f"looking for validation data in {location}", work, ranks)), None)
-
-
-def _from_main(what: str, work: Callable[[], list[FileSet]], ranks: Runtime) -> list[FileSet]:
-    """Return the result of ``work`` on rank 0, on all ranks, after one rank of each node has checked its files."""
     content = b""
-    with distributed.together(what):
+    with distributed.together(f"listing {first_few(locations)}"):
         if distributed.rank() == 0:
-            content = pickle.dumps(work())
+            listed = [
+                list_held_out(location, selection) if held_out else list_files(location, selection, split=split)
+                for location in locations
+            ]
+            filesets = [fileset for fileset in listed if fileset is not None]
+            _refuse_duplicates([file for fileset in filesets for file in fileset.files])
+            content = pickle.dumps(filesets)
     # A broadcast: gathering the lists of many files would take the memory of one list per rank.
     (content,) = distributed.exchange(content)
-    filesets: list[FileSet] = pickle.loads(content)
+    filesets = pickle.loads(content)
     with distributed.together("checking the listed files"):
         if ranks.local_rank == 0:
             check_local_files([file for fileset in filesets for file in fileset.files])
@@ -173,17 +159,12 @@ def check_local_files(files: Sequence[DataFile]) -> None:
         try:
             size = os.stat(file.path).st_size
         except OSError:
-            folder = os.path.dirname(file.path)
-            others = set(os.listdir(folder) if os.path.isdir(folder) else ()) - {
-                os.path.basename(f.path) for f in files
-            }
-            remedy = "give every node the same files under the same path"
-            if any(map(reader_of, others)):
-                remedy = (
-                    "it has other files there: each node has its own part of the data (ShardedByS3Key); give every "
-                    "node all files (S3DataDistributionType FullyReplicated)"
-                )
-            raise DataError(f"{file.path}: is missing on this node; {remedy}") from None
+            siblings = set(map(str, Path(file.path).parent.glob("*"))) - {listed.path for listed in files}
+            why = "which has other files there: each node has its own part of the data (SageMaker's ShardedByS3Key)"
+            raise DataError(
+                f"{file.path}: is missing on this node{', ' + why if any(map(reader_of, siblings)) else ''}; give each "
+                "node all files under the same path (in SageMaker with S3DataDistributionType FullyReplicated)"
+            ) from None
         if size != file.size:
             raise DataError(
                 f"{file.path}: has {size} bytes on this node and {file.size} on rank 0's; give all nodes the same files"
@@ -439,11 +420,9 @@ def _without_empty(files: list[DataFile]) -> list[DataFile]:
 
 def _check_zipped(file: DataFile, zipped: bool | None) -> None:
     """Raise an error where ``--zipped_data`` contradicts the file. An object in S3 is judged by its name."""
-    if zipped is None:
-        return
-    if file.kind != "lines":
+    if zipped is not None and file.kind != "lines":
         raise ConfigError(f"--zipped_data {int(zipped)} is for JSON lines, and {file.path} is none: leave it out")
-    if zipped != (file.name.lower().endswith(".gz") if file.remote else is_gzip(file)):
+    if zipped is not None and zipped != (file.name.lower().endswith(".gz") if file.remote else is_gzip(file)):
         form = "plain" if zipped else "gzipped"
         raise DataError(f"{file.path}: is {form}, but --zipped_data is {int(zipped)}; leave the flag out")
 

@@ -11,7 +11,7 @@ from smp_train.arguments.own import Own, Rows
 from smp_train.arguments.sources import is_streamed, training_sources
 from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.convert import open_samples, open_token_rows, processes_for
-from smp_train.data.files import HELD_OUT, FileSet, Selection, list_held_out_source, list_sources
+from smp_train.data.files import HELD_OUT, FileSet, Selection, list_sources
 from smp_train.data.indexed import TrainingData, ValidationData
 from smp_train.data.kinds import Kind
 from smp_train.data.loader import Loader
@@ -66,9 +66,9 @@ class Opener:
         """Return the files of some locations; collective."""
         return list_sources(locations, self._selection(flag), ranks=self.ranks, split=split)
 
-    def list_held_out(self, location: str) -> FileSet | None:
-        """Return the files of a location's split to validate on; None where it has none; collective."""
-        return list_held_out_source(location, self._selection("--training_dir"), ranks=self.ranks)
+    def list_held_out(self, locations: Sequence[str]) -> list[FileSet]:
+        """Return the files of the splits to validate on, of the locations that have such a split; collective."""
+        return list_sources(locations, self._selection("--training_dir"), ranks=self.ranks, held_out=True)
 
     def _selection(self, flag: str) -> Selection:
         args = self.args
@@ -197,15 +197,14 @@ def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int
         source = Synthetic(seq_len=opener.seq_len, vocab_size=opener.vocab_size, seed=args.seed + 1)
         return Samples(source, opener.seq_len)
     else:
-        splits = (opener.list_held_out(location) for location in locations)
-        split = next((files for files in splits if files is not None), None)
-        if split is None:
+        splits = opener.list_held_out(locations)
+        if not splits:
             cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
             raise ConfigError(
                 f"{cause} needs --test_dir: {' '.join(locations) or 'training_data'} has no split called validation "
                 "or test"
             )
-        files = split
+        files = splits[0]
     if is_streamed(args, [files.location]):
         return opener.first_samples(files, most)
     return opener.samples(files)

@@ -11,7 +11,7 @@ import pytest
 
 from smp_train import distributed
 from smp_train.data import files, hub
-from smp_train.data.files import Selection, list_held_out_source, list_sources
+from smp_train.data.files import Selection, list_sources
 from smp_train.errors import DataError
 from tests.harness import run
 
@@ -70,7 +70,7 @@ def test_a_node_without_the_files(tmp_path: Path) -> None:
         assert f"{tmp_path}/b.json: is missing on this node" in message
 
 
-def look_for_validation(folder: str, failing_rank: int) -> list[str] | None:
+def look_for_validation(folder: str, failing_rank: int) -> list[str]:
     """Return the validation files of a data set on the hub, which does not answer one rank."""
     datasets = pytest.importorskip("datasets")
     ranks = distributed.detect()
@@ -85,10 +85,10 @@ def look_for_validation(folder: str, failing_rank: int) -> list[str] | None:
     datasets.load_dataset_builder = answer
     hub.open_splits.cache_clear()
     try:
-        fileset = list_held_out_source("acme/words", Selection(), ranks=ranks)
+        filesets = list_sources(["acme/words"], Selection(), ranks=ranks, held_out=True)
     except DataError as error:
         return [str(error)]
-    return fileset and [file.name for file in fileset.files]
+    return [file.name for fileset in filesets for file in fileset.files]
 
 
 def test_only_rank_0_asks_the_hub_for_splits(tmp_path: Path) -> None:

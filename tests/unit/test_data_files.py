@@ -266,10 +266,10 @@ def test_the_files_of_this_node(tmp_path):
     with pytest.raises(DataError, match=r"b\.json: has 96 bytes on this node and 48 on rank 0's"):
         check_local_files(files)
     (tmp_path / "b.json").unlink()
-    with pytest.raises(DataError, match=r"b\.json: is missing on this node; give every node"):
+    with pytest.raises(DataError, match=r"b\.json: is missing on this node; give each node all files"):
         check_local_files(files)
     put(tmp_path, "c.json")
-    with pytest.raises(DataError, match=r"b\.json: is missing .*own part of the data \(ShardedByS3Key\).*FullyRepl"):
+    with pytest.raises(DataError, match=r"b\.json: is missing .*own part of the data .*ShardedByS3Key.*FullyRepl"):
         check_local_files(files)
 
 
