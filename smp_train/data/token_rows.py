@@ -20,6 +20,8 @@ except ImportError:
     Parser = None
 
 FIELDS = TOKENS.fields
+SHOWN = 40
+"""Characters of a wrong value that are shown."""
 Lists = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 """Ids, attention mask and labels of a record, int64."""
 
@@ -163,24 +165,13 @@ def _integers(values: Any, field: str) -> np.ndarray:
     """Return a list of integers as int64. Raises ValueError that names the first element of another type."""
     if isinstance(values, UnicodeDecodeError):
         raise ValueError(f"{field}: {not_utf8(values)}")
-    if isinstance(values, np.ndarray):
-        if values.dtype == np.uint64 and values.size and int(values.max()) >= 2**63:
-            raise ValueError(f"{field}[{int(values.argmax())}] is {values.max()}; no such token id")
+    if isinstance(values, np.ndarray):  # of any integer type; huge unsigned ids become negative, and are refused
         return values.astype(np.int64)
     if not isinstance(values, list):
-        raise ValueError(f"{field} is {_described(values)}; a list of integers is needed")
+        raise ValueError(f"{field} is {json.dumps(values)[:SHOWN]}; a list of integers is needed")
     for index, value in enumerate(values):
         if type(value) is not int:
-            raise ValueError(f"{field}[{index}] is {_described(value)}; every element must be an integer")
+            raise ValueError(f"{field}[{index}] is {json.dumps(value)[:SHOWN]}; every element must be an integer")
         if not -(2**63) <= value < 2**63:
             raise ValueError(f"{field}[{index}] is {value}; no such token id")
     return np.array(values, dtype=np.int64)
-
-
-def _described(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, float):
-        return f"{value}, a float"
-    types: dict[type, str] = {str: "a string", list: "a nested list", dict: "an object"}
-    return types.get(type(value), "an integer")
