@@ -57,8 +57,8 @@ def judge_bad_records(
     Args:
         bad: (file, count, number of the first, its problem) of each file.
         rows: rows that remain.
-        max_bad: --max_bad, the fraction of all records that may be left out; None allows none.
-        remedy: added to the message where none is allowed.
+        max_bad: --max_bad, the fraction of all records that may be left out; None: every bad record is an error.
+        remedy: added to the message of that error.
     """
     counted = [(file.at(number), count, problem) for file, count, number, problem in bad if count]
     if not counted:

@@ -66,7 +66,7 @@ class Chats:
         name: of the tokenizer, for messages.
         chat_template: a file that replaces the tokenizer's template.
 
-    Raises ConfigError where there is no template that compiles.
+    Raises ConfigError if the tokenizer has no template, or it does not compile.
     """
 
     def __init__(self, tokenizer: Any, kind: Kind, name: str, chat_template: str | None = None) -> None:
@@ -178,7 +178,7 @@ def compiled_template(tokenizer: Any, name: str, chat_template: str | None) -> s
     location = chat_template or name
     try:
         template = str(tokenizer.get_chat_template())
-    except ValueError as error:  # several templates, none called "default"
+    except ValueError as error:  # several templates without a default
         raise ConfigError(f"{location}: {one_line(error)}; give one with --chat_template FILE") from None
     template = FIXED_CLOCK + template if CLOCK in template else template
     try:
@@ -186,7 +186,7 @@ def compiled_template(tokenizer: Any, name: str, chat_template: str | None) -> s
             tokenizer.apply_chat_template([{"role": "user", "content": "?"}], chat_template=template, tokenize=False)
     except TemplateSyntaxError as error:
         raise ConfigError(f"chat template of {location}: line {error.lineno}: {one_line(error)}; correct it") from None
-    except Exception:  # the template may refuse this chat; what it does with the data's chats is known later
+    except Exception:  # the template may refuse this chat and accept the data's chats
         pass
     return template
 
@@ -212,18 +212,18 @@ def chat_of(fields: dict[str, Any], kind: Kind) -> Chat:
     return chat
 
 
-def _from_sharegpt(turn: Any, where: str) -> dict[str, Any]:
+def _from_sharegpt(turn: Any, turn_name: str) -> dict[str, Any]:
     """Return a turn with ``from`` and ``value`` as one with ``role`` and ``content``."""
     speaker = turn.get("from") if isinstance(turn, dict) else None
     if not isinstance(speaker, str) or not isinstance(turn.get("value"), str):
-        raise ValueError(f'{where} has no "from" or no "value" string; write each turn as {{"from", "value"}}')
+        raise ValueError(f'{turn_name} has no "from" or no "value" string; write each turn as {{"from", "value"}}')
     if speaker not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
-        raise ValueError(f"{where}: from is {speaker[:40]!r}, not one of {known}; rename it, or remove the record")
+        raise ValueError(f"{turn_name}: from is {speaker[:40]!r}, not one of {known}; rename it, or remove the record")
     return {"role": SHAREGPT_ROLES[speaker], "content": turn["value"]}
 
 
-def _check_turn(turn: Any, where: str) -> None:
+def _check_turn(turn: Any, turn_name: str) -> None:
     """Raise ValueError for a turn without role or content, or with parts that are not text."""
     turn = turn if isinstance(turn, dict) else {}
     content = turn.get("content")
@@ -231,13 +231,13 @@ def _check_turn(turn: Any, where: str) -> None:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             shown = str(part.get("type") if isinstance(part, dict) else part)[:40]
             raise ValueError(
-                f'{where}: content[{number}] is {shown!r}; write text parts as {{"type": "text", "text": ...}}, and '
-                "remove records with other parts: only text is trained on"
+                f'{turn_name}: content[{number}] is {shown!r}; write text parts as {{"type": "text", "text": ...}}; '
+                "remove records with other parts, as only text is trained on"
             )
     if not isinstance(turn.get("role"), str):
-        raise ValueError(f'{where} has no "role" string; write each turn as {{"role", "content"}}')
+        raise ValueError(f'{turn_name} has no "role" string; write each turn as {{"role", "content"}}')
     if not isinstance(content, str | list) and not turn.get("tool_calls"):
-        raise ValueError(f'{where} has no "content" string; write each turn as {{"role", "content"}}')
+        raise ValueError(f'{turn_name} has no "content" string; write each turn as {{"role", "content"}}')
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:

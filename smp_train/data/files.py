@@ -35,7 +35,7 @@ READERS = {
 }  # fmt: skip
 """Reader of a file, by the suffix of its name."""
 NOT_TEXT = (".csv", ".tsv", ".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".tar", ".gz", ".zst", ".bz2", ".xz")
-"""Suffixes of files that are refused; a file of another unknown suffix can be given by its name, and is text."""
+"""Suffixes of files that are refused. A single file with any other unknown suffix is read as text."""
 HELD_OUT = ("validation", "valid", "val", "dev", "test")
 """Splits to validate on; the first that exists is read."""
 DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
@@ -109,7 +109,7 @@ class Selection:
         config: --dataset_config_name, for the hub.
         patterns: patterns of the names of files to read, instead of the known suffixes.
         exclude: patterns of the names of files and folders to leave out.
-        zipped: --zipped_data: refuse files that are stored the other way.
+        zipped: --zipped_data: refuse plain files (True) or gzipped files (False).
         flag: the flag that gave the location, for messages.
         check_manifest: refuse files that differ from the manifest that prepare wrote.
     """
@@ -129,8 +129,8 @@ def list_sources(
 ) -> list[FileSet]:  # fmt: skip
     """Return the files of each location as rank 0 lists them; one rank per node checks the local sizes. Collective.
 
-    With ``held_out`` the files are those of `list_held_out`, of the locations that have any. Raises DataError and
-    ConfigError, on all ranks.
+    With ``held_out``, `list_held_out` is called for each location, and locations without such a split are skipped.
+    Raises DataError and ConfigError, on all ranks.
     """
     content = b""
     with distributed.together(f"listing {first_few(locations)}"):
@@ -188,9 +188,9 @@ def list_files(location: str, selection: Selection | None = None, *, split: str 
 
 
 def list_held_out(location: str, selection: Selection | None = None) -> FileSet | None:
-    """Return the files of the split to validate on, or None if the location has no such split. Not collective.
+    """Return the files of the split to validate on, or None if the location has no validation or test split.
 
-    Raises DataError also where the hub cannot be reached: it may have such a split.
+    Not collective. Raises DataError also where the hub cannot be reached: it may have such a split.
     """
     fileset = _listed(location, selection or Selection(), HELD_OUT, splits_only=True)
     return fileset if isinstance(fileset, FileSet) else None
@@ -312,9 +312,9 @@ def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) 
     files = [replace(entries[name], name=name, kind=reader) for name, reader in readers.items()]
     if not files:
         names = _describe(entries)
-        others = f"; it has {names}, which are not read: write their records as JSON lines" if names else ""
+        hint = f"; it has {names}, which are not read: write their records as JSON lines" if names else ""
         suffixes = " ".join(selection.patterns) or " ".join(f"*{suffix}" for suffix in READERS)
-        raise DataError(f"{selection.flag} {location}: no file that matches {suffixes}{others}")
+        raise DataError(f"{selection.flag} {location}: no file that matches {suffixes}{hint}")
     _refuse_duplicates(files)
     if selection.check_manifest and not selection.patterns and not single:
         manifest.check(location, {file.name: file.size for file in files})
@@ -322,7 +322,7 @@ def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) 
     for file in files:
         _check_zipped(file, selection.zipped)
     kind = _kind_of_files(files, selection.column)
-    if kind.name != "text":  # a README, say
+    if kind.name != "text":  # such as a README
         files = [file for file in files if file.kind != "text"]
     if len({file.kind == "tokens" for file in files}) > 1:
         raise DataError(f"{location}: holds prepared tokens (.tok) and other records; keep one kind in a folder")

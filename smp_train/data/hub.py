@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 1000
 SHOWN = 300
-"""Characters of another library's message that are shown."""
+"""Length at which another library's message is cut."""
 
 
 class Splits(NamedTuple):
@@ -63,17 +63,17 @@ def batches(file: DataFile, first: int) -> Iterator[tuple[int, Any]]:
     assert file.split is not None
     if splits.identities.get(file.split) != file.version:
         raise DataError(f"{file.shown}: has changed on the hub since it was listed; start again")
-    stream, before = splits.streams[file.split], first
+    stream, row = splits.streams[file.split], first
     try:
         shard = stream.shard(num_shards=stream.num_shards, index=file.shard).with_format("arrow").skip(first)
         for table in shard.iter(batch_size=ROWS_AT_ONCE):
             for batch in table.to_batches():
-                yield before, batch
-                before += batch.num_rows
+                yield row, batch
+                row += batch.num_rows
     except DataError:
         raise
     except Exception as error:  # of the network, the hub, or the file's format
-        raise DataError(f"{file.shown}: cannot be read further after row {before} ({_shown(error)})") from None
+        raise DataError(f"{file.shown}: cannot be read further after row {row} ({_shown(error)})") from None
 
 
 def _shown(error: Exception) -> str:

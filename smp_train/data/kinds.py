@@ -41,8 +41,8 @@ TEXTS = Kind("text", (TEXT,))
 ALPACA = Kind("completions", (INSTRUCTION, OUTPUT, INPUT), "alpaca")
 
 
-def kind_of_record(record: Mapping[str, Any], column: str | None, where: str) -> Kind:
-    """Return the kind of a record by its fields, or by --text_column; messages name the record ``where``.
+def kind_of_record(record: Mapping[str, Any], column: str | None, shown: str) -> Kind:
+    """Return the kind of a record by its fields, or by --text_column; messages call the record ``shown``.
 
     Raises ConfigError where two kinds are possible, DataError for preference pairs and for records of no known kind.
     """
@@ -57,13 +57,13 @@ def kind_of_record(record: Mapping[str, Any], column: str | None, where: str) ->
     choices = " or ".join(",".join(kind.fields[: 2 if kind.name == "completions" else 1]) for kind in kinds)
     if {"chosen", "rejected"} <= record.keys():
         hint = f"set --text_column {choices}" if kinds else "write the chosen answers as messages, or as completion"
-        raise DataError(f"{where}: is a preference pair (chosen, rejected), which has no training objective; {hint}")
+        raise DataError(f"{shown}: is a preference pair (chosen, rejected), which has no training objective; {hint}")
     if len(kinds) > 1:
         plurals = " and ".join(dict.fromkeys(kind.plural for kind in kinds))
-        raise ConfigError(f"{where}: holds {plurals}; set --text_column {choices}")
+        raise ConfigError(f"{shown}: holds {plurals}; set --text_column {choices}")
     if not kinds:
         raise DataError(
-            f"{where}: no field text, messages, conversations, prompt with completion, instruction with output, or "
+            f"{shown}: no field text, messages, conversations, prompt with completion, instruction with output, or "
             f"{IDS} in this record (it has {first_few(list(record), most=8) or 'no field'}); set --text_column"
         )
     return kinds[0]

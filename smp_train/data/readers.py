@@ -207,8 +207,8 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except _RepeatedKey as error:
         raise ValueError(f"{error} is given twice; keep one") from None
     except (ValueError, RecursionError) as error:
-        broken = f"broken JSON ({error}); one whole object per line is needed"
-        raise ValueError(array if line.lstrip()[:1] == b"[" else broken) from None
+        reason = f"broken JSON ({error}); one whole object per line is needed"
+        raise ValueError(array if line.lstrip()[:1] == b"[" else reason) from None
     if not isinstance(record, dict):
         raise ValueError(array if isinstance(record, list) else "no object in this line; write one object per line")
     return record

@@ -111,10 +111,8 @@ def read_rows(
                 if labelled == (row.labels is not None):
                     yield number, row
                     continue
-                has, others = (f"no {LABELS}", "them") if labelled else (LABELS, "none")
-                row = Problem(
-                    f"has {has}, and the rows before it have {others}; give all rows of a file {LABELS}, or no row"
-                )
+                has, had = (f"no {LABELS}", LABELS) if labelled else (LABELS, f"no {LABELS}")
+                row = Problem(f"has {has}, but earlier rows have {had}; give all rows of a file {LABELS}, or no row")
             if row is not None:
                 bad.add(file, number, row)
 

@@ -54,7 +54,7 @@ def list_objects(location: str) -> dict[str, tuple[str, int, str]]:
 
 
 def read_object(path: str) -> bytes | None:
-    """Return the content of a small object; None where it does not exist, or this role may not read it.
+    """Return the content of a small object; None if it does not exist or this role may not read it.
 
     Raises DataError when S3 does not answer.
     """
@@ -63,7 +63,7 @@ def read_object(path: str) -> bytes | None:
 
 
 def open_object(path: str, size: int, etag: str) -> io.BufferedReader:
-    """Return an object as a file that requests only what is read. Reading raises DataError."""
+    """Return an object as a file; reading requests only the bytes that are read, and raises DataError."""
     storage, key = _object(path)
     file = RangeFile(size, lambda start, length: storage.read_range(key, start, length, f'"{etag}"'))
     return io.BufferedReader(file, READ_AHEAD)

@@ -28,11 +28,11 @@ class Row(NamedTuple):
         return Row(self.input_ids[part], None if self.labels is None else self.labels[part])
 
     def targets(self) -> np.ndarray:
-        """Return the target at each position: the labels, or the ids where there are none."""
+        """Return the target at each position: the labels, or for a row without labels the ids."""
         return self.input_ids if self.labels is None else self.labels
 
     def first_target(self) -> int:
-        """Return the index of the first token that carries loss and has a token before it; the length if none does."""
+        """Return the index, from 1, of the first token that carries loss; the row's length if no token does."""
         if self.labels is None:
             return min(1, self.input_ids.size)
         targets = np.flatnonzero(self.labels[1:] != IGNORED)
@@ -76,5 +76,5 @@ class Source:
         return np.array([self.row(index).input_ids.size for index in rows], dtype=np.int64)
 
     def report(self) -> dict[str, Any] | None:
-        """Return totals (rows, tokens, longest row); None where they are not known without reading all rows."""
+        """Return totals (rows, tokens, longest row), or None if only reading all rows would show them."""
         return None

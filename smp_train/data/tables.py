@@ -32,15 +32,15 @@ def batches(
         import pyarrow as pa
     except ImportError:
         raise ConfigError(f"{file.path}: needs the package pyarrow: {install('text')}") from None
-    before = 0
+    row = 0
     try:
         if file.kind == "parquet":
             yield from _parquet_batches(raw, fields, first)
         else:
             for batch in _arrow_batches(raw, file.path):
                 _validate(batch)
-                yield before, batch
-                before += batch.num_rows
+                yield row, batch
+                row += batch.num_rows
         tick(file.size)
     except (pa.ArrowException, OSError, EOFError) as error:
         if isinstance(error, InterruptedError):  # raised by `tick`
@@ -56,10 +56,10 @@ def _parquet_batches(raw: IO[bytes], fields: Sequence[str] | None, first: int) -
     columns = None if fields is None else [name for name in fields if name in table.schema_arrow.names]
     starts = [0, *accumulate(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups))]
     groups = range(max(0, bisect_right(starts, first) - 1), table.num_row_groups)
-    before = starts[groups.start]
+    row = starts[groups.start]
     for batch in table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns) if groups else ():
-        yield before, batch
-        before += batch.num_rows
+        yield row, batch
+        row += batch.num_rows
 
 
 def _arrow_batches(raw: IO[bytes], path: str) -> Iterator[Any]:
@@ -93,20 +93,20 @@ def rows(
     batches_of_file: Iterable[tuple[int, Any]], fields: Sequence[str] | None, first: int, step: int
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield (index from 0, number from 1, row as a dict) of the rows ``first``, ``first + step``, ..."""
-    for before, batch in batches_of_file:
-        start = max(first, before)
+    for batch_start, batch in batches_of_file:
+        start = max(first, batch_start)
         start += (first - start) % step
-        wanted = range(start - before, batch.num_rows, step)
-        if not wanted:
+        selected = range(start, batch_start + batch.num_rows, step)
+        if not selected:
             continue
         if step > 1:
-            batch = batch.take(list(wanted))
-        elif wanted.start:
-            batch = batch.slice(wanted.start)
+            batch = batch.take([row - batch_start for row in selected])
+        elif start > batch_start:
+            batch = batch.slice(start - batch_start)
         names = [name for name in batch.schema.names if fields is None or name in fields]
         columns = [_values(batch.column(name)) for name in names]
-        for index, *values in zip(wanted, *columns, strict=True):
-            yield before + index, before + index + 1, dict(zip(names, values, strict=True))
+        for index, *values in zip(selected, *columns, strict=True):
+            yield index, index + 1, dict(zip(names, values, strict=True))
 
 
 def _values(column: Any) -> Sequence[Any]:

@@ -58,7 +58,7 @@ def without_nul(text: str) -> str:
 
 
 class Texts:
-    """Makes rows of texts: the tokens of the whole text and an end token, all of which carry loss.
+    """Makes rows of texts: the tokens of the whole text and an end token. All tokens carry loss.
 
     Args:
         tokenizer: which reads special tokens in a text as text.
@@ -146,7 +146,7 @@ def _alpaca_prompt(fields: dict[str, Any]) -> str:
 
 
 def tokens_in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
-    """Return which tokens have a character in one of the spans, bool [tokens]."""
+    """Return which tokens overlap a span, bool [tokens]."""
     edges = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     inside = np.zeros(len(edges), dtype=bool)
     for begin, end in spans:
@@ -155,7 +155,7 @@ def tokens_in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarra
 
 
 def answer_row(ids: Sequence[int], answer: np.ndarray) -> Row | Problem:
-    """Return a row of which only the tokens in ``answer``, bool [tokens], carry loss."""
+    """Return a row in which only the tokens marked by ``answer``, bool [tokens], carry loss."""
     answer = answer.copy()
     answer[:1] = False  # the first token has no token before it
     labels = np.where(answer, ids, IGNORED).astype(np.int32)

@@ -141,11 +141,11 @@ def _attended(mask: np.ndarray) -> tuple[int, int]:
         raise ValueError(f"{MASK}[{index}] is {mask[index]}; use 0 or 1")
     if mask.all():
         return 0, mask.size
-    kept = np.flatnonzero(mask)
-    if not kept.size:
+    attended = np.flatnonzero(mask)
+    if not attended.size:
         raise ValueError(f"{MASK} is 0 everywhere: nothing to learn; remove the row")
-    begin, end = int(kept[0]), int(kept[-1]) + 1
-    if kept.size < end - begin:
+    begin, end = int(attended[0]), int(attended[-1]) + 1
+    if attended.size < end - begin:
         hole = begin + int(np.argmin(mask[begin:end]))
         raise ValueError(
             f"{MASK}[{hole}] is 0 between tokens that are attended; only padding at the ends is supported: use "
@@ -162,7 +162,7 @@ def _first_outside(values: np.ndarray, limit: int) -> int | None:
 
 
 def _integers(values: Any, field: str) -> np.ndarray:
-    """Return a list of integers as int64. Raises ValueError that names the first element of another type."""
+    """Return a list of integers as int64. Raises ValueError, which names the first other element."""
     if isinstance(values, UnicodeDecodeError):
         raise ValueError(f"{field}: {not_utf8(values)}")
     if isinstance(values, np.ndarray):  # of any integer type; huge unsigned ids become negative, and are refused

@@ -82,7 +82,7 @@ def load_for_chats(name: str, trusted: bool) -> Any:
 
 
 def fast(tokenizer: Any, name: str) -> Any:
-    """Return the fast tokenizer in one of transformers. Raises ConfigError if it has none."""
+    """Return the fast tokenizer within transformers' tokenizer. Raises ConfigError for a slow tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(f"--tokenizer {name}: has no fast form; convert it to a tokenizer.json")

@@ -282,7 +282,7 @@ def test_a_malformed_record_stops_the_run_or_is_left_out(tmp_path, caplog):
     bad = BadRecords(skip=True)
     assert [number for number, _ in read_rows(file, token_maker(), bad)] == [1, 2, 3, 5, 7]
     assert (bad.count, bad.first_number) == (2, 4)
-    assert "a.jsonl:6: has labels, and the rows before it have none" in caplog.text
+    assert "a.jsonl:6: has labels, but earlier rows have no labels" in caplog.text
     judge_bad_records([(file, bad.count, bad.first_number, bad.first_problem)], 5, 0.3)
     assert "left out 2 of 7 records" in caplog.text
     with pytest.raises(DataError, match=r"2 of 7 records .*more than --max_bad 20.*a\.jsonl:4: broken JSON"):
