@@ -17,7 +17,6 @@ from smp_train.data.kinds import ALPACA, TEXTS, Kind
 from smp_train.data.rows import Recipe, RowMaker, read_rows
 from smp_train.data.source import IGNORED, Problem, Row
 from smp_train.data.text import Texts
-from smp_train.data.time_limit import LimitExceeded, limited
 from smp_train.data.tokenizer import load
 from smp_train.errors import ConfigError, DataError
 from tests.chats import (
@@ -159,7 +158,7 @@ def test_sharegpt_fields(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:2: conversations\[0\]: from is 'judge', not one of human, "):
         rows_in(tmp_path, plain)
     write_lines(tmp_path / "a.jsonl", [sharegpt(1), {"conversations": [{"from": "human"}]}])
-    with pytest.raises(DataError, match=r'a\.jsonl:2: conversations\[0\] has no "from" or no "value" string'):
+    with pytest.raises(DataError, match=r'a\.jsonl:2: conversations\[0\] has no "value" string'):
         rows_in(tmp_path, plain)
     write_lines(tmp_path / "a.jsonl", [{"conversations": chat(5)}])
     assert rows_in(tmp_path, plain) == [by_transformers(plain, chat(5))], "conversations of role and content"
@@ -248,7 +247,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"from": "human", "value": "a"}]}, r'\[0\] has no "role"'),
     ({"messages": [{"role": "user", "content": "a\0"}]}, "NUL"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]: content\[0\] is 'image'"),
-    ({"messages": [{"role": "user", "content": ["text"]}]}, r"messages\[0\]: content\[0\] is 'text'; write text parts"),
+    ({"messages": [{"role": "user", "content": ["text"]}]}, r"messages\[0\]: content\[0\] is 'text', not a part of type text with its text"),
     ({"messages": [{"role": "user", "content": [["text"]]}]}, r"messages\[0\]: content\[0\] is "),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"messages\[0\]: content\[0\] is 'text'"),
     ({"messages": chat(1), "tools": "{"}, '"tools" is no list'), ({"messages": chat(1), "tools": [1]}, '"tools" is no'),
@@ -295,7 +294,7 @@ def test_malformed_prompts_and_completions(plain: Path) -> None:
 
 TEMPLATES = {
     "none": (None, r"has no chat template.*--chat_template FILE"), "broken": ("{% for %}", "line 1"),
-    "absent": ("absent", r"--chat_template .*absent"),
+    "absent": ("absent", r"absent: cannot be read .*--chat_template"),
 }  # fmt: skip
 
 
@@ -336,7 +335,6 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(
 ENDLESS = {
     "a loop": LOOP + "{% endfor %}" * 3,
     "a loop that writes": LOOP + "x{% endfor %}" + "{% endfor %}" * 2,
-    "growth": "{% set s = namespace(x='xx') %}{% for a in range(60) %}{% set s.x = s.x + s.x %}{% endfor %}{{ s.x }}",
     "one huge string": "{{ 'x' * 10 ** 15 }}",
     "much text": "{{ 'x' * 2000000 }}",
 }
@@ -346,29 +344,16 @@ ENDLESS = {
 def test_a_template_without_end_is_a_problem_of_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Bounded in time, memory and length; the thread goes on to the next record."""
+    """Bounded in time and length; the thread goes on to the next record."""
     monkeypatch.setattr(chats, "RENDER_SECONDS", 0.3)
-    monkeypatch.setattr(chats, "RENDER_BYTES", 64 << 20)
     monkeypatch.setattr(chats, "MAX_CHARACTERS", 1_000_000)
     template = "{% if 'loop' in messages[0].content %}" + ENDLESS[case] + "{% endif %}" + PLAIN
     made = maker_of(write_tokenizer(tmp_path / "tokenizer", template))
     for _ in range(2):
         before, bad, after = made.rows([GOOD, {"messages": turns("loop", "b")}, GOOD])
         assert isinstance(bad, Problem)
-        assert re.search("chat template (takes|writes) more than .*correct the template", bad)
+        assert re.search("chat template (takes|writes) over .*correct the template", bad)
         assert tokens(before) == tokens(after)
-
-
-def test_the_limit_counts_the_time_of_its_own_thread() -> None:
-    def loop() -> None:
-        with limited(0.05, 1 << 40):
-            while True:
-                pass
-
-    with pytest.raises(LimitExceeded):
-        loop()
-    with limited(1000.0, 1 << 40):
-        pass
 
 
 # --- text
