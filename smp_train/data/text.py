@@ -15,17 +15,16 @@ from smp_train.errors import first_few
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+# The prompts with which Stanford Alpaca was trained.
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
 ALPACA_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
-ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-"""The prompts with which Stanford Alpaca was trained."""
-
 Span = tuple[int, int]
 """Begin and end of an answer, in characters of its text."""
 
@@ -58,13 +57,7 @@ def without_nul(text: str) -> str:
 
 
 class Texts:
-    """Makes rows of texts: the tokens of the whole text and an end token. All tokens carry loss.
-
-    Args:
-        tokenizer: which reads special tokens in a text as text.
-        end: id of the end token.
-        field: field of the text in a record.
-    """
+    """Makes rows of texts: the tokens of the whole text and the token ``end``. All tokens carry loss."""
 
     def __init__(self, tokenizer: Tokenizer, end: int, field: str) -> None:
         self._end, self._field = end, field
@@ -73,76 +66,52 @@ class Texts:
 
     def __call__(self, records: Sequence[Record]) -> list[Row | Problem | None]:
         """Return the row of each record, the problem with it, or None for a blank text."""
-        texts = [self._text(record) for record in records]
-        visible = [text for text in texts if text and not isinstance(text, Problem)]
-        encodings = iter(self._encode(visible, add_special_tokens=False))
-        return [
-            text if isinstance(text, Problem) else self._row(next(encodings).ids) if text else None for text in texts
-        ]
-
-    def _text(self, record: Record) -> str | Problem:
-        try:
-            text = without_nul(record) if isinstance(record, str) else string(object_of(record), self._field)
-        except ValueError as error:
-            return Problem(error)
-        return text if text.strip() else ""
-
-    def _row(self, ids: list[int]) -> Row:
-        return Row(np.array([*ids, self._end], dtype=np.uint32))
+        rows: list[Row | Problem | None] = [None] * len(records)
+        texts: dict[int, str] = {}
+        for number, record in enumerate(records):
+            try:
+                text = without_nul(record) if isinstance(record, str) else string(object_of(record), self._field)
+                if text.strip():
+                    texts[number] = text
+            except ValueError as error:
+                rows[number] = Problem(error)
+        encodings = self._encode(list(texts.values()), add_special_tokens=False)
+        for number, encoding in zip(texts, encodings, strict=True):
+            rows[number] = Row(np.array([*encoding.ids, self._end], dtype=np.uint32))
+        return rows
 
 
 class Completions:
-    """Makes rows of prompts with completions: the completion and the end token carry loss.
-
-    Args:
-        tokenizer: any.
-        end: id of the end token.
-        kind: names the fields; ``alpaca`` style writes the prompt with which Alpaca was trained.
-    """
+    """Makes rows of prompts with completions: the completion and the token ``end`` carry loss."""
 
     def __init__(self, tokenizer: Tokenizer, end: int, kind: Kind) -> None:
         self._tokenizer, self._end, self._kind = tokenizer, end, kind
 
     def __call__(self, records: Sequence[Record]) -> list[Row | Problem | None]:
         """Return the row of each record, or the problem with it."""
-        pairs = [self._pair(record) for record in records]
-        texts = [pair[0] + pair[1] for pair in pairs if isinstance(pair, tuple)]
-        encodings = iter(self._tokenizer.encode_batch(texts))
-        rows: list[Row | Problem | None] = []
-        for pair in pairs:
-            if isinstance(pair, Problem):
-                rows.append(pair)
-                continue
-            encoding = next(encodings)
-            ids = list(encoding.ids)
-            answer = tokens_in_spans(encoding.offsets, [(len(pair[0]), len(pair[0]) + len(pair[1]))])
-            # Some tokenizers end each text themselves.
-            if ids[-1:] != [self._end]:
-                ids.append(self._end)
-                answer = np.append(answer, True)
-            answer[-1] = True
-            rows.append(answer_row(ids, answer))
-        return rows
+        return [self._row(record) for record in records]
 
-    def _pair(self, record: Record) -> tuple[str, str] | Problem:
-        """Return prompt and completion of a record."""
+    def _row(self, record: Record) -> Row | Problem:
         try:
             fields = object_of(record)
             if self._kind.style == "alpaca":
-                prompt, completion = _alpaca_prompt(fields), string(fields, OUTPUT)
+                extra = string(fields, INPUT) if fields.get(INPUT) is not None else ""
+                template = ALPACA_INPUT if extra.strip() else ALPACA
+                prompt = template.format(instruction=string(fields, INSTRUCTION), input=extra)
+                completion = string(fields, OUTPUT)
             else:
                 prompt, completion = (string(fields, name) for name in self._kind.fields)
         except ValueError as error:
             return Problem(error)
         if not completion.strip():
-            return Problem(f"{self._kind.fields[1]} is empty: nothing to learn; remove it")
-        return prompt, completion
-
-
-def _alpaca_prompt(fields: dict[str, Any]) -> str:
-    instruction = string(fields, INSTRUCTION)
-    extra = string(fields, INPUT) if fields.get(INPUT) is not None else ""
-    return (ALPACA_INPUT if extra.strip() else ALPACA).format(instruction=instruction, input=extra)
+            return Problem(f"{self._kind.fields[1]} is empty: nothing to learn; remove the record")
+        encoding = self._tokenizer.encode(prompt + completion)
+        ids = list(encoding.ids)
+        answer = tokens_in_spans(encoding.offsets, [(len(prompt), len(prompt) + len(completion))])
+        if ids[-1:] != [self._end]:  # some tokenizers end each text themselves
+            ids, answer = [*ids, self._end], np.append(answer, True)
+        answer[-1] = True
+        return answer_row(ids, answer)
 
 
 def tokens_in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
@@ -156,8 +125,7 @@ def tokens_in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarra
 
 def answer_row(ids: Sequence[int], answer: np.ndarray) -> Row | Problem:
     """Return a row in which only the tokens marked by ``answer``, bool [tokens], carry loss."""
-    answer = answer.copy()
-    answer[:1] = False  # the first token has no token before it
     labels = np.where(answer, ids, IGNORED).astype(np.int32)
+    labels[:1] = IGNORED  # the first token has no token before it
     row = Row(np.array(ids, dtype=np.uint32), labels)
     return row if row.has_target() else Problem("no token of an answer carries loss: nothing to learn; remove it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,11 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<|im_end|>")
-SENTENCE_PIECE = ".model"
 
 
 @lru_cache(maxsize=4)
 def load_with_end(name: str, eos_token: str | None, *, special_as_text: bool) -> tuple[Tokenizer, int]:
-    """Return a tokenizer and the id of its end token; ``special_as_text`` reads special tokens in a text as text.
-
-    Raises ConfigError.
-    """
+    """Return a tokenizer and the id of its end token; ``special_as_text`` reads special tokens in a text as text."""
     with on_this_machine(name) as location:
         tokenizer = load(location)
         _, end = end_token(tokenizer, eos_token, location)
@@ -42,31 +38,20 @@ def load(name: str) -> Tokenizer:
 
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
-    tokenizer: Any
+    sentence_piece = path.suffix == ".model"
     try:
-        if path.suffix == SENTENCE_PIECE and path.is_file():
-            tokenizer = fast(load_tokenizer(str(path.parent)), name)
-        elif file.exists():
-            tokenizer = Tokenizer.from_file(str(file))
-        elif path.is_dir():
-            tokenizer = fast(load_tokenizer(name), name)
-        else:
-            with asking_hub():
-                tokenizer = Tokenizer.from_pretrained(name)
+        if (path.is_dir() and not file.exists()) or sentence_piece:
+            return backend(load_tokenizer(str(path if path.is_dir() else path.parent)), name)
+        with nullcontext() if file.exists() else asking_hub():
+            tokenizer: Tokenizer = Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
     except Exception as error:  # tokenizers raises Exception itself
-        if isinstance(error, ConfigError) and path.suffix != SENTENCE_PIECE:
-            raise
-        hint = (
-            "; a SentencePiece model needs the package sentencepiece and a tokenizer_config.json in its folder, or "
-            "convert it to a tokenizer.json"
-        )
+        hint = "; SentencePiece needs its package and a tokenizer_config.json in the folder: convert to tokenizer.json"
         raise ConfigError(
-            f"--tokenizer {name}: cannot be loaded ({first_line(error)}){hint * (path.suffix == SENTENCE_PIECE)}"
+            f"--tokenizer {name}: cannot be loaded ({first_line(error)}){hint if sentence_piece else ''}"
         ) from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    loaded: Tokenizer = tokenizer
-    return loaded
+    return tokenizer
 
 
 def load_for_chats(name: str, trusted: bool) -> Any:
@@ -75,18 +60,18 @@ def load_for_chats(name: str, trusted: bool) -> Any:
         trust_code(True)
     with on_this_machine(name) as location:
         tokenizer = load_tokenizer(location)
-    backend = fast(tokenizer, name)
-    backend.no_padding()
-    backend.no_truncation()
+    backend(tokenizer, name)
     return tokenizer
 
 
-def fast(tokenizer: Any, name: str) -> Any:
-    """Return the fast tokenizer within transformers' tokenizer. Raises ConfigError for a slow tokenizer."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+def backend(tokenizer: Any, name: str) -> Tokenizer:
+    """Return the fast tokenizer within transformers' tokenizer, without padding. Raises ConfigError for a slow one."""
+    fast: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
         raise ConfigError(f"--tokenizer {name}: has no fast form; convert it to a tokenizer.json")
-    return backend
+    fast.no_padding()
+    fast.no_truncation()
+    return fast
 
 
 def refuse_larger(tokenizer: Tokenizer, name: str, vocab_size: int) -> None:
@@ -100,18 +85,20 @@ def refuse_larger(tokenizer: Tokenizer, name: str, vocab_size: int) -> None:
 
 
 def spread_tokenizing(processes: int) -> None:
-    """Give each of ``processes`` on this machine its share of the cores, unless the user chose a number of threads.
-
-    Call it before the first text is tokenized.
-    """
+    """Give each of ``processes`` on this machine its share of the cores; call it before the first text is tokenized."""
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores() // processes)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
 def end_token(tokenizer: Tokenizer, name: str | None, location: str | None = None) -> tuple[str, int]:
     """Return the token that ends a document and its id: ``name``, the location's own, or a well-known one."""
-    candidates = [name] if name is not None else [_declared_end(location), *KNOWN_ENDS]
-    for token in candidates:
+    declared: object = None
+    path = Path(location or "")
+    with suppress(OSError, ValueError, AttributeError):
+        config = (path.parent if path.is_file() else path) / "tokenizer_config.json"
+        declared = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if location else None
+    declared = declared.get("content") if isinstance(declared, dict) else declared
+    for token in [declared, *KNOWN_ENDS] if name is None else [name]:
         number = tokenizer.token_to_id(token) if isinstance(token, str) else None
         if number is not None:
             return str(token), number
@@ -120,23 +107,10 @@ def end_token(tokenizer: Tokenizer, name: str | None, location: str | None = Non
     raise ConfigError(f"the tokenizer has none of {' '.join(KNOWN_ENDS)}; name its end token with --eos_token")
 
 
-def _declared_end(location: str | None) -> object:
-    """Return the end token in a tokenizer's configuration, if any."""
-    path = Path(location or "")
-    config = (path.parent if path.is_file() else path) / "tokenizer_config.json"
-    with suppress(OSError, ValueError, AttributeError):
-        declared = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if location else None
-        return declared.get("content") if isinstance(declared, dict) else declared
-    return None
-
-
 def train(
     documents: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (), min_frequency: int = 0
 ) -> Tokenizer:
-    """Return a byte-level BPE tokenizer of at most ``vocab_size`` entries, trained as GPT-2's: it can encode any text.
-
-    ``special_tokens`` and the end token are never split; only pairs that occur ``min_frequency`` times are merged.
-    """
+    """Return a byte-level BPE tokenizer of at most ``vocab_size`` entries, which can encode any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     special = list(dict.fromkeys([END, *special_tokens]))
