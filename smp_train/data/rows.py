@@ -32,17 +32,22 @@ GROUP_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the tokens of a record; can be pickled for worker processes."""
+    """All that decides the tokens of a record; can be pickled for worker processes.
+
+    Args:
+        kind: of the records.
+        vocab_size: token ids must be below it.
+        tokenizer: a folder, file, ``s3://`` location or name on the hub; token rows need none.
+        chat_template: a file that replaces the tokenizer's chat template.
+        eos_token: token after each text and completion; None: the tokenizer's own.
+        trust_remote_code: run the code of a tokenizer.
+    """
 
     kind: Kind
     vocab_size: int = ANY_VOCABULARY
-    """Token ids must be below it."""
     tokenizer: str | None = None
-    """A folder, file, ``s3://`` location or name on the hub; not needed for token rows."""
     chat_template: str | None = None
-    """A file that replaces the tokenizer's chat template."""
     eos_token: str | None = None
-    """Token after each text and completion; None: the tokenizer's own."""
     trust_remote_code: bool = False
 
     def identity(self) -> str:
@@ -79,20 +84,16 @@ def _identity(recipe: Recipe) -> str:
     return recipe.open().identity
 
 
+@dataclass
 class RowMaker:
-    """Makes rows of records. Use one per thread."""
+    """Makes rows of records: ``rows`` returns the row of each, the problem with it, or None for a blank record.
 
-    def __init__(
-        self, kind: Kind, make: Callable[[Sequence[Record]], list[Row | Problem | None]], identity: str
-    ) -> None:
-        self.kind = kind
-        self.identity = identity
-        """`Recipe.identity`."""
-        self._make = make
+    Use one per thread. ``identity`` is that of the recipe.
+    """
 
-    def rows(self, records: Sequence[Record]) -> list[Row | Problem | None]:
-        """Return the row of each record, the problem with it, or None for a record without visible text."""
-        return self._make(records)
+    kind: Kind
+    rows: Callable[[Sequence[Record]], list[Row | Problem | None]]
+    identity: str
 
 
 def read_rows(

@@ -169,32 +169,33 @@ def test_several_at_once_in_order_and_never_more_on_disk(bucket, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_copy_is_continued_after_a_restart(server, bucket, tmp_path, monkeypatch):
-    """Of the same version of the object; the copy of another version is begun anew."""
-    monkeypatch.setattr(s3, "PART_BYTES", 100_000)
+def test_a_copy_is_continued_after_a_restart(server, bucket, tmp_path):
+    """If the object has still the same version; else it is fetched anew."""
     content = big()
-    upload(f"{bucket}/t", {"a.json": content, "b.json": big(5000)})
+    upload(f"{bucket}/t", {"a.json": content})
     files = list_files(f"{bucket}/t").files
-    parts = -(-len(content) // 100_000)
+    done: list[int] = []
+
+    def fail_halfway(count: int) -> None:
+        done.append(count)
+        if sum(done) > len(content) // 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        fetched(files, tmp_path, tick=fail_halfway)
     server.gets.clear()
-    fetched_bytes: list[int] = []
-
-    def stop() -> bool:
-        return sum(fetched_bytes) > len(content) // 2
-
-    with pytest.raises(InterruptedError):
-        fetched(files[:1], tmp_path, at_once=1, stop=stop, tick=fetched_bytes.append)
-    before = len(server.gets)
-    assert 0 < before < parts + 1
-    assert fetched(files[:1], tmp_path) == {"a.json": content}
-    assert len(server.gets) <= parts + s3_client.AT_ONCE, "no part was fetched twice, but those under way"
+    counted: list[int] = []
+    assert fetched(files, tmp_path, tick=counted.append) == {"a.json": content}
+    ((_, span),) = server.gets
+    assert span == f"bytes={sum(done)}-{len(content) - 1}"
+    assert (counted[0], sum(counted)) == (sum(done), len(content))
     assert not list(tmp_path.iterdir())
-    fetched_bytes.clear()
+    done.clear()
     with pytest.raises(InterruptedError):
-        fetched(files[:1], tmp_path, at_once=1, stop=stop, tick=fetched_bytes.append)
+        fetched(files, tmp_path, tick=fail_halfway)
     changed = content[:-2] + b" \n"
     upload(f"{bucket}/t", {"a.json": changed})
-    assert fetched(list_files(f"{bucket}/t").files[:1], tmp_path) == {"a.json": changed}
+    assert fetched(list_files(f"{bucket}/t").files, tmp_path) == {"a.json": changed}
 
 
 def test_two_processes_do_not_write_one_copy(bucket, tmp_path):
