@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,206 +15,183 @@ from smp_train.data.blend import BLOCK, apportion, sources_of_block
 from smp_train.errors import ConfigError, DataError, first_few
 
 SHOWN = 100
-SHOWN_NAMES = 10
 PART = re.compile(r"(.+?:\d+)(?:\[(\d+):(\d+)\])?(?:\+|$)")
 """A record in the name of a sample: whole, or tokens of it."""
+END = float("inf")
+"""End of a record that a sample has as a whole."""
 
 
 class StepRecord(NamedTuple):
     """Samples that one rank consumed in one step."""
 
-    rank: int
     attempt: int
     dp_rank: int
     dp_size: int | None
     samples: list[str]
-    truncated: int
-    truncated_targets: int
+    truncated: tuple[int, int]
+    """Rows that lost their end, and the tokens with loss that they lost."""
 
 
-@dataclass
-class Recorded:
-    """The audit files of a run: of each step, the records of the newest attempt at it."""
+class Run(NamedTuple):
+    """What a run recorded: ``config`` and ``facts`` of run.json; samples by step; problems found so far."""
 
-    steps: dict[int, list[StepRecord]]
-    """By step in order; records by rank."""
-    skipped: list[int]
-    """Steps whose updates --on_spike left out of the weights."""
-    problems: list[str] = field(default_factory=list)
-
-    def samples(self) -> dict[int, list[str]]:
-        """Return the samples of each step; of ranks that share a model, the samples of the first."""
-        last = max(self.steps)
-        samples: dict[int, list[str]] = {}
-        self.problems += [f"step {step} is missing" for step in range(min(self.steps), last) if step not in self.steps]
-        for step, records in self.steps.items():
-            by_dp_rank = {record.dp_rank: record.samples for record in reversed(records)}
-            samples[step] = [sample for dp_rank in sorted(by_dp_rank) for sample in by_dp_rank[dp_rank]]
-            # A kill may come between the writes of two ranks.
-            if is_incomplete(records) and step < last:
-                self.problems.append(f"step {step}: the records of some ranks are missing")
-            different = [f"rank {record.rank}" for record in records if record.samples != by_dp_rank[record.dp_rank]]
-            if different:
-                self.problems.append(
-                    f"step {step}: {', '.join(different)} read other samples than the ranks they share a model with"
-                )
-        return samples
-
-    def truncated(self) -> tuple[int, int]:
-        """Return the rows cut off at their end, and the tokens with loss that they lost, of all steps."""
-        records = [record for step in self.steps.values() for record in {one.dp_rank: one for one in step}.values()]
-        return sum(record.truncated for record in records), sum(record.truncated_targets for record in records)
+    facts: dict[str, Any]
+    config: dict[str, Any]
+    steps: dict[int, list[str]]
+    problems: list[str]
+    last_is_whole: bool
 
 
-def audit(run: Path, rows: int | None = None) -> int:
+def audit(folder: Path, rows: int | None = None) -> int:
     """Check that a run used each sample once per epoch and left out no step; print the result, return the exit code.
 
     Every sample must have been used E times in a run that came to the end of its --epochs E. ``rows`` is the number of
     samples in the data set, by default the number in run.json.
     """
-    facts = _run_facts(run)
-    config: dict[str, Any] = facts.get("config") or {}
-    recorded = _read_records(run)
-    if not recorded.steps:
-        print(f"{run}: no step was recorded yet")
+    records, skipped = _read_records(folder)
+    if not records:
+        print(f"{folder}: no step was recorded yet")
         return 0
-    steps = recorded.samples()
-    first, last = min(steps), max(steps)
-    if facts.get("streams"):
-        verdict = _audit_streams(recorded, steps, config)
-    else:
-        verdict = _audit_indexed(run, recorded, steps, facts, rows)
-    for problem in recorded.problems[:SHOWN]:
-        print(problem)
-    if recorded.skipped:
-        names = ", ".join(map(str, recorded.skipped[:SHOWN])) + (", ..." if len(recorded.skipped) > SHOWN else "")
-        print(f"{run}: {len(recorded.skipped)} steps are not in the weights (--on_spike): {names}")
-    truncated, targets = recorded.truncated()
-    if truncated:
-        print(f"{run}: {truncated} rows lost their end, and with it {targets} tokens that carry loss (--long truncate)")
-    names_used = [_without_window(name, config) for samples in steps.values() for name in samples]
-    verdict = f"{len(recorded.problems)} problems" if recorded.problems else f"{verdict}, no step left out"
-    print(f"{run}: steps {first} to {last}, {len(names_used)} samples, {len(set(names_used))} different: {verdict}")
-    return DataError.exit_code if recorded.problems else 0
-
-
-def _without_window(name: str, config: dict[str, Any]) -> str:
-    """Return the name of a sample; all windows of --long crop in a row count as the same sample."""
-    return name.rpartition("[")[0] or name if config.get("long") == "crop" else name
-
-
-def _run_facts(run: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((run / "run.json").read_text()))
+        facts = dict(json.loads((folder / "run.json").read_text()))
     except (OSError, ValueError):
-        return {}
+        facts = {}
+    run = _merge_ranks(records, facts)
+    verdict = _audit_streams(run) if facts.get("streams") else _audit_indexed(run, rows)
+    for problem in run.problems[:SHOWN]:
+        print(problem)
+    if skipped:
+        print(f"{folder}: {len(skipped)} steps are not in the weights (--on_spike): "
+              f"{first_few([str(step) for step in skipped], most=SHOWN)}")  # fmt: skip
+    lost = np.array([one.truncated for ranks in records.values() for one in _first_peers(ranks).values()]).sum(axis=0)
+    if lost[0]:
+        print(f"{folder}: {lost[0]} rows lost their end, and with it {lost[1]} tokens with loss (--long truncate)")
+    samples = [_without_window(name, run) for names in run.steps.values() for name in names]
+    verdict = f"{len(run.problems)} problems" if run.problems else f"{verdict}, no step left out"
+    first, last = min(records), max(records)
+    print(f"{folder}: steps {first} to {last}, {len(samples)} samples, {len(set(samples))} different: {verdict}")
+    return DataError.exit_code if run.problems else 0
 
 
-def _read_records(run: Path) -> Recorded:
-    paths = sorted(run.glob("data_audit-rank*.jsonl"))
+def _read_records(folder: Path) -> tuple[dict[int, dict[int, StepRecord]], list[int]]:
+    """Return the record of each rank in each step, by the newest attempt at it, and the steps that were skipped."""
+    paths = sorted(folder.glob("data_audit-rank*.jsonl"))
     if not paths:
-        raise ConfigError(f"{run}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
+        raise ConfigError(f"{folder}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
     first_steps: dict[int, int] = {}
-    """First step of each attempt."""
-    records: list[tuple[int, StepRecord]] = []
+    records: list[tuple[int, int, StepRecord]] = []
     skips: set[tuple[int, int]] = set()
     for path in paths:
         rank = int(path.stem.rpartition("rank")[2])
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 entry = json.loads(line)
+                attempt = int(entry.get("attempt", 0))
                 if "skipped" in entry:
-                    begin, end = entry["skipped"]
-                    skips.update((step, int(entry["attempt"])) for step in range(begin, end + 1))
+                    skips.update((step, attempt) for step in range(entry["skipped"][0], entry["skipped"][1] + 1))
                     continue
-                step, attempt = int(entry["step"]), int(entry.get("attempt", 0))
-                lost = int(entry.get("truncated", 0)), int(entry.get("truncated_targets", 0))
+                step, lost = int(entry["step"]), (entry.get("truncated", 0), entry.get("truncated_targets", 0))
                 dp_rank = int(entry.get("dp_rank", rank))
-                record = StepRecord(rank, attempt, dp_rank, entry.get("dp_size"), list(entry["samples"]), *lost)
+                record = StepRecord(attempt, dp_rank, entry.get("dp_size"), list(entry["samples"]), lost)
             except (ValueError, KeyError, TypeError):
                 continue  # the last line of a run that was killed
             first_steps[attempt] = min(step, first_steps.get(attempt, step))
-            records.append((step, record))
+            records.append((step, rank, record))
 
     def is_superseded(step: int, attempt: int) -> bool:
         # An attempt supersedes all earlier attempts from its first step on.
         return any(later > attempt and step >= first for later, first in first_steps.items())
 
     steps: dict[int, dict[int, StepRecord]] = {}
-    for step, record in records:
+    for step, rank, record in sorted(records, key=lambda record: record[:2]):
         if not is_superseded(step, record.attempt):
-            steps.setdefault(step, {})[record.rank] = record
-    skipped = sorted({step for step, attempt in skips if step in steps and not is_superseded(step, attempt)})
-    return Recorded(
-        {step: [by_rank[rank] for rank in sorted(by_rank)] for step, by_rank in sorted(steps.items())}, skipped
-    )
+            steps.setdefault(step, {})[rank] = record
+    return steps, sorted({step for step, attempt in skips if step in steps and not is_superseded(step, attempt)})
 
 
-def is_incomplete(records: list[StepRecord]) -> bool:
-    """Return whether the record of a data-parallel rank is missing."""
-    return records[0].dp_size is not None and len({record.dp_rank for record in records}) < records[0].dp_size
+def _first_peers(ranks: dict[int, StepRecord]) -> dict[int, StepRecord]:
+    """Return the record of each data-parallel rank: of ranks that share a model, the first."""
+    return {record.dp_rank: record for record in reversed(ranks.values())}
+
+
+def _merge_ranks(records: dict[int, dict[int, StepRecord]], facts: dict[str, Any]) -> Run:
+    """Return the samples of each step of all ranks, and where records are missing or contradict each other."""
+    last = max(records)
+    problems = [f"step {step} is missing" for step in range(min(records), last) if step not in records]
+    steps = {}
+    for step, ranks in records.items():
+        peers = _first_peers(ranks)
+        steps[step] = [sample for dp_rank in sorted(peers) for sample in peers[dp_rank].samples]
+        dp_size = next(iter(ranks.values())).dp_size
+        whole = dp_size is None or len(peers) >= dp_size
+        # A kill may come between the writes of two ranks.
+        if not whole and step < last:
+            problems.append(f"step {step}: the records of some ranks are missing")
+        different = [f"rank {rank}" for rank, one in ranks.items() if one.samples != peers[one.dp_rank].samples]
+        if different:
+            problems.append(
+                f"step {step}: {', '.join(different)} read other samples than the ranks they share a model with"
+            )
+    return Run(facts, facts.get("config") or {}, steps, problems, whole)
+
+
+def _without_window(name: str, run: Run) -> str:
+    """Return the name of a sample; all windows of --long crop in a row count as the same sample."""
+    return name.rpartition("[")[0] or name if run.config.get("long") == "crop" else name
 
 
 # --- Indexed
 
 
-def _audit_indexed(
-    run: Path, recorded: Recorded, steps: dict[int, list[str]], facts: dict[str, Any], rows: int | None
-) -> str:
+def _audit_indexed(run: Run, rows: int | None) -> str:
     """Append the problems of an indexed run; return the verdict where it has none."""
-    config: dict[str, Any] = facts.get("config") or {}
-    sizes: dict[str, int] = facts.get("samples") or {}
-    locations, weights = read_weights([*(config.get("training_dir") or ()), *(config.get("dataset") or ())])
+    sizes: dict[str, int] = run.facts.get("samples") or {}
+    locations, weights = read_weights([*(run.config.get("training_dir") or ()), *(run.config.get("dataset") or ())])
     used: dict[str, list[tuple[int, str]]] = {}
     """(step, sample) by source of a blend; by an empty name without weights."""
-    for step, samples in steps.items():
+    for step, samples in run.steps.items():
         for name in samples:
-            sources = [one for one in locations if name.startswith(one + "/")] if weights else []
-            used.setdefault(max(sources, key=len, default=""), []).append((step, _without_window(name, config)))
-    for source, samples_used in used.items():
-        recorded.problems += _repeats(source, samples_used, (rows if not source else None) or sizes.get(source))
-    first, last = min(steps), max(steps)
+            sources = [source for source in locations if weights and name.startswith(source + "/")]
+            used.setdefault(max(sources, key=len, default=""), []).append((step, _without_window(name, run)))
+    for source, names in used.items():
+        run.problems.extend(_repeats(source, names, (rows if not source else None) or sizes.get(source)))
+    first, last = min(run.steps), max(run.steps)
     if weights:
-        # A last step that only some ranks recorded is no beginning of the order.
-        whole = last - is_incomplete(recorded.steps[last])
-        counts = {source: sum(step <= whole for step, _ in used.get(source, ())) for source in locations}
-        recorded.problems += _shares(counts, weights, config.get("seed") if first == 1 else None)
-        print(f"{run}: drawn from " + ", ".join(f"{source}: {count}" for source, count in counts.items()))
+        end = last if run.last_is_whole else last - 1
+        counts = [sum(step <= end for step, _ in used.get(source, ())) for source in locations]
+        shares = [f"{source}: {count}" for source, count in zip(locations, counts, strict=True)]
+        print("drawn from " + ", ".join(shares))
+        if first == 1 and (seed := run.config.get("seed")) is not None:
+            blocks, rest_of_block = divmod(sum(counts), BLOCK)
+            slots = apportion(weights, BLOCK)
+            begun = sources_of_block(blocks, slots, seed)[:rest_of_block]
+            expected = blocks * np.array(slots) + np.bincount(begun, minlength=len(slots))
+            run.problems.extend(
+                f"{source}: was drawn from {count} times, its weight gives it {share}"
+                for source, count, share in zip(locations, counts, expected.tolist(), strict=True)
+                if count != share
+            )
     elif (size := rows or sizes.get("")) and first == 1 and "" in used:
-        unused, verdict = _unused(Counter(name for _, name in used[""]), size, config.get("epochs"))
-        if _used_all_epochs(facts, config, last):
-            recorded.problems += unused
-        else:  # another flag has ended the run before, or it has not ended
+        unused, verdict = _unused(Counter(name for _, name in used[""]), size, run.config.get("epochs"))
+        total, set_by_user = run.facts.get("total_steps"), run.facts.get("sources") or {}
+        other_end = set_by_user.get("max_steps", "default") != "default" or run.config.get("steps_per_epoch")
+        if run.config.get("epochs") and total and last >= total and not other_end:
+            run.problems.extend(unused)
+        else:  # another flag has ended the run, or it has not ended
             print("".join(f"{line}\n" for line in unused), end="")
         return verdict
     return "each once per epoch"
 
 
-def _used_all_epochs(facts: dict[str, Any], config: dict[str, Any], last_step: int) -> bool:
-    """Return whether a run came to the end of its --epochs, and no other flag has ended it."""
-    total, epochs = facts.get("total_steps"), config.get("epochs")
-    max_steps_set = (facts.get("sources") or {}).get("max_steps", "default") != "default"
-    ended_by = [config["max_steps"]] if max_steps_set else []
-    if epochs and config.get("steps_per_epoch"):
-        ended_by.append(epochs * config["steps_per_epoch"])
-    return bool(epochs and total and last_step >= total and total not in ended_by)
-
-
 def _unused(times: Counter[str], size: int, epochs: int | None) -> tuple[list[str], str]:
-    """Return which samples were used less often than others, and a verdict on how often all were used.
-
-    Args:
-        times: how often each sample was used.
-        size: samples of an epoch.
-        epochs: epochs that the run was to have; None: any number.
-    """
+    """Return which of ``size`` samples were used less often than others, and a verdict on how often all were."""
     begun = -(-times.total() // size)
     missing = begun * size - times.total()
     problems = []
     if missing:
         # Names of samples that were never used are not known.
         names = sorted(name for name, number in times.items() if number < begun) if len(times) == size else []
-        which = f": {first_few(names, most=SHOWN_NAMES)}" if names else ""
+        which = f": {first_few(names, most=10)}" if names else ""
         problems.append(f"epoch {begun} is not whole: {missing} of {size} samples were not used in it{which}")
     if epochs and epochs > begun:
         problems.append(f"{epochs - begun} of {epochs} epochs were not begun")
@@ -242,91 +218,45 @@ def _repeats(source: str, used: list[tuple[int, str]], rows: int | None) -> list
     return problems
 
 
-def _shares(counts: dict[str, int], weights: list[float], seed: int | None) -> list[str]:
-    """Return which sources of a blend were drawn from less or more often than its order requires.
-
-    Every block of positions has the same number of each source. With the ``seed`` of a run that is audited from its
-    beginning, the order in the last block is known too; without it, not even where in a block the audit begins.
-    """
-    blocks, rest_of_block = divmod(sum(counts.values()), BLOCK)
-    slots = apportion(weights, BLOCK)
-    least, most = [max(0, blocks - 1) * n for n in slots], [(blocks + 2) * n for n in slots]
-    if seed is not None:
-        within = np.bincount(sources_of_block(blocks, slots, seed)[:rest_of_block], minlength=len(slots))
-        least = most = [blocks * n + int(more) for n, more in zip(slots, within, strict=True)]
-    return [
-        f"{source}: was drawn from {number} times, its weight gives it "
-        + (f"{low}" if low == high else f"{low} to {high}")
-        for (source, number), low, high in zip(counts.items(), least, most, strict=True)
-        if not low <= number <= high
-    ]
-
-
 # --- Streamed
 
 
-class Span(NamedTuple):
-    """Tokens of a record that are in a sample."""
+def _audit_streams(run: Run) -> str:
+    """Append the problems of a streamed run; return the verdict where it has none.
 
-    record: str
-    begin: int
-    end: float
-    """Infinite where the name does not tell because the sample has the whole record."""
-
-
-def _spans(sample: str) -> list[Span]:
-    """Return the tokens of records that the name of a sample lists."""
-    return [Span(record, int(begin or 0), float(end or "inf")) for record, begin, end in PART.findall(sample)]
-
-
-def _audit_streams(recorded: Recorded, steps: dict[int, list[str]], config: dict[str, Any]) -> str:
-    """Append the problems of a streamed run; return the verdict where it has none."""
-    spans = {step: [_spans(sample) for sample in samples] for step, samples in steps.items()}
-    cropped = config.get("long") == "crop"
-    if not cropped:
-        recorded.problems += gaps(spans)
-    begun = Counter(
-        span.record for samples in spans.values() for sample in samples for span in sample if cropped or not span.begin
-    )
-    epochs = config.get("epochs")
-    if not epochs:
-        return "no token of a record twice or left out"
-    repeated = [f"{record} ({times} times)" for record, times in sorted(begun.items()) if times > epochs]
-    if repeated:
-        recorded.problems.append(f"used more than {epochs} times: {first_few(repeated, most=SHOWN_NAMES)}")
-    every = sum(times == epochs for times in begun.values())
-    return f"{every} of {len(begun)} records {epochs} times, no token twice or left out"
-
-
-def gaps(steps: dict[int, list[list[Span]]]) -> list[str]:
-    """Return where a record does not continue at the token at which the sample before ended.
-
-    A record may begin again after its end, which is known when another record follows it in a sample.
+    A record must continue at the token at which the sample before ended; it may begin again after its end, which is
+    known when another record follows it in a sample.
     """
+    cropped, epochs = run.config.get("long") == "crop", run.config.get("epochs")
+    times: Counter[str] = Counter()
     ends: dict[str, float] = {}
-    by_step: dict[int, dict[str, list[Span]]] = {}
-    for step, samples in steps.items():
+    by_step: dict[int, dict[str, list[tuple[int, float]]]] = {}
+    for step, samples in run.steps.items():
         for sample in samples:
-            ends.update((span.record, span.end) for span in sample[:-1])
-            for span in sample:
-                by_step.setdefault(step, {}).setdefault(span.record, []).append(span)
-    problems = []
+            spans = [(record, int(begin or 0), float(end or END)) for record, begin, end in PART.findall(sample)]
+            ends.update((record, end) for record, _, end in spans[:-1])
+            for record, begin, end in spans:
+                times[record] += cropped or not begin
+                by_step.setdefault(step, {}).setdefault(record, []).append((begin, end))
     next_tokens: dict[str, float] = {}
-    known_from_start = min(steps) == 1
-    for step in sorted(by_step):
-        for record, spans in by_step[step].items():
-            # The order of ranks in a step is not recorded; the order of a record's spans is, unless it ends and begins
-            # again.
-            remaining = sorted(spans)
+    for step, records in by_step.items() if not cropped else ():
+        for record, places in records.items():
+            # The order of ranks in a step is not recorded, but the spans of a record follow each other.
+            remaining = sorted(places)
             while remaining:
                 token = next_tokens.get(record, 0)
-                ended = token in (ends.get(record, token), float("inf"))
-                candidates = [span for span in remaining if span.begin == token]
-                candidates = candidates or [span for span in remaining if ended and not span.begin] or remaining
-                span = candidates[0]
+                may_begin = token in (ends.get(record, token), END)
+                fitting = [span for span in remaining if span[0] == token or (may_begin and not span[0])]
+                span = (fitting or remaining)[0]
                 remaining.remove(span)
-                is_known = record in next_tokens or known_from_start
-                if span.begin != token and is_known and not (ended and not span.begin):
-                    problems.append(f"step {step}: {record} goes on at token {span.begin}, but was left at {token:.0f}")
-                next_tokens[record] = span.end
-    return problems
+                if not fitting and (record in next_tokens or min(run.steps) == 1):
+                    place = f"goes on at token {span[0]}, but was left at {token:.0f}"
+                    run.problems.append(f"step {step}: {record} {place}")
+                next_tokens[record] = span[1]
+    if not epochs:
+        return "no token of a record twice or left out"
+    repeated = [f"{record} ({number} times)" for record, number in sorted(times.items()) if number > epochs]
+    if repeated:
+        run.problems.append(f"used more than {epochs} times: {first_few(repeated, most=10)}")
+    complete = sum(number == epochs for number in times.values())
+    return f"{complete} of {len(times)} records {epochs} times, no token twice or left out"

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smp_train.arguments.verb_parser import VerbParser, at_least
+from smp_train.data import manifest
 from smp_train.data.audit import audit
 from smp_train.data.files import Selection, list_files
 from smp_train.data.rows import ANY_VOCABULARY, Recipe
-from smp_train.data.survey import manifest_problems, survey
+from smp_train.data.survey import survey
 from smp_train.errors import DataError
 
 SHOWN = 100
@@ -52,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
     recipe = Recipe(files.kind, args.vocab_size, args.tokenizer, args.chat_template)
     report = survey(files, recipe, cache_dir=args.cache_dir, seq_len=args.max_context_width)
     if args.verb == "verify":
-        report.problems += manifest_problems(files)
+        sizes = {file.name: file.size for file in files.files}
+        differences = manifest.differences(files.location, sizes, checksums=True)
+        report.problems += [f"{files.location}: {problem} (by {manifest.MANIFEST})" for problem in differences]
     for problem in report.problems[:SHOWN]:
         print(problem)
     if len(report.problems) > SHOWN:
@@ -60,5 +63,5 @@ def main(argv: Sequence[str]) -> int:
     if args.verb == "inspect":
         print(report.text(args.tokenizer))
     else:
-        print(f"{args.path}: {report.rows} rows in {report.files} files, {len(report.problems)} problems")
+        print(f"{args.path}: {len(report.lengths)} rows in {report.files} files, {len(report.problems)} problems")
     return DataError.exit_code if report.problems else 0

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,50 +14,8 @@ from smp_train.errors import DataError, first_few
 from smp_train.storage.client import is_s3
 
 MANIFEST = "_manifest.json"
-BLOCK_BYTES = 1 << 22
 INDEX_SUFFIX = ".idx"
 """Indexes are not listed: a token file is listed, and its index has checksums of both."""
-
-
-@dataclass(frozen=True)
-class ListedFile:
-    """A file in a manifest."""
-
-    size: int
-    sha256: str | None
-
-
-def listed_files(location: str) -> dict[str, ListedFile] | None:
-    """Return the files that the manifest in a folder, or in its parent, lists for the folder; None without one.
-
-    Raises DataError for a preparation that is not finished, and where the manifest cannot be read.
-    """
-    folder = location.rstrip("/") if is_s3(location) else os.path.realpath(location)
-    parent, _, name = folder.rpartition("/")
-    for root in (folder, parent):
-        if root in ("s3:/", "s3:"):
-            continue
-        path = f"{root}/{MANIFEST}"
-        manifest = _read(path)
-        try:
-            files = manifest["splits"][name]["shards"]
-            return {file["name"]: ListedFile(int(file["bytes"]), file.get("sha256")) for file in files}
-        except (KeyError, TypeError, AttributeError, ValueError):
-            pass  # the manifest of another split or program
-        if manifest.get("complete") is False and name in ("train", "test"):
-            raise DataError(f"{path}: this preparation is not finished; run smp-train prepare again, and it continues")
-    return None
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        text = s3.read_object(path) if is_s3(path) else Path(path).read_bytes()
-        manifest = json.loads(text or b"null")
-    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
-        return {}
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); is its file system mounted?") from None
-    return manifest if isinstance(manifest, dict) else {}
 
 
 def check(location: str, sizes: Mapping[str, int]) -> None:
@@ -77,26 +34,54 @@ def check(location: str, sizes: Mapping[str, int]) -> None:
 def differences(location: str, sizes: Mapping[str, int], *, checksums: bool = False) -> list[str]:
     """Return which files are missing, changed or not listed, compared with the manifest; empty without a manifest.
 
-    ``checksums`` reads every local file.
+    ``checksums`` reads every local file. Raises DataError for a preparation that is not finished.
     """
-    listed = listed_files(location)
+    listed = _listed_files(location)
     if listed is None:
         return []
     problems = []
-    for name, file in listed.items():
+    for name, (size, sha256) in listed.items():
         if name not in sizes:
             problems.append(f"{name} is missing")
-        elif sizes[name] != file.size:
-            problems.append(f"{name} has {sizes[name]} bytes, not {file.size}")
-        elif checksums and not is_s3(location) and _sha256(Path(location, name)) != file.sha256:
-            problems.append(f"{name} has another checksum")
+        elif sizes[name] != size:
+            problems.append(f"{name} has {sizes[name]} bytes, not {size}")
+        elif checksums and not is_s3(location):
+            digest = hashlib.sha256()
+            with Path(location, name).open("rb") as file:
+                for block in iter(lambda: file.read(1 << 22), b""):
+                    digest.update(block)
+            if digest.hexdigest() != sha256:
+                problems.append(f"{name} has another checksum")
     more = (name for name in sorted(sizes) if name not in listed and not name.endswith(INDEX_SUFFIX))
     return problems + [f"{name} is not listed" for name in more]
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:
+    """Return (size, sha256) of the files that the manifest in a folder, or in its parent, lists for the folder."""
+    folder = location.rstrip("/") if is_s3(location) else os.path.realpath(location)
+    parent, _, name = folder.rpartition("/")
+    for root in (folder, parent):
+        if root in ("s3:/", "s3:"):
+            continue
+        manifest = _read(f"{root}/{MANIFEST}")
+        try:
+            files = manifest["splits"][name]["shards"]
+            return {file["name"]: (int(file["bytes"]), file.get("sha256")) for file in files}
+        except (KeyError, TypeError, AttributeError, ValueError):
+            pass  # the manifest of another split or program
+        if manifest.get("complete") is False and name in ("train", "test"):
+            raise DataError(
+                f"{root}/{MANIFEST}: this preparation is not finished; run smp-train prepare again, and it continues"
+            )
+    return None
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        text = s3.read_object(path) if is_s3(path) else Path(path).read_bytes()
+        manifest = json.loads(text or b"null")
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
+        return {}
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); is its file system mounted?") from None
+    return manifest if isinstance(manifest, dict) else {}

@@ -23,7 +23,7 @@ from smp_train.data.loader import Loader, change_data, refuse_changed
 from smp_train.data.rows import Recipe
 from smp_train.data.samples import Sample
 from smp_train.data.source import Row, Source
-from smp_train.data.stream import BadShare, Cursor, FilePart, Reading, Stream, assign_parts, stream_count
+from smp_train.data.stream import BEGIN, Cursor, FilePart, Reading, Stream, assign_parts, stream_count
 from smp_train.data.tokenizer import spread_tokenizing
 from smp_train.errors import ConfigError, DataError
 
@@ -37,18 +37,15 @@ OPENED_TOGETHER = 8
 """Streams that are opened at the same time: each reads the beginning of a file."""
 CHECKED_STREAMS = 4
 """Streams per rank whose first block is checked before the model is built."""
-COSTLY_READING = 1.5
-"""Ranks that read each record, on average, above which a warning names the cost."""
-
-Dealing = Callable[[np.ndarray], np.ndarray]
-"""Maps the positions of one step to the data-parallel ranks that train on them."""
+COSTLY_READERS = 1.5
+"""Ranks that read each record, on average, above which a warning reports the cost."""
 
 
 class _Step(NamedTuple):
     batches: list[Batch]
     consumed: int
     cursors: dict[int, tuple[int, Cursor]]
-    """(samples taken, cursor) after this step, by stream; of the streams that this rank reads."""
+    """(number of samples, cursor) after this step, of each stream that this rank reads."""
     exhausted: bool
 
 
@@ -70,80 +67,62 @@ class StreamedData(Loader):
         self.reading, self._merge = reading, merge
         self.fingerprint = fingerprint(reading)
         files = [file for file_set in reading.sources for file in file_set.files]
-        self._begin(0, [Cursor()] * (streams or stream_count(files)))
+        self._begin(0, [BEGIN] * (streams or stream_count(files)))
 
     def _begin(self, consumed: int, cursors: list[Cursor]) -> None:
         self.streams, self._consumed = len(cursors), consumed
-        self._cursors = {v: (self._samples_taken(v, consumed), cursor) for v, cursor in enumerate(cursors)}
+        self._cursors = {v: (self._samples(v, consumed), cursor) for v, cursor in enumerate(cursors)}
+        # Saved when another rank has no data for the step handed over last.
         self._before = consumed, self._cursors
-        """State before the step handed over last: saved when another rank has no data for that step."""
-        self._opened: set[int] = set()
-        self._choose_dealing()
+        self._deal = min((self._by_turn, self._by_stream), key=lambda deal: self._readers(deal).size)
+        """Of two ways to deal positions to ranks, the one with which the ranks read fewer streams."""
+        stream, rank = np.divmod(self._readers(self._deal), self.dp_size)
+        self.readers = stream.size / self.streams
+        """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
         parts = assign_parts(self.reading.sources, self.streams)
-        self._open = {v: Stream(v, parts[v], self.reading, *self._cursors[v][::-1]) for v in self.streams_read()}
+        self._open = {
+            v: Stream(v, parts[v], self.reading, cursor=self._cursors[v][1], samples=self._cursors[v][0])
+            for v in stream[rank == self.dp_rank].tolist()
+        }
+        self._opening: dict[int, Future[None]] = {}
+        self._checked: set[int] = set()
         epochs = self.reading.epochs
         self.exhausted = epochs is not None and all(cursor.epoch >= epochs for cursor in cursors)
 
-    def _samples_taken(self, stream: int, consumed: int) -> int:
+    def _samples(self, stream: int, consumed: int) -> int:
         """Return how many of the first ``consumed`` positions belong to a stream."""
         return (consumed - stream + self.streams - 1) // self.streams
-
-    # Which rank reads which position
 
     def positions(self, consumed: int) -> np.ndarray:
         """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""
         step = consumed + np.arange(self.global_batch)
-        return step[self._dealing(step) == self.dp_rank].reshape(self.accumulation, self.micro_batch)
+        return step[self._deal(step) == self.dp_rank].reshape(self.accumulation, self.micro_batch)
 
-    def _choose_dealing(self) -> None:
-        """Choose the dealing with which the fewest (stream, rank) pairs read.
+    def _by_turn(self, step: np.ndarray) -> np.ndarray:
+        """Return the rank of each position, so that a rank reads one stream in dp_size if dp_size divides V."""
+        return step % self.dp_size
 
-        Each rank that reads a stream makes the rows of all its records, also of those that other ranks train on.
-        """
-        dealings = self._by_micro_batch, self._by_turn, self._by_stream
-        self._dealing = min(dealings, key=lambda dealing: len(self._reading_pairs(dealing)))
-        self._pairs = self._reading_pairs(self._dealing)
+    def _by_stream(self, step: np.ndarray) -> np.ndarray:
+        """Return the rank of each position, so that a rank reads streams that follow each other."""
+        ranks = np.empty_like(step)
+        ranks[np.argsort(step % self.streams, kind="stable")] = np.arange(step.size)
+        return ranks // (step.size // self.dp_size)
 
-    def _by_micro_batch(self, positions: np.ndarray) -> np.ndarray:
-        return (positions - positions[0]) // self.micro_batch % self.dp_size
-
-    def _by_turn(self, positions: np.ndarray) -> np.ndarray:
-        return positions % self.dp_size
-
-    def _by_stream(self, positions: np.ndarray) -> np.ndarray:
-        ranks = np.empty_like(positions)
-        ranks[np.argsort(positions % self.streams, kind="stable")] = np.arange(positions.size)
-        return ranks // (positions.size // self.dp_size)
-
-    def _reading_pairs(self, dealing: Dealing) -> np.ndarray:
-        """Return stream * dp_size + rank for each stream and each rank that reads it in the course of the run."""
-        pairs = []
+    def _readers(self, deal: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return stream * dp_size + rank of each stream and each rank that ever reads it."""
         # After so many steps a step begins at the same stream again.
-        for step in range(self.streams // gcd(self.streams, self.global_batch)):
-            positions = self._consumed + step * self.global_batch + np.arange(self.global_batch)
-            pairs.append(positions % self.streams * self.dp_size + dealing(positions))
-        return np.unique(np.concatenate(pairs))
-
-    def streams_read(self) -> list[int]:
-        """Return the streams that this rank reads."""
-        streams, ranks = np.divmod(self._pairs, self.dp_size)
-        return [int(v) for v in streams[ranks == self.dp_rank]]
-
-    @property
-    def readers(self) -> float:
-        """Return how many ranks read each record, on average over the streams."""
-        return self._pairs.size / self.streams
-
-    # Reading
+        starts = self._consumed + np.arange(self.streams // gcd(self.streams, self.global_batch)) * self.global_batch
+        steps = [start + np.arange(self.global_batch) for start in starts]
+        return np.unique([step % self.streams * self.dp_size + deal(step) for step in steps])
 
     def check(self) -> None:
         """Read the first block of the streams that this rank reads first. Raises DataError."""
-        first = list(dict.fromkeys((self.positions(self._consumed) % self.streams).ravel().tolist()))[:CHECKED_STREAMS]
-        with ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-streams") as pool:
-            list(pool.map(lambda v: self._open[v].open(), first))
-        for v in first:
+        first = dict.fromkeys((self.positions(self._consumed) % self.streams).ravel().tolist())
+        self._checked = set(list(first)[:CHECKED_STREAMS])
+        with ThreadPoolExecutor(OPENED_TOGETHER) as pool:
+            list(pool.map(lambda v: self._open[v].open(), self._checked))
+        for v in self._checked:
             self._open[v].check()
-        self._opened = set(first)
 
     def _steps(self, consumed: int) -> Iterator[_Step]:
         if consumed != self._consumed:
@@ -152,34 +131,27 @@ class StreamedData(Loader):
         streams = self._open
         pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-streams")
         try:
-            opening = {v: pool.submit(streams[v].open) for v in streams if v not in self._opened}
+            self._opening = {v: pool.submit(streams[v].open) for v in streams if v not in self._checked}
             while True:
                 batches = []
-                for micro_batch in self.positions(consumed).tolist():
-                    samples = [s for p in micro_batch if (s := self._take(p, opening)) is not None]
-                    batches.append(collate(samples, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory))
+                for positions in self.positions(consumed).tolist():
+                    samples = [self._move(p % self.streams, p // self.streams).take() for p in positions]
+                    found = [sample for sample in samples if sample is not None]
+                    batches.append(collate(found, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory))
                 consumed += self.global_batch
-                exhausted = self._exhausted(consumed, opening)
+                exhausted = self.reading.epochs is not None and all(
+                    self._move(v, self._samples(v, consumed)).ended for v in streams
+                )
                 yield _Step(batches, consumed, {v: (streams[v].samples, streams[v].cursor) for v in streams}, exhausted)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self, position: int, opening: dict[int, Future[None]]) -> Sample | None:
-        """Return the sample at a position; None if its stream has ended."""
-        return self._move(position % self.streams, position // self.streams, opening).take()
-
-    def _move(self, v: int, sample: int, opening: dict[int, Future[None]]) -> Stream:
+    def _move(self, v: int, sample: int) -> Stream:
         """Move one of this rank's streams to a sample, and return the stream."""
-        if v in opening:
-            opening.pop(v).result()
+        if v in self._opening:
+            self._opening.pop(v).result()
         self._open[v].skip_to(sample)
         return self._open[v]
-
-    def _exhausted(self, consumed: int, opening: dict[int, Future[None]]) -> bool:
-        """Return whether no stream of this rank has a sample after position ``consumed``."""
-        if self.reading.epochs is None:
-            return False
-        return all(self._move(v, self._samples_taken(v, consumed), opening).ended for v in self._open)
 
     def _hand_over(self, step: _Step) -> list[Batch]:
         self._before = self._consumed, self._cursors
@@ -187,16 +159,11 @@ class StreamedData(Loader):
         self.exhausted = step.exhausted
         return step.batches
 
-    # State
-
     def _identity(self) -> dict[str, Any]:
         how = self.reading
-        return {
-            "seed": how.seed,
-            "shuffle": "global" if how.shuffled else "none",
-            "layout": f"streams, --short {how.short} --long {how.long} --max_context_width {self.seq_len}",
-            "fingerprint": self.fingerprint,
-        }
+        layout = f"streams, --short {how.short} --long {how.long} --max_context_width {self.seq_len}"
+        shuffle = "global" if how.shuffled else "none"
+        return {"seed": how.seed, "shuffle": shuffle, "layout": layout, "fingerprint": self.fingerprint}
 
     def state(self, consumed: int) -> dict[str, Any]:
         """Return the positions consumed, the cursors and the identity of the data; collective.
@@ -207,10 +174,9 @@ class StreamedData(Loader):
         if consumed not in known:
             raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
         rows: list[int] = []
-        for v in range(self.streams):
-            samples, cursor = known[consumed][v]
+        for v, (samples, cursor) in sorted(known[consumed].items()):
             # The rank that took a stream's last sample knows its cursor; other ranks contribute zeros.
-            rows += [1, *cursor] if samples == self._samples_taken(v, consumed) else [0] * (1 + len(cursor))
+            rows += [1, *cursor] if samples == self._samples(v, consumed) else [0] * (1 + len(cursor))
         merged = np.array(self._merge(rows), dtype=np.int64).reshape(self.streams, -1)
         if not merged[:, 0].all():
             raise RuntimeError(f"no rank knows the cursor of stream {int(merged[:, 0].argmin())}")
@@ -223,8 +189,7 @@ class StreamedData(Loader):
         Raises DataError where the state would mean other samples; ``allow_data_change`` continues at the same cursors
         of other files, with a warning.
         """
-        cursors = state.get("cursors")
-        if state.get("version") != STATE_VERSION or cursors is None:
+        if state.get("version") != STATE_VERSION or "cursors" not in state:
             raise DataError(
                 "the training data changed: the checkpoint is of indexed data, not of streams; use the data and "
                 "--streaming of the run so far, or start a new run from its weights (--finetune 1)"
@@ -233,13 +198,11 @@ class StreamedData(Loader):
         for key, flag in (("seed", "--seed"), ("shuffle", "--shuffle"), ("layout", "the layout of samples")):
             refuse_changed(flag, state[key], now[key])
         if state["fingerprint"] != self.fingerprint:
-            changed = (
-                f"the training data changed: files or tokenizer {state['fingerprint']} in the checkpoint, "
-                f"{self.fingerprint} now"
-            )
+            changed = f"the training data changed: files or tokenizer {state['fingerprint']} in the checkpoint, "
+            changed += f"{self.fingerprint} now"
             then = "continuing at the same cursors; records may come twice or not at all"
             change_data(changed, then, allowed=allow_data_change)
-        self._begin(int(state["consumed"]), [Cursor(*cursor) for cursor in cursors])
+        self._begin(int(state["consumed"]), [Cursor(*cursor) for cursor in state["cursors"]])
         return self._consumed
 
 
@@ -250,13 +213,14 @@ def fingerprint(reading: Reading) -> str:
         digest.update(f"{maker.identity}\n".encode())
         for file in file_set.files:
             # A local file's version is its modification time, which a copy of the data does not share.
-            digest.update(f"{file.name}\0{file.size}\0{file.version if file.remote else ''}\n".encode())
+            version = file.version if file.remote else ""
+            digest.update(f"{file.name}\0{file.size}\0{version}\n".encode(errors="replace"))
     return digest.hexdigest()
 
 
 def open_streams(
-    args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], *, short: str, long: str, seq_len: int, dp_rank: int,
-    dp_size: int, local_ranks: int, pin_memory: bool = False,
+    args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], *, short: str, long: str, seq_len: int,
+    local_ranks: int, **share: Any,
 ) -> StreamedData:  # fmt: skip
     """Return the streams of a run, after a check of their first records. Collective.
 
@@ -266,42 +230,35 @@ def open_streams(
         short: --short, or its default for these sources.
         long: --long, or its default.
         seq_len: tokens of a sample.
-        dp_rank: this rank among the data-parallel ranks.
-        dp_size: data-parallel ranks.
         local_ranks: ranks on this node, which share its cores.
-        pin_memory: make batches in page-locked memory.
+        share: as in `Loader`.
     """
     spread_tokenizing(local_ranks)
     with distributed.together("opening the streams"):
         reading = _reading(args, sources, short, long, seq_len, epochs=args.epochs, with_names=args.data_audit)
         training = StreamedData(
-            reading, merge=distributed.largest, seq_len=seq_len, dp_rank=dp_rank, dp_size=dp_size,
-            micro_batch=args.train_batch_size, accumulation=args.gradient_accumulation_steps, pin_memory=pin_memory,
+            reading, merge=distributed.largest, seq_len=seq_len, micro_batch=args.train_batch_size,
+            accumulation=args.gradient_accumulation_steps, **share,
         )  # fmt: skip
         training.check()
-    logger.info(
-        "Streaming %d files in %d streams; each record is read by %.2f ranks on average",
-        sum(len(file_set.files) for file_set, _ in sources), training.streams, training.readers,
+    logger.log(
+        logging.WARNING if training.readers > COSTLY_READERS else logging.INFO,
+        "Streaming %d files in %d streams: each record is read by %.2f ranks on average; by one where the number of "
+        "data-parallel ranks (%d) divides the number of streams",
+        sum(len(files.files) for files, _ in sources), training.streams, training.readers, training.dp_size,
     )  # fmt: skip
-    if training.readers > COSTLY_READING:
-        logger.warning(
-            "%d data-parallel ranks do not divide %d streams: ranks make the rows of each record %.1f times; use a "
-            "number of ranks that divides %d, or --streaming 0", dp_size, training.streams, training.readers,
-            training.streams,
-        )  # fmt: skip
     return training
 
 
 def _reading(
     args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], short: str, long: str, seq_len: int, **how: Any
 ) -> Reading:
-    for file_set, _ in sources:
-        if any(file.kind == "tokens" for file in file_set.files):
-            raise ConfigError(f"{file_set.location}: holds prepared tokens, which are not streamed; use --streaming 0")
-    skip = args.bad_rows == "skip"
+    for files, _ in sources:
+        if files.files[0].kind == "tokens":
+            raise ConfigError(f"{files.location}: holds prepared tokens, which are not streamed; use --streaming 0")
     return Reading(
-        [file_set for file_set, _ in sources], [recipe.open() for _, recipe in sources], seq_len, seed=args.seed,
-        short=short, long=long, bad_share=BadShare(BadRecords(skip), args.max_bad if skip else None),
+        [files for files, _ in sources], [recipe.open() for _, recipe in sources], seq_len, seed=args.seed,
+        short=short, long=long, max_bad=args.max_bad, bad=BadRecords(args.bad_rows == "skip"),
         **{"shuffled": args.shuffle != "none", **how},
     )  # fmt: skip
 
@@ -310,9 +267,7 @@ class FirstSamples(Source):
     """The first samples of some records in stored order, in memory: for validation."""
 
     def __init__(self, reading: Reading, most: int) -> None:
-        parts = [
-            FilePart(file, source, 0, 1) for source, file_set in enumerate(reading.sources) for file in file_set.files
-        ]
+        parts = [FilePart(file, n, 0, 1) for n, files in enumerate(reading.sources) for file in files.files]
         stream = Stream(0, parts, reading)
         self.samples: list[Sample] = []
         while len(self.samples) < most and (sample := stream.take()) is not None:
@@ -325,8 +280,6 @@ class FirstSamples(Source):
 
     def row(self, index: int) -> Row:
         """Return the row of a sample."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
         return self.samples[index].row
 
     def name(self, index: int) -> str:

@@ -16,7 +16,7 @@ from smp_train.data.bad_records import BadRecords
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.kinds import Kind
 from smp_train.data.source import IGNORED, Problem, Row
-from smp_train.data.stream import BadShare, Reading, assign_parts, stream_count
+from smp_train.data.stream import Reading, assign_parts, stream_count
 from smp_train.data.streamed import FirstSamples, StreamedData
 from smp_train.errors import DataError
 from tests.streams import positions_of, spans_of, state_of
@@ -73,8 +73,8 @@ def small_blocks(monkeypatch):
 
 def reading(corpus: FileSet, **changes) -> Reading:
     skip = changes.pop("skip", None)
-    share = BadShare(BadRecords(skip is not None), skip)
-    return Reading([corpus], [Letters()], **{"seq_len": LENGTH, "seed": 1, "bad_share": share, **changes})
+    bad = BadRecords(skip is not None)
+    return Reading([corpus], [Letters()], **{"seq_len": LENGTH, "seed": 1, "bad": bad, "max_bad": skip, **changes})
 
 
 def world(how: Reading, size: int, *, mb: int = 1, acc: int = 1, streams: int = 4, prefetch: int = 0):
@@ -214,8 +214,9 @@ def test_order_depends_on_the_seed(corpus, alone):
 def test_ranks_read_few_streams(corpus, size, mb, acc, streams, readers):
     """Each rank that reads a stream makes rows of all of it: at most 1.5 ranks do, but for awkward world sizes."""
     ranks = world(reading(corpus), size, mb=mb, acc=acc, streams=streams)
-    assert sum(len(rank.streams_read()) for rank in ranks) / streams == ranks[0].readers == readers
-    assert {v for rank in ranks for v in rank.streams_read()} == set(range(streams))
+    steps = [k * ranks[0].global_batch for k in range(streams)]
+    pairs = {(v, r) for r, rank in enumerate(ranks) for k in steps for v in (rank.positions(k) % streams).ravel()}
+    assert len(pairs) / streams == ranks[0].readers == readers
 
 
 def test_a_state_of_other_data_is_refused(corpus, caplog):
@@ -308,7 +309,7 @@ def test_more_bad_records_than_allowed_stop_the_run(tmp_path, bad_records, recor
     iterator, samples = rank.batches(), 0
     while not rank.exhausted:
         samples += sum(name.count(":") for batch in next(iterator) for name in batch.samples)
-    assert how.bad_share.bad.count == bad_records
+    assert how.bad.count == bad_records
 
 
 def test_rows_cut_to_nothing_and_rows_that_lose_answers(tmp_path):
