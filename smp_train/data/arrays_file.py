@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -42,41 +42,23 @@ def write_arrays(path: str, version: int, header: Any, arrays: Sequence[np.ndarr
 
 
 class ArraysFile:
-    """A file of arrays whose header has been read.
-
-    Args:
-        path: the file.
-        header: its header.
-        shapes: data type and number of elements of each array.
-        begin: offset of the first array in bytes.
-    """
+    """A file of arrays whose header has been read; ``shapes`` are the type and the number of elements of each array."""
 
     def __init__(self, path: str, header: Any, shapes: Sequence[tuple[str, int]], begin: int) -> None:
         self.path, self.header, self.shapes = path, header, shapes
         sizes = (_padded(np.dtype(dtype).itemsize * count) for dtype, count in shapes)
-        self._begins = list(accumulate(sizes, initial=begin))
-        self.size = self._begins[-1]
-        """Bytes of the whole file."""
+        self.begins = list(accumulate(sizes, initial=begin))
+        """Offset of each array in bytes, and the size of the file."""
 
-    def map(self) -> Arrays:
-        """Map the file. Raises OSError."""
-        return Arrays(self)
-
-
-class Arrays:
-    """The arrays of a mapped file; the mapping lives as long as this object or one of its arrays."""
-
-    def __init__(self, file: ArraysFile) -> None:
-        self._file = file
-        with open(file.path, "rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size != file.size:
-                raise OSError(0, f"has {size} bytes instead of {file.size}")
-            self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        dtype, count = self._file.shapes[number]
-        return np.frombuffer(self._map, dtype, count, self._file._begins[number])
+    def map(self) -> list[np.ndarray]:
+        """Return the arrays, which are views of the mapped file. Raises OSError."""
+        with open(self.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != self.begins[-1]:
+                raise OSError(0, f"has {size} bytes instead of {self.begins[-1]}")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        shapes = zip(self.shapes, self.begins[:-1], strict=True)
+        return [np.frombuffer(mapped, dtype, count, begin) for (dtype, count), begin in shapes]
 
 
 def read_header(path: str, version: int) -> ArraysFile | None:
@@ -92,13 +74,10 @@ def read_header(path: str, version: int) -> ArraysFile | None:
         if zlib.crc32(text) != crc:
             return None
         content = json.loads(text)
-        if content["version"] != version or not _are_shapes(content["arrays"]):
+        shapes = content["arrays"]
+        if content["version"] != version or not all(t in DTYPES and type(n) is int and n >= 0 for t, n in shapes):
             return None
-        arrays = ArraysFile(path, content["header"], content["arrays"], PREFIX.size + length)
-        return arrays if arrays.size == size else None
+        arrays = ArraysFile(path, content["header"], shapes, PREFIX.size + length)
+        return arrays if arrays.begins[-1] == size else None
     except (OSError, struct.error, ValueError, TypeError, KeyError, RecursionError):
         return None
-
-
-def _are_shapes(shapes: Iterable[Any]) -> bool:
-    return all(dtype in DTYPES and type(count) is int and count >= 0 for dtype, count in shapes)

@@ -66,16 +66,15 @@ def collate(samples: Sequence[Sample], seq_len: int, *, size: int | None = None,
             ids[slot, length:] = 0
             plain = False
     ids[len(samples) :] = 0
-    truncated = sum(sample.truncated for sample in samples)
-    truncated_targets = sum(sample.truncated_targets for sample in samples)
+    lost = sum(sample.truncated for sample in samples), sum(sample.truncated_targets for sample in samples)
     if plain:
-        return Batch(input_ids, input_ids, names, truncated, truncated_targets)
+        return Batch(input_ids, input_ids, names, *lost)
     labels = torch.full(shape, IGNORED, dtype=torch.int64, pin_memory=pin_memory)
     targets = labels.numpy()
     for slot, sample in enumerate(samples):
         values = sample.row.targets()
         targets[slot, : values.size] = values
-    batch = Batch(input_ids, labels, names, truncated, truncated_targets)
+    batch = Batch(input_ids, labels, names, *lost)
     if any(sample.row.documents is not None for sample in samples):
         positions = _positions(samples, shape)
         targets[positions == 0] = IGNORED

@@ -49,7 +49,7 @@ class Joined:
         number = bisect.bisect_right(self.starts, index) - 1
         return number, index - self.starts[number]
 
-    def sample(self, index: int, key: str = "", *, named: bool = True) -> Sample:
+    def sample(self, index: int, key: object = "", *, named: bool = True) -> Sample:
         """Return a sample of the source that ``index`` falls into; its name begins with the source's location."""
         number, row = self._locate(index)
         sample = self.sources[number].sample(row, key, named=named)

@@ -31,12 +31,14 @@ STALE_SECONDS = 3600
 """Age at which a temporary file, or a token file of removed shards, belongs to no running job."""
 PARTIAL_SECONDS = 24 * 3600
 """Age at which a partial copy of an object in S3 is no longer continued."""
-TABLE = ".tab"
 
 
-def digest(*identity: Any) -> str:
-    """Return a short digest of JSON values."""
+def _digest(*identity: Any) -> str:
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
+
+
+def _digest_of_files(files: Sequence[DataFile]) -> str:
+    return _digest([[file.name, file.size, file.version] for file in files])
 
 
 class TokenCache:
@@ -55,21 +57,21 @@ class TokenCache:
         root = first.path.removesuffix(first.name)
         key = [VERSION, identity, first.config, first.split]
         if first.remote:
-            self.folders = [(cache_dir or user_folder(), digest(*key, root.rstrip("/")))]
+            self.folders = [(cache_dir or user_folder(), _digest(*key, root.rstrip("/")))]
         else:
             path, root = os.path.realpath(files.location), os.path.realpath(root)
             folder = path if os.path.isdir(path) else os.path.dirname(path)
             single = "" if folder == path else os.path.basename(path)
-            elsewhere = cache_dir or user_folder(), digest(*key, root, single)
+            elsewhere = cache_dir or user_folder(), _digest(*key, root, single)
             # In the data's folder its path is no part of the key: the cache stays valid on another mount.
-            inside = os.path.join(folder, FOLDER_NAME), digest(*key, os.path.relpath(root, folder), single)
+            inside = os.path.join(folder, FOLDER_NAME), _digest(*key, os.path.relpath(root, folder), single)
             self.folders = [elsewhere] if cache_dir else [inside, elsewhere]
-        self._scanned: dict[str, TokenFile] = {}
+        self._scanned: set[str] = set()
         self._stored: dict[tuple[str, int, str], tuple[TokenFile, int]] = {}
 
     @cached_property
     def destination(self) -> tuple[str, str]:
-        """Return (folder, prefix of file names) for new token files; creates the folder. Raises DataError."""
+        """Return (folder, prefix of file names) for new files; creates the folder. Raises DataError."""
         reasons = []
         for number, (folder, prefix) in enumerate(self.folders):
             try:
@@ -89,87 +91,71 @@ class TokenCache:
     def base(self, shards: Sequence[DataFile]) -> str:
         """Return the path without suffix of a new token file of some shards in these versions."""
         folder, prefix = self.destination
-        return os.path.join(folder, f"{prefix}-{digest_of_files(shards)}")
+        return os.path.join(folder, f"{prefix}-{_digest_of_files(shards)}")
 
     def table(self, fingerprint: str, layout: str, number: int) -> str:
-        """Return the path of a table of samples."""
-        folder, prefix = self.destination
-        return os.path.join(folder, f"{prefix}-{fingerprint}-{digest(layout)}-{number}{TABLE}")
+        """Return the path of a table of samples of the whole file set."""
+        name = _digest(fingerprint, layout, number)
+        return f"{self.base(self.files.files)}-{name}.tab"
 
-    def scan(self) -> None:
-        """Read the indexes that have appeared since the last scan."""
+    def missing(self, shards: Iterable[DataFile]) -> list[DataFile]:
+        """Return the shards that no token file holds; reads the indexes that have appeared since the last call."""
         for folder, prefix in self.folders:
             with contextlib.suppress(OSError):
                 for name in os.listdir(folder):
-                    if name.startswith(prefix) and name.endswith(".idx"):
-                        base = os.path.join(folder, name[: -len(".idx")])
-                        file = None if base in self._scanned else read_index(base)
+                    base = os.path.join(folder, name.removesuffix(".idx"))
+                    if name.startswith(prefix) and name.endswith(".idx") and base not in self._scanned:
+                        file = read_index(base)
                         if file is not None:
-                            self._scanned[base] = file
+                            self._scanned.add(base)
                             for number, header in enumerate(file.headers):
                                 self._stored[header.source, header.size, header.version] = file, number
-
-    def stored(self, shard: DataFile) -> tuple[TokenFile, int] | None:
-        """Return the token file that holds a shard, and the shard's number in it; None unless the last scan saw it."""
-        return self._stored.get((shard.name, shard.size, shard.version))
-
-    def missing(self, shards: Iterable[DataFile]) -> list[DataFile]:
-        """Return the shards that no token file holds."""
-        self.scan()
         return [shard for shard in shards if self.stored(shard) is None]
 
-    def _remove_stale(self, folder: str, prefix: str) -> None:
-        """Delete what killed conversions left, and token files of shards that were changed or removed.
+    def stored(self, shard: DataFile) -> tuple[TokenFile, int] | None:
+        """Return the token file that holds a shard, and the shard's number in it; None unless `missing` saw it."""
+        return self._stored.get((shard.name, shard.size, shard.version))
 
-        A token file stays while it holds a shard in its listed version. Ages are by the clock of the file server.
-        Raises OSError where the folder cannot be written.
+    def _remove_stale(self, folder: str, prefix: str) -> None:
+        """Delete what killed conversions left, and files of shards that were changed or removed.
+
+        Ages are by the clock of the file server. Raises OSError where the folder cannot be written.
         """
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe.", suffix=".tmp") as probe:
             now = os.fstat(probe.fileno()).st_mtime
-        copies = {f"{prefix}-{digest_of_files(pair)}" for pair in token_pairs(self.files)}
-        names = set(os.listdir(folder))
-        for name in names:
+        tables = f"{prefix}-{_digest_of_files(self.files.files)}-"
+        pairs: dict[str, bool] = {}
+        for name in os.listdir(folder):
             path = os.path.join(folder, name)
+            stem, suffix = os.path.splitext(path)
             # Another job may have deleted the file, or another user may own it.
             with contextlib.suppress(OSError):
-                age = now - os.stat(path).st_mtime
-                if name.startswith(".") and name.endswith(".tmp"):
-                    if age > (PARTIAL_SECONDS if name.startswith(COPY_PREFIX) else STALE_SECONDS):
-                        os.unlink(path)
-                elif name.startswith(prefix) and name.endswith(".tok"):
-                    stem = name[: -len(".tok")]
-                    if stem not in copies and not self._is_needed(os.path.join(folder, stem), age):
-                        # The index first: without it the tokens are ignored.
-                        for suffix in (".idx", ".tok"):
-                            with contextlib.suppress(FileNotFoundError):
-                                os.unlink(os.path.join(folder, stem + suffix))
-                elif name.startswith(prefix) and name.endswith(".idx") and name[: -len(".idx")] + ".tok" not in names:
+                stale = now - os.stat(path).st_mtime > (
+                    PARTIAL_SECONDS if name.startswith(COPY_PREFIX) else STALE_SECONDS
+                )
+                if name.startswith(".") and suffix == ".tmp":
+                    needed = not stale
+                elif not name.startswith(prefix):
+                    continue
+                elif suffix == ".tab":
+                    needed = not stale or name.startswith(tables)
+                else:
+                    needed = pairs[stem] if stem in pairs else pairs.setdefault(stem, self._is_needed(stem, stale))
+                if not needed:
                     os.unlink(path)
 
-    def _is_needed(self, base: str, age: float) -> bool:
+    def _is_needed(self, base: str, stale: bool) -> bool:
         """Return whether a token file holds a listed shard, or may still be read by another job.
 
         A file whose shards are all listed in newer versions is superseded, and not needed however new it is.
         """
         file = read_index(base)
-        if file is None:  # damaged, without its index, or of another version of this program
-            return age < STALE_SECONDS
+        if file is None:  # damaged, one of two files, or of another version of this program
+            return not stale
         listed = {shard.name: (shard.size, shard.version) for shard in self.files.files}
         if any(listed.get(header.source) == (header.size, header.version) for header in file.headers):
             return True
-        superseded = all(header.source in listed for header in file.headers)
-        return not superseded and age < STALE_SECONDS
-
-    def remove_old_tables(self, fingerprint: str) -> None:
-        """Delete tables of samples of other contents than the present one, unless they are new."""
-        folder, prefix = self.destination
-        for name in os.listdir(folder):
-            if name.startswith(prefix) and name.endswith(TABLE) and fingerprint not in name:
-                path = os.path.join(folder, name)
-                with contextlib.suppress(OSError):
-                    with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe.", suffix=".tmp") as probe:
-                        if os.fstat(probe.fileno()).st_mtime - os.stat(path).st_mtime > STALE_SECONDS:
-                            os.unlink(path)
+        return not stale and not all(header.source in listed for header in file.headers)
 
 
 def unwritable(folder: str, error: OSError) -> DataError:
@@ -178,25 +164,6 @@ def unwritable(folder: str, error: OSError) -> DataError:
     return DataError(
         f"{folder}: cannot write the token cache ({error.strerror}); {advice} a --data_cache_dir that can be written"
     )
-
-
-def token_pairs(files: FileSet) -> list[tuple[DataFile, DataFile]]:
-    """Return each ``.tok`` of a file set with its ``.idx``. Raises DataError for one without the other."""
-    by_name = {file.name: file for file in files.files if file.kind == "tokens"}
-    pairs = []
-    for name, file in by_name.items():
-        stem, suffix = os.path.splitext(name)
-        other = by_name.get(stem + (".idx" if suffix == ".tok" else ".tok"))
-        if other is None:
-            raise DataError(f"{file.shown}: the other one of its .tok and .idx is missing; copy or make both again")
-        if suffix == ".tok":
-            pairs.append((file, other))
-    return pairs
-
-
-def digest_of_files(files: Sequence[DataFile]) -> str:
-    """Return a digest of the names and versions of some files."""
-    return digest([[file.name, file.size, file.version] for file in files])
 
 
 def user_folder() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import heapq
 import logging
@@ -12,28 +11,30 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from itertools import pairwise
-from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from smp_train import distributed
 from smp_train.data import s3
 from smp_train.data.arrays_file import read_header, write_arrays
-from smp_train.data.atomic_file import publish
 from smp_train.data.bad_records import BadRecords, judge_bad_records
-from smp_train.data.cache import TokenCache, token_pairs, unwritable
+from smp_train.data.cache import TokenCache, unwritable
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.rows import Recipe, RowMaker, read_rows
-from smp_train.data.samples import Samples, Table, make_table, needs_tables, table_ranges
+from smp_train.data.samples import Samples, make_table, needs_tables, table_ranges
 from smp_train.data.source import Source
 from smp_train.data.token_file import VERSION, TokenFile, TokenRows, dtype_for, read_index
 from smp_train.data.writer import writing
 from smp_train.distributed.host import cores
-from smp_train.errors import EXIT_CODES, ConfigError, DataError, SmpTrainError
+from smp_train.errors import ConfigError, DataError, SmpTrainError, first_few
 from smp_train.progress import Progress
 
 if TYPE_CHECKING:
+    from multiprocessing.synchronize import Event
+
     from smp_train.distributed import Runtime
 
 logger = logging.getLogger("smp_train.data")
@@ -46,7 +47,6 @@ FILE_BYTES = 64 << 20
 """Bytes of shards in one token file. It is synced as a whole, so a kill loses at most this much work."""
 WORTH_BYTES = {"tokens": 32 << 20, "text": 4 << 20, "chats": 4 << 20, "completions": 4 << 20}
 """Bytes of records below which starting processes takes longer than they save."""
-TICK_BYTES = 1 << 20
 POLL_SECONDS = 1.0
 
 
@@ -70,40 +70,34 @@ def open_token_rows(
         processes: number of processes of this rank.
     """
     reading = f"reading {files.location}"
-    prepared = files.files[0].kind == "tokens"
+    if files.files[0].kind == "tokens":
+        with distributed.together(reading):
+            return _open_prepared(files, recipe.vocab_size, max_bad, cache_dir)
     with distributed.together(reading):
-        cache = TokenCache(files, "prepared" if prepared else recipe.identity(), cache_dir)
-        local = prepared and not files.files[0].remote
-        if local and cache_dir is not None:
-            logger.info("--data_cache_dir %s has no effect on %s: it is prepared already", cache_dir, files.location)
-        missing = [] if local else _missing(cache, prepared, list(files.files))
+        cache = TokenCache(files, recipe.identity(), cache_dir)
+        missing = cache.missing(files.files)
         if missing and (ranks is None or ranks.local_rank == 0):
             _check_space(cache, missing, recipe, processes * (ranks.world_size if ranks else 1))
+    total = sum(file.size * (1 + file.remote) for file in missing)
 
-    def convert(share_of: tuple[int, int]) -> None:
+    def convert(rank: int, world: int) -> None:
         def work(report: Report) -> None:
             # Shares are taken of one list on all ranks, and not of the missing shards: those change meanwhile.
-            mine = _missing(cache, prepared, share(files.files, *share_of))
-            if prepared:
-                _copy_pairs(cache, mine, report)
-            elif mine:
-                _convert(cache, recipe, mine, report, processes, max_bad is not None)
+            shards = cache.missing(share(files.files, rank, world))
+            if shards:
+                _convert(cache, recipe, shards, report, processes, max_bad is not None)
 
-        total = sum(file.size * (1 + file.remote) for file in missing)
         with Progress(f"Converting {files.location}", total, "B", ranks is None or ranks.is_main) as progress:
             distributed.finish_together(reading, work, progress=progress, total=total)
 
-    if not local:
-        convert((ranks.rank, ranks.world_size) if ranks else (0, 1))
-        if ranks and ranks.num_nodes > 1:
-            # Where the cache is on each node's disk, a node converts what other nodes have converted for themselves.
-            convert((ranks.local_rank, ranks.local_world_size))
+    _on_all_nodes(convert, ranks)
     with distributed.together(f"opening {files.location}"):
-        if prepared:
-            rows = _open_prepared(cache, recipe.vocab_size, max_bad)
-        else:
-            rows = _open_converted(cache, max_bad)
+        shards = sorted(files.files, key=lambda file: (file.name, file.shard))
+        for shard in cache.missing(shards):
+            raise DataError(f"{shard.shown}: its token cache vanished; is something clearing the --data_cache_dir?")
+        rows = TokenRows(shards, [stored for stored in map(cache.stored, shards) if stored is not None])
         rows.cache = cache
+        _judge(rows, max_bad)
         return rows
 
 
@@ -118,128 +112,89 @@ def open_samples(
     if cache is None or not needs_tables(source, seq_len, long, short):
         with distributed.together("laying out the samples"):
             return Samples(source, seq_len, long=long, short=short)
-    layout = f"{short} {long} {seq_len}"
     ranges = table_ranges(source)
-
-    def path(number: int) -> str:
-        return str(cache.table(source.fingerprint, layout, number))
+    paths = [cache.table(source.fingerprint, f"{short} {long} {seq_len}", number) for number in range(len(ranges))]
 
     def make(rank: int, world: int) -> None:
         def work(report: Report) -> None:
-            for number in range(rank, len(ranges), world):
+            for path, rows in list(zip(paths, ranges, strict=True))[rank::world]:
                 report(0)
-                if read_header(path(number), VERSION) is None:
-                    table = make_table(source, ranges[number], seq_len, long, short)
+                if read_header(path, VERSION) is None:
+                    table = make_table(source, rows, seq_len, long, short)
                     try:
-                        write_arrays(path(number), VERSION, list(table), list(table.values()))
+                        write_arrays(path, VERSION, list(table), list(table.values()))
                     except OSError as error:
-                        raise unwritable(cache.destination[0], error) from None
-            cache.remove_old_tables(source.fingerprint)
+                        raise unwritable(os.path.dirname(path), error) from None
 
         with Progress("Laying out samples", shown=ranks is None or ranks.is_main) as progress:
             distributed.finish_together("laying out the samples", work, progress=progress)
 
-    make(*((ranks.rank, ranks.world_size) if ranks else (0, 1)))
-    if ranks and ranks.num_nodes > 1:
-        make(ranks.local_rank, ranks.local_world_size)
+    _on_all_nodes(make, ranks)
     with distributed.together("opening the samples"):
-        tables = [_open_table(path(number)) for number in range(len(ranges))]
+        tables = []
+        for path in paths:
+            file = read_header(path, VERSION)
+            if file is None:
+                raise DataError(f"{path}: vanished or damaged; is something clearing the --data_cache_dir? start again")
+            tables.append(dict(zip(file.header, file.map(), strict=True)))
         return Samples(source, seq_len, long=long, short=short, tables=tables)
 
 
-def _open_table(path: str) -> Table:
-    file = read_header(path, VERSION)
-    if file is None:
-        raise DataError(f"{path}: vanished or damaged; is something clearing the --data_cache_dir? start again")
-    arrays = file.map()
-    return {name: arrays[number] for number, name in enumerate(file.header)}
+def _on_all_nodes(work: Callable[[int, int], None], ranks: Runtime | None) -> None:
+    """Share work among all ranks, then among the ranks of each node what other nodes have on their own disks."""
+    work(*((ranks.rank, ranks.world_size) if ranks else (0, 1)))
+    if ranks and ranks.num_nodes > 1:
+        work(ranks.local_rank, ranks.local_world_size)
 
 
 def share(files: Sequence[DataFile], rank: int, world: int) -> list[DataFile]:
-    """Return a rank's share: the largest files first, each to the rank with the fewest bytes so far.
-
-    A ``.tok`` and its ``.idx`` stay together.
-    """
-    by_stem: dict[str, list[DataFile]] = {}
-    for file in files:
-        by_stem.setdefault(os.path.splitext(file.name)[0] if file.kind == "tokens" else file.name, []).append(file)
+    """Return a rank's share: the largest files first, each to the rank with the fewest bytes so far."""
     loads = [(0, number) for number in range(world)]
-    mine: list[DataFile] = []
-    sizes = {stem: sum(file.size for file in group) for stem, group in by_stem.items()}
-    for stem in sorted(by_stem, key=lambda stem: (-sizes[stem], stem)):
+    shares: list[list[DataFile]] = [[] for _ in range(world)]
+    for file in sorted(files, key=lambda file: (-file.size, file.name)):
         load, least = loads[0]
-        heapq.heapreplace(loads, (load + max(1, sizes[stem]), least))
-        if least == rank:
-            mine += by_stem[stem]
-    return mine
-
-
-def _missing(cache: TokenCache, prepared: bool, files: Sequence[DataFile]) -> list[DataFile]:
-    if not prepared:
-        return cache.missing(files)
-    pairs = token_pairs(replace(cache.files, files=tuple(files)))
-    return [file for pair in pairs if read_index(cache.base(pair)) is None for file in pair]
+        heapq.heapreplace(loads, (load + max(1, file.size), least))
+        shares[least].append(file)
+    return shares[rank]
 
 
 def _check_space(cache: TokenCache, missing: Sequence[DataFile], recipe: Recipe, processes: int) -> None:
     """Log the size, the expected time and the disk space of a conversion; ConfigError where the cache cannot fit."""
-    total = sum(file.size for file in missing)
-    if not total:  # a data set on the hub
-        return
-    folder = cache.destination[0]
-    tokens = sum(file.size * _tokens_per_byte(file, recipe) for file in missing)
-    bytes_per_token = dtype_for(recipe.vocab_size).itemsize + 4 * recipe.kind.answers_only
-    needed = total if missing[0].kind == "tokens" else tokens * bytes_per_token
+    is_tokens, folder = recipe.kind.name == "tokens", cache.destination[0]
+    # A token takes 8 bytes of JSON, or 4 bytes of text; compressed files hold four times as many.
+    tokens = sum(
+        file.size * (4 if file.name.lower().endswith((".gz", ".parquet")) else 1) / (8 if is_tokens else 4)
+        for file in missing
+    )
+    needed = tokens * (dtype_for(recipe.vocab_size).itemsize + 4 * recipe.kind.answers_only)
     free = shutil.disk_usage(folder).free
-    seconds = tokens / (20e6 if recipe.kind.name == "tokens" else 1e6) / processes
+    minutes = tokens / (20e6 if is_tokens else 1e6) / processes / 60
+    read, needed_mb, free_mb = sum(file.size for file in missing) / 1e6, needed / 1e6, free / 1e6
     logger.info(
-        "%s: converting %d files, %.2f GB, in about %s; the token cache in %s takes about %.2f GB of %.2f GB free",
-        cache.files.location, len(missing), total / 1e9, _duration(seconds), folder, needed / 1e9, free / 1e9,
+        "%s: converting %d files, %.1f MB, in about %.1f min; the token cache in %s takes about %.1f MB of %.0f MB free",
+        cache.files.location, len(missing), read, minutes, folder, needed_mb, free_mb,
     )  # fmt: skip
-    # The estimate may be off by a factor of two.
-    if needed / 2 > free:
+    if needed / 2 > free:  # the estimate may be off by a factor of two
         raise ConfigError(
-            f"{folder}: the token cache of {cache.files.location} takes about {needed / 1e9:.2f} GB, but "
-            f"{free / 1e9:.2f} GB are free; train on it without a cache by --streaming 1, or give another "
-            "--data_cache_dir"
+            f"{folder}: the token cache of {cache.files.location} takes about {needed_mb:.1f} MB, but {free_mb:.1f} MB "
+            "are free; train on it without a cache by --streaming 1, or give another --data_cache_dir"
         )
-
-
-def _tokens_per_byte(file: DataFile, recipe: Recipe) -> float:
-    """Return roughly how many tokens a byte of a file holds."""
-    compressed = 4 if file.name.lower().endswith((".gz", ".parquet")) else 1
-    return compressed / (8 if recipe.kind.name == "tokens" else 4)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _convert(
     cache: TokenCache, recipe: Recipe, files: Sequence[DataFile], report: Report, processes: int, skip_bad: bool
 ) -> None:
     """Convert files, in this process or in several."""
-    total = sum(file.size for file in files)
-    with _copies(files, cache.destination[0], report) as copies:
+    in_s3 = files[0].path.startswith("s3://")
+    uncopied: Iterator[tuple[DataFile, str | None]] = ((file, None) for file in files)
+    with s3.fetch(files, cache.destination[0], tick=report) if in_s3 else nullcontext(uncopied) as copies:
         groups = _groups(copies)
-        if processes > 1 and len(files) > 1 and total >= WORTH_BYTES[recipe.kind.name]:
+        if processes > 1 and len(files) > 1 and sum(file.size for file in files) >= WORTH_BYTES[recipe.kind.name]:
             _convert_in_processes(cache, recipe, groups, report, min(processes, len(files)), skip_bad)
             return
         maker = recipe.open()
         for group in groups:
             write_group(cache.base([file for file, _ in group]), group, maker, recipe.vocab_size, report, skip_bad)
-
-
-@contextlib.contextmanager
-def _copies(files: Sequence[DataFile], folder: str, report: Report) -> Iterator[Iterable[tuple[DataFile, str | None]]]:
-    """Yield an iterator of (file, local copy); objects in S3 are fetched ahead, other files have no copy."""
-    if not files or not files[0].path.startswith("s3://"):
-        yield ((file, None) for file in files)
-        return
-    with s3.fetch(files, folder, tick=report) as copies:
-        yield copies
 
 
 def _groups(copies: Iterable[tuple[DataFile, str | None]]) -> Iterator[Group]:
@@ -257,162 +212,81 @@ def _groups(copies: Iterable[tuple[DataFile, str | None]]) -> Iterator[Group]:
         yield group
 
 
-def write_group(base: str, group: Group, maker: RowMaker, vocab_size: int, tick: Report, skip_bad: bool) -> None:
+def write_group(
+    base: str, group: Group, maker: RowMaker, vocab_size: int, tick: Report, skip_bad: bool
+) -> None:  # fmt: skip
     """Convert files to one token file, and delete their local copies. Raises DataError."""
     try:
         with writing(base, vocab_size) as writer:
             for file, copy in group:
                 bad = BadRecords(skip_bad)
                 rows = read_rows(file, maker, bad, copy=copy, tick=tick)
-                writer.add(
-                    file.name, file.size, file.version, rows, bad, shown=file.shown, may_be_empty=file.kind == "text"
-                )
+                may_be_empty = file.kind == "text"
+                writer.add(file.name, file.size, file.version, rows, bad, shown=file.shown, may_be_empty=may_be_empty)
                 if not file.remote:
                     _refuse_changed(file)
-    except InterruptedError:
-        raise
     except OSError as error:
         raise unwritable(os.path.dirname(base), error) from None
-    finally:
-        for _, copy in group:
-            if copy is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(copy)
+    for _, copy in group:
+        if copy is not None:
+            os.unlink(copy)
 
 
 def _refuse_changed(file: DataFile) -> None:
     try:
         status = os.stat(file.path)
     except OSError as error:
-        raise DataError(
-            f"{file.path}: vanished while it was being read ({error.strerror}); put it back and start again"
-        ) from None
+        raise DataError(f"{file.path}: vanished while it was being read ({error.strerror}); put it back") from None
     if (status.st_size, str(status.st_mtime_ns)) != (file.size, file.version):
         raise DataError(f"{file.path}: changed while it was being read; start again when it is complete")
-
-
-class _Worker:
-    """A process that converts one group after another."""
-
-    def __init__(self, recipe: Recipe, skip_bad: bool, threads: int) -> None:
-        # Spawned: a fork would copy a process that may hold CUDA contexts, threads and locks.
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_run_worker, args=(theirs, recipe, skip_bad, threads), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.group: Group = []
-        self.base = ""
-
-    def begin(self, base: str, group: Group) -> None:
-        """Send the worker a group."""
-        self.base, self.group = base, group
-        with contextlib.suppress(BrokenPipeError):  # a dead worker is seen when its answer is read
-            self.connection.send((base, group))
-
-    def receive(self, report: Report) -> None:
-        """Read a message of the worker: progress, the end of its group, or an error. Raises that error."""
-        try:
-            message = self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.join()
-            raise SmpTrainError(self._death()) from None
-        if isinstance(message, int):
-            report(message)
-        elif message is None:
-            self.base, self.group = "", []
-        else:
-            code, text = message
-            raise EXIT_CODES.get(code, SmpTrainError)(text)
-
-    def _death(self) -> str:
-        code = self.process.exitcode or 0
-        manner = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        others = f" and {len(self.group) - 1} more" if len(self.group) > 1 else ""
-        advice = "start again"
-        if code == -signal.SIGKILL:
-            advice = "memory may have run out: start again with fewer --data_num_workers"
-        return f"{self.group[0][0].shown}{others}: the process that converted it {manner}; {advice}"
-
-    def close(self) -> None:
-        """End the process; delete the temporary files and the copies of its group."""
-        self.connection.close()
-        if self.group:
-            self.process.kill()
-        self.process.join()
-        if self.group:
-            folder, name = os.path.split(self.base)
-            leftovers = glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(name)}.*.tmp"))
-            for path in [*leftovers, *(copy for _, copy in self.group if copy is not None)]:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
 
 
 def _convert_in_processes(
     cache: TokenCache, recipe: Recipe, groups: Iterator[Group], report: Report, processes: int, skip_bad: bool
 ) -> None:
-    workers: list[_Worker] = []
-    threads = max(1, cores() // processes)
+    # Spawned: a fork would copy a process that may hold CUDA contexts, threads and locks.
+    context = multiprocessing.get_context("spawn")
+    stopped, threads = context.Event(), max(1, cores() // processes)
+    pending: dict[Future[None], tuple[str, Group]] = {}
+
+    def collect(most: int) -> None:
+        while len(pending) > most:
+            for future in wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
+                future.result()
+                report(sum(file.size for file, _ in pending.pop(future)[1]))
+            report(0)
+
     try:
-        for group in groups:
-            worker = next((worker for worker in workers if not worker.group), None)
-            if worker is None and len(workers) < processes:
-                worker = _Worker(recipe, skip_bad, threads)
-                workers.append(worker)
-            while worker is None:
-                _receive(workers, report)
-                worker = next((worker for worker in workers if not worker.group), None)
-            worker.begin(cache.base([file for file, _ in group]), group)
-        while any(worker.group for worker in workers):
-            _receive(workers, report)
-    finally:
-        for worker in workers:
-            worker.close()
+        arguments = recipe, skip_bad, threads, stopped
+        with ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=arguments) as pool:
+            try:
+                for group in groups:
+                    base = cache.base([file for file, _ in group])
+                    pending[pool.submit(_work, base, group)] = base, group
+                    collect(processes - 1)
+                collect(0)
+            except BaseException:
+                stopped.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    except BrokenProcessPool:
+        for base, _ in pending.values():
+            folder, name = os.path.split(base)
+            for path in glob.glob(f"{glob.escape(folder)}/.{glob.escape(name)}.*.tmp"):
+                os.unlink(path)
+        names = first_few([group[0][0].shown for _, group in pending.values()])
+        raise SmpTrainError(
+            f"{names}: a process that converted one of these files was killed; memory may have run out: start again, "
+            "with fewer --data_num_workers"
+        ) from None
 
 
-def _receive(workers: list[_Worker], report: Report) -> None:
-    """Wait for messages of busy workers, for a limited time, and handle them."""
-    busy: dict[Any, _Worker] = {worker.connection: worker for worker in workers if worker.group}
-    for connection in wait(list(busy), timeout=POLL_SECONDS):
-        busy[connection].receive(report)
-    report(0)
+_worker: list[tuple[RowMaker, int, bool, Event]] = []
+"""What a worker process converts with: row maker, vocabulary size, --bad_rows skip, and the order to stop."""
 
 
-def _run_worker(connection: Connection, recipe: Recipe, skip_bad: bool, threads: int) -> None:
-    """Convert the groups that arrive, until the connection is closed."""
-    end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, which gets the same signal, decides
-    os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true" if threads > 1 else "false")
-    maker: RowMaker | None = None
-    done = [0]
-
-    def tick(size: int) -> None:
-        done[0] += size
-        if done[0] >= TICK_BYTES:
-            connection.send(done[0])
-            done[0] = 0
-
-    while True:
-        try:
-            base, group = connection.recv()
-        except EOFError:
-            return
-        try:
-            maker = maker or recipe.open()
-            write_group(base, group, maker, recipe.vocab_size, tick, skip_bad)
-        except Exception as error:
-            text = str(error)
-            if not isinstance(error, SmpTrainError):
-                text = f"{group[0][0].shown}: {type(error).__name__}: {text}"
-            connection.send((getattr(error, "exit_code", 1), text))
-            return
-        connection.send(done[0])
-        done[0] = 0
-        connection.send(None)
-
-
-def end_with_parent() -> None:
-    """End this process when its parent ends, for any reason."""
+def _start_worker(recipe: Recipe, skip_bad: bool, threads: int, stopped: Event) -> None:
+    """Set up a process that converts; it ends when its parent ends, for any reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -421,41 +295,34 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, which gets the same signal, decides
+    os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true" if threads > 1 else "false")
+    _worker.append((recipe.open(), recipe.vocab_size, skip_bad, stopped))
 
 
-def _copy_pairs(cache: TokenCache, files: Sequence[DataFile], report: Report) -> None:
-    """Copy prepared token files from S3 into the cache, each ``.tok`` before its ``.idx``."""
-    pairs = token_pairs(replace(cache.files, files=tuple(files)))
-    in_order = [file for pair in pairs for file in pair]
-    bases = {file.name: cache.base(pair) for pair in pairs for file in pair}
-    with _copies(in_order, cache.destination[0], report) as copies:
-        for file, copy in copies:
-            assert copy is not None
-            report(file.size)
-            publish(copy, bases[file.name] + os.path.splitext(file.name)[1])
+def _work(base: str, group: Group) -> None:
+    maker, vocab_size, skip_bad, stopped = _worker[0]
+
+    def tick(size: int) -> None:
+        if stopped.is_set():
+            raise SmpTrainError("the conversion was stopped")
+
+    write_group(base, group, maker, vocab_size, tick, skip_bad)
 
 
-def _open_converted(cache: TokenCache, max_bad: float | None) -> TokenRows:
-    """Open shards that have all been converted. Raises DataError."""
-    shards = sorted(cache.files.files, key=lambda file: (file.name, file.shard))
-    for shard in cache.missing(shards):
-        raise DataError(f"{shard.shown}: its token cache vanished; is something clearing the --data_cache_dir?")
-    rows = TokenRows(shards, [stored for stored in map(cache.stored, shards) if stored is not None])
-    _judge(rows, max_bad)
-    return rows
-
-
-def _open_prepared(cache: TokenCache, vocab_size: int, max_bad: float | None) -> TokenRows:
+def _open_prepared(files: FileSet, vocab_size: int, max_bad: float | None, cache_dir: str | None) -> TokenRows:
     """Open prepared token files, ordered by the names of the shards they were made of. Raises DataError."""
+    if files.files[0].remote:
+        raise DataError(f"{files.location}: prepared tokens are read from disk; copy the folder to a disk of each node")
     stored: list[tuple[str, TokenFile, int]] = []
-    for tok, idx in token_pairs(cache.files):
-        file = read_index(cache.base((tok, idx)) if tok.remote else tok.path.removesuffix(".tok"))
+    for base in sorted({os.path.splitext(file.path)[0] for file in files.files}):
+        file = read_index(base)
         if file is None:
-            raise DataError(f"{idx.shown}: damaged, or of another version; make it or copy it again")
+            raise DataError(f"{base}.idx: damaged, of another version, or without its .tok; make or copy both again")
         for number, header in enumerate(file.headers):
             if header.vocab_size > vocab_size:
                 raise DataError(
-                    f"{idx.shown}: was made for a vocabulary of {header.vocab_size}, the model has {vocab_size}; "
+                    f"{base}.idx: was made for a vocabulary of {header.vocab_size}, the model has {vocab_size}; "
                     "use the tokenizer of the model, or set --vocab_size"
                 )
             stored.append((header.source, file, number))
@@ -464,16 +331,14 @@ def _open_prepared(cache: TokenCache, vocab_size: int, max_bad: float | None) ->
         if name == next_name:
             raise DataError(f"{file.path}: {other.path} holds the same shard, {name}; remove one of the two")
     shards = [DataFile(file.path, name, 0, "", "tokens") for name, file, _ in stored]
-    remedy = "start again, and it is fetched" if cache.files.files[0].remote else "copy or make it again"
-    rows = TokenRows(shards, [(file, number) for _, file, number in stored], remedy)
+    rows = TokenRows(shards, [(file, number) for _, file, number in stored], "copy or make it again")
+    rows.cache = TokenCache(files, "prepared", cache_dir)
     _judge(rows, max_bad, "; such records were left out when this was made: accept that with --bad_rows skip")
     return rows
 
 
 def _judge(rows: TokenRows, max_bad: float | None, remedy: str = "") -> None:
     """Raise DataError where more records were left out than --max_bad allows."""
-    bad = [
-        (file, header.skipped, header.first_bad_number, header.first_bad)
-        for file, header in zip(rows.files, rows.headers, strict=True)
-    ]
+    headers = zip(rows.files, rows.headers, strict=True)
+    bad = [(file, header.skipped, header.first_bad_number, header.first_bad) for file, header in headers]
     judge_bad_records(bad, len(rows), max_bad, remedy)

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from smp_train.data.batch import Batch, collate
-from smp_train.data.blend import BlendOrder
+from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.loader import Loader, change_data, refuse_changed
 from smp_train.data.order import Order
-from smp_train.data.samples import Sample
+from smp_train.data.samples import Samples
 from smp_train.errors import ConfigError, DataError
 
 STATE_VERSION = 2
 FILLER = -1
 """The sample of a position after the last epoch."""
+ANEW = "or start a new run from its weights (--finetune 1)"
 DATA_KEYS = {"layout": "samples made by", "blend": "blend", "size": "samples", "fingerprint": "fingerprint"}
 """Fields of a state that name the data, and their names in messages."""
-
-
-class RandomAccess(Protocol):
-    """Samples by their index: `samples.Samples`, or several `blend.Joined`."""
-
-    fingerprint: str
-    layout: str
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def sample(self, index: int, key: str = "", *, named: bool = True) -> Sample:
-        """Return a sample."""
-
-    def name(self, index: int) -> str:
-        """Return the name of a sample."""
 
 
 class TrainingData(Loader):
@@ -52,7 +37,7 @@ class TrainingData(Loader):
     """
 
     def __init__(
-        self, samples: RandomAccess, order: Order | BlendOrder, *, named: bool = True, epochs: int | None = None,
+        self, samples: Samples | Joined, order: Order | BlendOrder, *, named: bool = True, epochs: int | None = None,
         **share: Any,
     ) -> None:  # fmt: skip
         if order.size != len(samples):
@@ -78,7 +63,7 @@ class TrainingData(Loader):
 
     def _batch(self, epochs: list[int], indices: list[int]) -> Batch:
         samples = [
-            self.samples.sample(index, f"{self.order.seed} {epoch} {index}", named=self.named)
+            self.samples.sample(index, (self.order.seed, epoch, index), named=self.named)
             for epoch, index in zip(epochs, indices, strict=True)
             if index != FILLER
         ]
@@ -117,13 +102,12 @@ class TrainingData(Loader):
         """
         if state.get("kind") == "streamed":
             raise DataError(
-                "the checkpoint is of streamed data and this run's is indexed; give --streaming 1, or start a new run "
-                "from its weights (--finetune 1)"
+                f"the checkpoint is of streamed data, and this run's is indexed; give --streaming 1, {ANEW}"
             )
         if state.get("kind") != "indexed" or state.get("version") != STATE_VERSION:
             raise DataError(
                 f"the checkpoint's data state has version {state.get('version')}, this program reads {STATE_VERSION}; "
-                "start a new run from its weights (--finetune 1)"
+                + ANEW
             )
         now = self.state(0)
         for key in ("seed", "shuffle"):
@@ -132,10 +116,7 @@ class TrainingData(Loader):
             before, after = state.get(key), now.get(key)
             if before != after:
                 changed = f"the training data changed: {label} {before} in the checkpoint, {after} now"
-                then = (
-                    f"going on at sample {state['consumed']} of the new order; in this epoch, rows may come twice or "
-                    "not at all"
-                )
+                then = f"going on at sample {state['consumed']}; in this epoch, rows may come twice or not at all"
                 change_data(changed, then, allowed=allow_data_change)
                 break
         return int(state["consumed"])
@@ -155,7 +136,7 @@ class ValidationData:
     """
 
     def __init__(
-        self, samples: RandomAccess, rows: range | None = None, *, seq_len: int, micro_batch: int, dp_rank: int,
+        self, samples: Samples, rows: range | None = None, *, seq_len: int, micro_batch: int, dp_rank: int,
         dp_size: int, max_batches: int | None = None, pin_memory: bool = False,
     ) -> None:  # fmt: skip
         if len(samples) < 1:
@@ -175,5 +156,5 @@ class ValidationData:
         for number in range(self._batches):
             first = (number * self.dp_size + self.dp_rank) * self.micro_batch
             indices = self.rows[first : first + self.micro_batch]
-            samples = [self.samples.sample(index, f"validation {index}") for index in indices]
+            samples = [self.samples.sample(index, ("validation", index)) for index in indices]
             yield collate(samples, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory)

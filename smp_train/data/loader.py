@@ -32,8 +32,7 @@ class Loader:
         seq_len: tokens per row of every batch.
         micro_batch: rows per batch of one rank.
         accumulation: batches per optimizer step of one rank.
-        dp_rank: this rank among the data-parallel ranks; tensor and context peers pass the same and read the same.
-        dp_size: number of data-parallel ranks.
+        dp_rank: this rank among the ``dp_size`` data-parallel ranks; its tensor and context peers read the same.
         prefetch: optimizer steps to read ahead, in a thread; 0 reads on demand.
         pin_memory: make batches in page-locked memory, for copies to a GPU that overlap with computing.
     """

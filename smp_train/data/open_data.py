@@ -36,22 +36,21 @@ ALL_SAMPLES = 1 << 40
 
 def layout(args: Arguments, kind: str) -> tuple[str, str]:
     """Return --long and --short, with their defaults for a kind of record."""
-    keeps_all = args.long in (None, "split")
-    short = args.short or ("concat" if kind == "text" and keeps_all else "pad")
+    short = args.short or ("concat" if kind == "text" and args.long in (None, "split") else "pad")
     long = args.long or ("truncate" if short == "pad" else "split")
     check_layout(long, short)
     return long, short
 
 
 class Opener:
-    """Opens the sources of one run.
+    """Opens the sources of one run; its methods are collective.
 
     Args:
         args: the flags of the run.
         vocab_size: ids must be below it.
         seq_len: tokens of a sample.
         ranks: this rank among all ranks, which share the conversion.
-        tokenizer: returns the tokenizer's location, asked only for records that need one; None where none is known.
+        tokenizer: returns the tokenizer's location, called only for records that need one; None where none is known.
     """
 
     def __init__(
@@ -62,58 +61,71 @@ class Opener:
         self._tokenizer = tokenizer
         self.max_bad = args.max_bad if args.bad_rows == "skip" else None
 
-    def list(self, locations: Sequence[str], flag: str, split: str | Sequence[str] = "train") -> list[FileSet]:
-        """Return the files of some locations; collective."""
-        return list_sources(locations, self._selection(flag), ranks=self.ranks, split=split)
-
-    def list_held_out(self, locations: Sequence[str]) -> list[FileSet]:
-        """Return the files of the splits to validate on, of the locations that have such a split; collective."""
-        return list_sources(locations, self._selection("--training_dir"), ranks=self.ranks, held_out=True)
-
-    def _selection(self, flag: str) -> Selection:
+    def list(self, locations: Sequence[str], flag: str, **options: Any) -> list[FileSet]:
+        """Return the files of some locations."""
         args = self.args
-        return Selection(column=args.text_column, config=args.dataset_config_name, zipped=args.zipped_data, flag=flag)
+        return list_sources(
+            locations,
+            Selection(column=args.text_column, config=args.dataset_config_name, zipped=args.zipped_data, flag=flag),
+            ranks=self.ranks, **options,
+        )  # fmt: skip
 
     def recipe(self, kind: Kind) -> Recipe:
-        """Return how records of a kind become rows; collective."""
+        """Return how records of a kind become rows."""
         with distributed.together("reading the tokenizer"):
             tokenizer = None if kind.name == "tokens" else self._tokenizer()
+        args = self.args
         return Recipe(
-            kind, self.vocab_size, tokenizer, self.args.chat_template, trust_remote_code=self.args.trust_remote_code
+            kind, self.vocab_size, tokenizer, args.chat_template, trust_remote_code=args.trust_remote_code
         )  # fmt: skip
 
     def samples(self, files: FileSet) -> Samples:
-        """Return the samples of a location, converted first where necessary; collective."""
-        long, short = layout(self.args, files.kind.name)
-        recipe = self.recipe(files.kind)
+        """Return the samples of a location, converted first where necessary."""
+        args, location = self.args, files.location
+        long, short = layout(args, files.kind.name)
         rows = open_token_rows(
-            files, recipe, cache_dir=self.args.data_cache_dir, max_bad=self.max_bad, ranks=self.ranks,
-            processes=processes_for(self.args.data_num_workers, self.ranks.local_world_size),
+            files, self.recipe(files.kind), cache_dir=args.data_cache_dir, max_bad=self.max_bad, ranks=self.ranks,
+            processes=processes_for(args.data_num_workers, self.ranks.local_world_size),
         )  # fmt: skip
-        with distributed.together(f"checking {files.location}"):
-            _log_totals(files.location, rows)
-            if long == "truncate":
+        with distributed.together(f"checking {location}"):
+            totals = rows.report()
+            logger.info(
+                "%s: %d rows in %d files, %d tokens of which %d count%s, the longest row of %d",
+                location, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],
+                " by their labels" if totals["labelled"] else "", totals["longest"],
+            )  # fmt: skip
+            if long == "truncate" and totals["latest_target"] >= self.seq_len:
                 _refuse_unlearnable(rows, self.seq_len, self.max_bad)
-        _refuse_different(files.location, rows.fingerprint)
+        _refuse_different(location, rows.fingerprint)
         return open_samples(rows, self.seq_len, long=long, short=short, ranks=self.ranks)
 
     def program_rows(self, rows: Rows, keyword: str) -> Samples:
-        """Return the samples of a program's rows; collective."""
+        """Return the samples of a program's rows."""
         long, short = layout(self.args, "tokens")
         with distributed.together(f"opening {keyword}"):
             source = Checked(rows, keyword, self.vocab_size)
         _refuse_different(keyword, (source.fingerprint, len(source)))
         return open_samples(source, self.seq_len, long=long, short=short)
 
-    def first_samples(self, files: FileSet, most: int) -> Samples:
-        """Return the first samples of a streamed location, in memory; collective."""
+    def held_out(self, files: FileSet, most: int) -> Samples:
+        """Return the samples of a location to validate on; of a streamed location the first ``most``, in memory."""
+        if not is_streamed(self.args, [files.location]):
+            return self.samples(files)
         long, short = layout(self.args, files.kind.name)
-        recipe = self.recipe(files.kind)
+        sources = [(files, self.recipe(files.kind))]
         with distributed.together(f"reading {files.location}"):
-            source = first_samples(
-                self.args, [(files, recipe)], short=short, long=long, seq_len=self.seq_len, most=most
-            )  # fmt: skip
+            source = first_samples(self.args, sources, short=short, long=long, seq_len=self.seq_len, most=most)
             return Samples(source, self.seq_len)
+
+    def streams(self, filesets: Sequence[FileSet], **share: Any) -> Loader:
+        """Return the streams of a run."""
+        layouts = {layout(self.args, files.kind.name) for files in filesets}
+        if len(layouts) > 1:
+            raise ConfigError("the sources hold text and other records; choose one --short for all of them")
+        ((long, short),) = layouts
+        sources = [(files, self.recipe(files.kind)) for files in filesets]
+        local_ranks = self.ranks.local_world_size
+        return open_streams(self.args, sources, long=long, short=short, local_ranks=local_ranks, **share)
 
 
 def open_data(
@@ -123,51 +135,33 @@ def open_data(
     """Return the training and the validation data for this rank; collective.
 
     Args:
-        args: the flags of the run.
-        vocab_size: ids must be below it.
-        seq_len: tokens of a sample.
-        ranks: this rank among all ranks, which share the conversion.
         dp_rank: this rank among the data-parallel ranks, which share the samples.
         dp_size: number of data-parallel ranks.
         pin_memory: make batches in page-locked memory.
         own: rows that a program passes in place of locations.
-        tokenizer: see `Opener`.
+        args, vocab_size, seq_len, ranks, tokenizer: see `Opener`.
     """
     own = own or Own()
     opener = Opener(args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks, tokenizer=tokenizer)
     share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
-    training_share = share | {
-        "micro_batch": args.train_batch_size, "accumulation": args.gradient_accumulation_steps,
-    }  # fmt: skip
     read = own.training_data is None and not args.use_synthetic_data
     with distributed.together("reading the flags of the data"):
         locations, weights = training_sources(args) if read else ([], None)
-        streamed = is_streamed(args, locations) and bool(locations)
+        streamed = bool(locations) and is_streamed(args, locations)
     filesets = opener.list(locations, "--training_dir") if locations else []
-    training: Loader | None = None
+    training: Loader | None = opener.streams(filesets, **share) if streamed else None
     samples: Samples | Joined | None = None
-    if streamed:
-        layouts = {layout(args, files.kind.name) for files in filesets}
-        if len(layouts) > 1:
-            raise ConfigError("the sources hold text and other records; choose one --short for all of them")
-        ((long, short),) = layouts
-        training = open_streams(
-            args, [(files, opener.recipe(files.kind)) for files in filesets], long=long, short=short,
-            local_ranks=ranks.local_world_size, **share,
-        )  # fmt: skip
-    elif own.training_data is not None:
+    if own.training_data is not None:
         samples = opener.program_rows(own.training_data, "training_data")
     elif args.use_synthetic_data:
         samples = Samples(Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed), seq_len)
-    elif filesets:
+    elif filesets and not streamed:
         sources = [opener.samples(files) for files in filesets]
         samples = sources[0] if len(sources) == 1 else Joined(sources, locations)
     held_out = None
     if args.validation_freq or args.evaluate_only:
-        most = args.validation_batches * args.val_batch_size * dp_size
-        held_out = _open_held_out(opener, own, locations, most)
-    if samples is None and training is None:
-        assert held_out is not None, "checked by arguments.validate"
+        held_out = _open_held_out(opener, own, locations, args.validation_batches * args.val_batch_size * dp_size)
+    if training is None and samples is None:
         samples = held_out  # with --evaluate_only, which draws no batch to train on
     with distributed.together("preparing the data"):
         if samples is not None:
@@ -175,7 +169,10 @@ def open_data(
             if weights is not None and isinstance(samples, Joined):
                 order = BlendOrder(samples, weights, args.seed, args.shuffle)
                 logger.info("Samples are drawn %s", order.shares())
-            training = TrainingData(samples, order, named=args.data_audit, epochs=args.epochs, **training_share)
+            training = TrainingData(
+                samples, order, named=args.data_audit, epochs=args.epochs, micro_batch=args.train_batch_size,
+                accumulation=args.gradient_accumulation_steps, **share,
+            )  # fmt: skip
         assert training is not None
         if held_out is None:
             return training, None
@@ -190,41 +187,26 @@ def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int
     args = opener.args
     if own.validation_data is not None:
         return opener.program_rows(own.validation_data, "validation_data")
-    if args.test_dir and not args.use_synthetic_data:
-        (files,) = opener.list([args.test_dir], "--test_dir", HELD_OUT)
-    elif args.use_synthetic_data:
+    if args.use_synthetic_data:
         # Another seed, and not another part: synthetic rows have no end.
         source = Synthetic(seq_len=opener.seq_len, vocab_size=opener.vocab_size, seed=args.seed + 1)
         return Samples(source, opener.seq_len)
+    if args.test_dir:
+        filesets = opener.list([args.test_dir], "--test_dir", split=HELD_OUT)
     else:
-        splits = opener.list_held_out(locations)
-        if not splits:
-            cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
-            raise ConfigError(
-                f"{cause} needs --test_dir: {' '.join(locations) or 'training_data'} has no split called validation "
-                "or test"
-            )
-        files = splits[0]
-    if is_streamed(args, [files.location]):
-        return opener.first_samples(files, most)
-    return opener.samples(files)
+        filesets = opener.list(locations, "--training_dir", held_out=True)
+    if not filesets:
+        cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
+        raise ConfigError(
+            f"{cause} needs --test_dir: {' '.join(locations) or 'training_data'} has no split called validation or test"
+        )
+    return opener.held_out(filesets[0], most)
 
 
 def open_evaluation(opener: Opener, location: str) -> Samples:
     """Return the samples of a location to evaluate on; collective."""
-    (files,) = opener.list([location], "--data", (*HELD_OUT, "train"))
-    if is_streamed(opener.args, [files.location]):
-        return opener.first_samples(files, ALL_SAMPLES)
-    return opener.samples(files)
-
-
-def _log_totals(location: str, rows: TokenRows) -> None:
-    totals = rows.report()
-    logger.info(
-        "%s: %d rows in %d files, %d tokens of which %d count%s, the longest row of %d",
-        location, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],
-        " by their labels" if totals["labelled"] else "", totals["longest"],
-    )  # fmt: skip
+    (files,) = opener.list([location], "--data", split=(*HELD_OUT, "train"))
+    return opener.held_out(files, ALL_SAMPLES)
 
 
 def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) -> None:
@@ -232,29 +214,26 @@ def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) ->
 
     Such rows keep their positions, and train on nothing.
     """
-    totals = rows.report()
-    if totals["latest_target"] < seq_len:
-        return
     count, first = 0, ""
     for shard in rows.shards or []:
         late = shard.start + (rows.first_targets(shard) >= seq_len).nonzero()[0]
         count += late.size
         first = first or (rows.name(int(late[0])) if late.size else "")
-    problem = f"none of its first {seq_len} tokens is counted: nothing to learn; raise --max_context_width"
+    problem = f"{first}: none of its first {seq_len} tokens is counted: nothing to learn; raise --max_context_width"
     if max_bad is None:
-        raise DataError(f"{first}: {problem}, or leave such rows out with --bad_rows skip")
-    summary = f"{count} of {len(rows)} rows have nothing to learn; the first is {first}: {problem}"
+        raise DataError(f"{problem}, or leave such rows out with --bad_rows skip")
+    summary = f"{count} of {len(rows)} rows have nothing to learn; the first is {problem}"
     if count > max_bad * len(rows):
         raise DataError(f"{summary}; that is more than --max_bad {max_bad:.4%}")
     logger.warning("%s (--bad_rows skip)", summary, extra=ALL_RANKS)
 
 
-def _refuse_different(what: str, value: Any) -> None:
+def _refuse_different(location: str, value: Any) -> None:
     """Raise DataError where a value differs between ranks; collective."""
-    values = distributed.gather(f"comparing {what}", lambda: value)
-    other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
-    if other is not None:
-        raise DataError(
-            f"{what}: rank {other} reads other rows ({values[other]}) than rank 0 ({values[0]}); give every rank the "
-            "same data"
-        )
+    values = distributed.gather(f"comparing {location}", lambda: value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise DataError(
+                f"{location}: rank {rank} reads other rows ({other}) than rank 0 ({values[0]}); give every rank the "
+                "same data"
+            )

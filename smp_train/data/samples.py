@@ -10,7 +10,7 @@ import bisect
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,7 +69,7 @@ def _piece_name(piece: Piece) -> str:
     return piece.name if whole else f"{piece.name}[{piece.begin}:{piece.end}]"
 
 
-def window(row: Row, name: str, seq_len: int, long: str, key: str = "") -> tuple[int, int]:
+def window(row: Row, name: str, seq_len: int, long: str, key: object = "") -> tuple[int, int]:
     """Return the part (begin, end) of a row that --long keeps.
 
     ``truncate`` keeps the first ``seq_len`` tokens, ``crop`` as many from a position that ``key`` draws so that the
@@ -81,10 +81,7 @@ def window(row: Row, name: str, seq_len: int, long: str, key: str = "") -> tuple
     if long == "truncate":
         return 0, seq_len
     if long == "error":
-        raise DataError(
-            f"{name}: row of {size} tokens is longer than the {seq_len} of --max_context_width; "
-            "use --long split or truncate, or prepare shorter rows"
-        )
+        raise _too_long(name, size, seq_len)
     draw = int.from_bytes(hashlib.blake2b(f"smp-train crop {key}".encode(), digest_size=8).digest(), "little")
     begin = draw % (size - seq_len + 1)
     if row.labels is not None:
@@ -93,6 +90,13 @@ def window(row: Row, name: str, seq_len: int, long: str, key: str = "") -> tuple
         begins = np.flatnonzero(before[seq_len:] > before[1 : size - seq_len + 2])
         begin = int(begins[draw % begins.size]) if begins.size else begin
     return begin, begin + seq_len
+
+
+def _too_long(name: str, size: int, seq_len: int) -> DataError:
+    return DataError(
+        f"{name}: row of {size} tokens is longer than the {seq_len} of --max_context_width; use --long split or "
+        "truncate, or prepare shorter rows"
+    )
 
 
 def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -173,8 +177,7 @@ def make_table(source: Source, rows: range, seq_len: int, long: str, short: str)
     if long == "truncate":
         sizes = np.minimum(sizes, seq_len)
     elif long == "error" and sizes.max() > seq_len:
-        longest = int(sizes.argmax())
-        window(source.row(rows.start + longest), source.name(rows.start + longest), seq_len, long)
+        raise _too_long(source.name(rows.start + int(sizes.argmax())), int(sizes.max()), seq_len)
     # A last piece of one token is left out: it has no token to predict.
     counts = np.maximum(1, (sizes - 2) // seq_len + 1)
     row_of_piece = np.repeat(np.arange(len(rows)), counts)
@@ -186,24 +189,15 @@ def make_table(source: Source, rows: range, seq_len: int, long: str, short: str)
     return table
 
 
-class Offsets(Protocol):
-    """Rows end to end: `token_file.TokenRows` has these without a table in memory."""
-
-    tokens: int
-
-    def find_token(self, token: int) -> tuple[int, int]:
-        """Return (row that holds a token of all rows end to end, first token of that row)."""
-
-
 class _SummedLengths:
-    """Offsets of a source that knows the lengths of its rows, in memory."""
+    """The rows of a source end to end, as `token_file.TokenRows` has them without a table in memory."""
 
     def __init__(self, source: Source) -> None:
         self._starts = np.concatenate([[0], np.cumsum(source.lengths(range(len(source))))])
         self.tokens = int(self._starts[-1])
 
     def find_token(self, token: int) -> tuple[int, int]:
-        """See `Offsets`."""
+        """Return (row that holds a token of all rows end to end, first token of that row)."""
         row = int(np.searchsorted(self._starts, token, side="right")) - 1
         return row, int(self._starts[row])
 
@@ -227,22 +221,19 @@ class Samples:
         check_layout(long, short)
         self.source, self.seq_len, self.long, self.short = source, seq_len, long, short
         report = source.report()
-        if long == "error" and report is not None and report["longest"] > seq_len:
-            raise DataError(
-                f"{report['longest_at']}: row of {report['longest']} tokens is longer than the {seq_len} of "
-                "--max_context_width; use --long split or truncate, or prepare shorter rows"
-            )
         cuts = report is None or report["longest"] > seq_len
+        if long == "error" and report is not None and cuts:
+            raise _too_long(report["longest_at"], report["longest"], seq_len)
         self.layout = f"--short {short}"
         if short != "pad" or (cuts and long != "error"):
             self.layout += f" --long {long} --max_context_width {seq_len}"
         self.fingerprint = hashlib.blake2b(f"{source.fingerprint} {self.layout}".encode(), digest_size=16).hexdigest()
         self._tables: Sequence[Table] = []
-        self._offsets: Offsets | None = None
+        self._offsets: Any = None
         self._size = len(source)
         if short == "concat":
-            offsets: Offsets = source if hasattr(source, "find_token") else _SummedLengths(source)  # type: ignore[assignment]
-            self._offsets, self._size = offsets, max(0, offsets.tokens - 2) // seq_len + 1
+            self._offsets = source if hasattr(source, "find_token") else _SummedLengths(source)
+            self._size = max(0, self._offsets.tokens - 2) // seq_len + 1
         elif needs_tables(source, seq_len, long, short):
             if tables is None:
                 tables = [make_table(source, rows, seq_len, long, short) for rows in table_ranges(source)]
@@ -256,18 +247,19 @@ class Samples:
 
     def last_shard(self) -> range:
         """Return the samples of the last shard; all where samples are made of several rows (--fast_validation)."""
-        shards = self.source.shards
+        shards = [rows for rows in self.source.shards or [] if rows]
         return shards[-1] if shards and not self._tables and self._offsets is None else range(len(self))
 
-    def sample(self, index: int, key: str = "", *, named: bool = True) -> Sample:
+    def sample(self, index: int, key: object = "", *, named: bool = True) -> Sample:
         """Return a sample; ``key`` decides the part that --long crop takes. Raises DataError for damaged data."""
         if not self._tables and self._offsets is None:
             row = self.source.row(index)
             if row.input_ids.size <= self.seq_len:
                 return Sample(row, self.source.name(index) if named else "")
-            name = self.source.name(index) if named or self.long == "error" else ""
-            begin, end = window(row, name, self.seq_len, self.long, key)
-            return join([Piece(row, name if named else "", begin, end, self.long == "truncate")])
+            begin, end = window(row, self.source.name(index), self.seq_len, self.long, key)
+            return join([Piece(row, self.source.name(index) if named else "", begin, end, self.long == "truncate")])
+        if not 0 <= index < self._size:
+            raise IndexError(f"sample {index} of {self._size}")
         pieces = self._joined(index, named) if self._offsets is not None else self._tabled(index, named)
         return join(list(pieces), packed=self.short == "pack")
 
@@ -279,9 +271,6 @@ class Samples:
 
     def _joined(self, index: int, named: bool) -> Iterator[Piece]:
         """Yield the pieces of a sample of rows joined end to end."""
-        assert self._offsets is not None
-        if not 0 <= index < self._size:
-            raise IndexError(f"sample {index} of {self._size}")
         begin = index * self.seq_len
         end = min(begin + self.seq_len, self._offsets.tokens)
         number, start = self._offsets.find_token(begin)
@@ -294,8 +283,6 @@ class Samples:
 
     def _tabled(self, index: int, named: bool) -> Iterator[Piece]:
         """Yield the pieces of a sample that is in a table."""
-        if not 0 <= index < self._size:
-            raise IndexError(f"sample {index} of {self._size}")
         number = bisect.bisect_right(self._table_starts, index) - 1
         table, sample = self._tables[number], index - self._table_starts[number]
         first, last = table["bounds"][sample : sample + 2].tolist() if "bounds" in table else (sample, sample + 1)

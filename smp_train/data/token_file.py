@@ -15,12 +15,10 @@ import bisect
 import hashlib
 import os
 import resource
-import threading
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +44,6 @@ RESERVED = 512
 """File descriptors left to sockets, libraries and checkpoints."""
 MOST_OPEN = 1 << 14
 """Token files open at a time: each takes two descriptors, and one of the kernel's 65,530 mappings."""
-REMEDY = "remove it and start again: it is made anew"
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,6 @@ class Header:
     skipped: int = 0
     """Bad records that were left out (--bad_rows skip)."""
     first_bad_number: int = 0
-    """Number of the first bad record."""
     first_bad: str = ""
     """Problem of the first bad record: ``reason; what to do``."""
     arrays: dict[str, int] = field(default_factory=dict)
@@ -91,11 +87,6 @@ class Header:
         """Return the bytes of a token and its label."""
         return np.dtype(self.dtype).itemsize + self.labelled * LABELS.itemsize
 
-    @property
-    def tok_bytes(self) -> int:
-        """Return the bytes of the shard in the ``.tok``."""
-        return self.tokens * self.token_bytes
-
 
 def dtype_for(vocab_size: int) -> np.dtype:
     """Return the type that stores ids below ``vocab_size``."""
@@ -107,11 +98,18 @@ def row_checksum(data: np.ndarray | bytes, tokens: int) -> int:
     return int(crc32(tokens.to_bytes(8, "little"), crc32(data)))
 
 
-class OpenFile:
-    """An open pair of token files: the descriptor of the ``.tok`` and the mapped arrays of the ``.idx``.
+class TokenFile:
+    """A pair of token files at ``base``, the path without suffix."""
 
-    It is closed with its last reference, so one thread may drop it while another one reads.
-    """
+    def __init__(self, base: str, index: ArraysFile, headers: list[Header]) -> None:
+        self.base, self.index, self.headers = base, index, headers
+        self.path = base + ".tok"
+        self.begins = list(accumulate((header.tokens * header.token_bytes for header in headers), initial=0))
+        """Offset of each shard in the ``.tok``, and the file's size."""
+
+
+class OpenFile:
+    """An open pair of token files; closed with its last reference, so a thread may drop it while another one reads."""
 
     def __init__(self, file: TokenFile) -> None:
         arrays = file.index.map()
@@ -120,49 +118,14 @@ class OpenFile:
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
 
-class TokenFile:
-    """A pair of token files, opened at its first use.
-
-    Args:
-        base: path without suffix.
-        index: the ``.idx``.
-        headers: of its shards.
-    """
-
-    def __init__(self, base: str, index: ArraysFile, headers: list[Header]) -> None:
-        self.base, self.index, self.headers = base, index, headers
-        self.path = base + ".tok"
-        self.begins = list(accumulate((header.tok_bytes for header in headers), initial=0))
-        """Offset of each shard in the ``.tok``, and the file's size."""
-        self._opened: OpenFile | None = None
-
-    def open(self) -> OpenFile:
-        """Return the open pair; the pair opened first is closed where too many are open. Raises OSError."""
-        opened = self._opened
-        if opened is None:
-            opened = self._opened = OpenFile(self)
-            with _opened_lock:
-                _opened_files.append(weakref.ref(self))
-                while len(_opened_files) > most_open():
-                    first = _opened_files.popleft()()
-                    if first is not None:
-                        first._opened = None
-        return opened
-
-
-_opened_files: deque[weakref.ref[TokenFile]] = deque()
-"""Open files in the order in which they were opened."""
-_opened_lock = threading.Lock()
-
-
 @cache
-def most_open() -> int:
-    """Return the number of token files that may be open, after raising the soft limit of descriptors."""
+def open_files() -> Callable[[TokenFile], OpenFile]:
+    """Return a function that opens token files, and keeps as many open as the limit of descriptors allows."""
     soft, hard = (1 << 20 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
-    enough = min(hard, 2 * MOST_OPEN + RESERVED)
-    if soft < enough:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    return max(1, (max(soft, enough) - RESERVED) // 2) if enough > RESERVED else max(1, enough // 8)
+    limit = max(soft, min(hard, 2 * MOST_OPEN + RESERVED))
+    if soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return lru_cache(max(1, min(MOST_OPEN, (limit - RESERVED) // 2)))(OpenFile)
 
 
 def read_index(base: str) -> TokenFile | None:
@@ -208,17 +171,29 @@ class TokenRows(Source):
     """
 
     def __init__(
-        self, files: Sequence[DataFile], stored: Sequence[tuple[TokenFile, int]], remedy: str = REMEDY
-    ) -> None:
+        self, files: Sequence[DataFile], stored: Sequence[tuple[TokenFile, int]],
+        remedy: str = "remove it and start again: it is made anew",
+    ) -> None:  # fmt: skip
         self.files, self._stored, self.remedy = list(files), list(stored), remedy
         self.cache: TokenCache | None = None
-        self.headers = [file.headers[number] for file, number in stored]
-        _refuse_mixed(self.files, self.headers)
-        self._starts = [0, *accumulate(header.rows for header in self.headers)]
-        self._first_tokens = [0, *accumulate(header.tokens for header in self.headers)]
+        self.headers = headers = [file.headers[number] for file, number in stored]
+        if not any(header.rows for header in headers):
+            raise DataError(f"{files[0].shown}: no row in it, and none in {len(files) - 1} other files")
+        labelled = {header.labelled: file for file, header in zip(files, headers, strict=True) if header.rows}
+        if len(labelled) > 1:
+            raise DataError(
+                f"{labelled[False].shown}: has no labels, but {labelled[True].shown} has; put them into two folders "
+                "and give both to --training_dir, or write the labels of all"
+            )
+        self._starts = [0, *accumulate(header.rows for header in headers)]
+        self._first_tokens = [0, *accumulate(header.tokens for header in headers)]
+        # A token and its label take an element; where there are labels, the type is of their common size alone.
+        self._dtypes = [np.dtype((np.void, h.token_bytes) if h.labelled else h.dtype) for h in headers]
+        self._begins = [file.begins[number] for file, number in stored]
+        self._opener = open_files()
         self.shards = [range(first, end) for first, end in pairwise(self._starts)]
         digest = hashlib.blake2b(digest_size=16)
-        for header in self.headers:
+        for header in headers:
             digest.update(f"{header.digest} {header.rows} {header.tokens} {header.dtype}\n".encode())
         self.fingerprint = digest.hexdigest()
         """Digest of all rows in order; independent of the shards' location and compression."""
@@ -226,19 +201,15 @@ class TokenRows(Source):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _open(self, shard: int) -> OpenFile:
-        file = self._stored[shard][0]
+    def _open(self, shard: int) -> tuple[OpenFile, dict[str, np.ndarray]]:
+        """Return the open token file of a shard, and the shard's arrays."""
+        file, number = self._stored[shard]
         try:
-            return file._opened or file.open()
-        except FileNotFoundError as error:
-            raise DataError(f"{error.filename}: was removed; start again, and it is made anew") from None
+            opened = self._opener(file)
+            return opened, opened.shards[number]
         except OSError as error:
-            raise DataError(
-                f"{file.path}: cannot be read ({error.strerror}); is the file system of --data_cache_dir still there?"
-            ) from None
-
-    def _arrays(self, shard: int) -> dict[str, np.ndarray]:
-        return self._open(shard).shards[self._stored[shard][1]]
+            problem = "was removed" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+            raise DataError(f"{file.base}: {problem}; start again; is the --data_cache_dir still there?") from None
 
     def _locate(self, index: int) -> tuple[int, int]:
         """Return (shard, row in the shard)."""
@@ -250,9 +221,8 @@ class TokenRows(Source):
     def row(self, index: int) -> Row:
         """Read a row. Raises DataError where its bytes cannot be read or do not match their checksum."""
         shard, row = self._locate(index)
-        header, (file, number) = self.headers[shard], self._stored[shard]
-        opened = self._open(shard)
-        arrays = opened.shards[number]
+        header, dtype = self.headers[shard], self._dtypes[shard]
+        opened, arrays = self._open(shard)
         tokens = header.row_length
         if tokens is None:
             start, end = arrays["starts"][row : row + 2].tolist()
@@ -261,60 +231,56 @@ class TokenRows(Source):
             tokens = end - start
         else:
             start = row * tokens
-        data = np.empty(tokens * header.token_bytes, dtype=np.uint8)
+        data = np.empty(tokens, dtype)
         try:
-            size = os.preadv(opened.descriptor, [data.data], file.begins[number] + start * header.token_bytes)
+            size = os.preadv(opened.descriptor, [data], self._begins[shard] + start * dtype.itemsize)
         except OSError as error:
-            raise DataError(f"{file.path}: cannot be read ({error.strerror}); {self.remedy}") from None
-        if size != data.size or row_checksum(data, tokens) != arrays["crc"][row]:
+            path = self._stored[shard][0].path
+            raise DataError(f"{path}: cannot be read ({error.strerror}); {self.remedy}") from None
+        if size != data.nbytes or row_checksum(data, tokens) != arrays["crc"][row]:
             raise self._damaged(shard, row)
         if not header.labelled:
-            return Row(data.view(header.dtype))
-        ids = tokens * (header.token_bytes - LABELS.itemsize)
-        return Row(data[:ids].view(header.dtype), data[ids:].view(LABELS))
+            return Row(data)
+        # The ids of a row come first, then its labels.
+        stored = data.view(np.uint8)
+        ids = tokens * (dtype.itemsize - LABELS.itemsize)
+        return Row(stored[:ids].view(header.dtype), stored[ids:].view(LABELS))
 
     def _damaged(self, shard: int, row: int) -> DataError:
-        file = self._stored[shard][0]
-        return DataError(
-            f"{file.path}: row {row} ({self.name(self._starts[shard] + row)}) does not match its checksum; "
-            f"the file is damaged: {self.remedy}"
-        )
+        file, name = self._stored[shard][0], self.name(self._starts[shard] + row)
+        return DataError(f"{file.path}: row {row} ({name}) does not match its checksum; {self.remedy}")
 
     def name(self, index: int) -> str:
         """Return ``file:number`` of the row's record."""
         shard, row = self._locate(index)
         header = self.headers[shard]
-        number = int(self._arrays(shard)["numbers"][row]) if "numbers" in header.arrays else row + 1
+        number = row + 1
+        if "numbers" in header.arrays:
+            number = int(self._open(shard)[1]["numbers"][row])
         return f"{header.source}:{number}"
 
     def lengths(self, rows: range) -> np.ndarray:
         """Return the number of tokens of each of some consecutive rows, int64."""
-        return self._per_row(rows, self._lengths_in_shard)
+        return self._column("starts", rows)
 
     def first_targets(self, rows: range) -> np.ndarray:
         """Return the index of the first token that carries loss in each of some consecutive rows, int64."""
-        return self._per_row(rows, self._first_targets_in_shard)
+        return self._column("first_targets", rows)
 
-    def _per_row(self, rows: range, in_shard: Any) -> np.ndarray:
-        """Return the values of ``in_shard(shard, first, end)`` for consecutive rows that may span shards."""
+    def _column(self, name: str, rows: range) -> np.ndarray:
+        """Return lengths or first targets of consecutive rows, which may span shards."""
         parts = [np.empty(0, dtype=np.int64)]
-        shard = bisect.bisect_right(self._starts, rows.start) - 1
-        while shard < len(self.headers) and self._starts[shard] < rows.stop:
-            first, end = self._starts[shard], self._starts[shard + 1]
-            parts.append(in_shard(shard, max(rows.start, first) - first, min(rows.stop, end) - first))
-            shard += 1
+        for shard in range(bisect.bisect_right(self._starts, rows.start) - 1, len(self.headers)):
+            begin, header = self._starts[shard], self.headers[shard]
+            if begin >= rows.stop:
+                break
+            first, end = max(rows.start - begin, 0), min(rows.stop - begin, header.rows)
+            if name not in header.arrays:
+                parts.append(np.full(end - first, header.row_length if name == "starts" else 1, dtype=np.int64))
+                continue
+            array = self._open(shard)[1][name][first : end + 1].astype(np.int64)
+            parts.append(np.diff(array) if name == "starts" else array[: end - first])
         return np.concatenate(parts)
-
-    def _lengths_in_shard(self, shard: int, first: int, end: int) -> np.ndarray:
-        length = self.headers[shard].row_length
-        if length is not None:
-            return np.full(end - first, length, dtype=np.int64)
-        return np.diff(self._arrays(shard)["starts"][first : end + 1].astype(np.int64))
-
-    def _first_targets_in_shard(self, shard: int, first: int, end: int) -> np.ndarray:
-        if "first_targets" not in self.headers[shard].arrays:
-            return np.ones(end - first, dtype=np.int64)
-        return self._arrays(shard)["first_targets"][first:end].astype(np.int64)
 
     @property
     def tokens(self) -> int:
@@ -328,7 +294,7 @@ class TokenRows(Source):
         if length is not None:
             row = (token - first) // length
             return self._starts[shard] + row, first + row * length
-        starts = self._arrays(shard)["starts"]
+        starts = self._open(shard)[1]["starts"]
         row = int(np.searchsorted(starts, np.uint64(token - first), side="right")) - 1
         return self._starts[shard] + row, first + int(starts[row])
 
@@ -347,13 +313,3 @@ class TokenRows(Source):
             "longest_at": self.files[longest].at(headers[longest].longest_number),
             "latest_target": max(header.latest_target for header in headers),
         }
-
-
-def _refuse_mixed(files: Sequence[DataFile], headers: Sequence[Header]) -> None:
-    """Raise DataError where some shards have labels and others have none."""
-    labelled = [header.labelled for header in headers]
-    if any(labelled) and not all(labelled):
-        raise DataError(
-            f"{files[labelled.index(False)].shown}: has no labels, but {files[labelled.index(True)].shown} has; put "
-            "them into two folders and give both to --training_dir, or write the labels of all"
-        )
