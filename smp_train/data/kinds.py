@@ -27,7 +27,7 @@ class Kind:
 
     @property
     def plural(self) -> str:
-        """Return the name of the records in messages, such as "prompts with completions"."""
+        """Return the name of the records in messages."""
         return PLURALS[self.name]
 
     @property
@@ -47,7 +47,12 @@ def kind_of_record(record: Mapping[str, Any], column: str | None, shown: str) ->
     Raises ConfigError where two kinds are possible, DataError for preference pairs and for records of no known kind.
     """
     if column:
-        return _kind_of_column(record, column)
+        names = (column,) if column in record else tuple(column.split(","))
+        if len(names) > 2:
+            raise ConfigError(f"--text_column {column}: give one field, or PROMPT,COMPLETION")
+        if len(names) == 2:
+            return ALPACA if names == ALPACA.fields[:2] else Kind("completions", names)
+        return _chats(record, column) if isinstance(record.get(column), list) else Kind("text", names)
     if IDS in record:
         return TOKENS
     kinds = [_chats(record, name) for name in ("messages", "conversations") if isinstance(record.get(name), list)]
@@ -67,17 +72,6 @@ def kind_of_record(record: Mapping[str, Any], column: str | None, shown: str) ->
             f"{IDS} in this record (it has {first_few(list(record), most=8) or 'no field'}); set --text_column"
         )
     return kinds[0]
-
-
-def _kind_of_column(record: Mapping[str, Any], column: str) -> Kind:
-    names = (column,) if column in record else tuple(column.split(","))
-    if len(names) > 2:
-        raise ConfigError(f"--text_column {column}: give one field, or PROMPT,COMPLETION")
-    if names == (INSTRUCTION, OUTPUT):
-        return ALPACA
-    if len(names) == 2:
-        return Kind("completions", names)
-    return _chats(record, column) if isinstance(record.get(column), list) else Kind("text", names)
 
 
 def _chats(record: Mapping[str, Any], name: str) -> Kind:

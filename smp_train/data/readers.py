@@ -8,7 +8,6 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -110,15 +109,11 @@ def is_gzip(file: DataFile) -> bool:
 
 def open_gzip_writer(raw: IO[bytes], level: int = 2) -> IO[bytes]:
     """Return a stream that compresses into ``raw``, without name or time: equal content gives equal bytes."""
-    stream: IO[bytes] = GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=level)
-    return stream
+    return cast(IO[bytes], GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=level))
 
 
 def read_lines(raw: IO[bytes], shown: str, tick: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
-    r"""Yield (number from 1, line) of the lines of a file, plain or gzipped; blank lines count, but are left out.
-
-    Only ``\n`` ends a line. Raises DataError, naming ``shown`` and the line, where the file is damaged or no text.
-    """
+    r"""Yield (number from 1, line) of the lines of a file that are not blank, plain or gzipped; ``\n`` ends a line."""
     number = done = 0
     head = raw.read(8)
     zipped = head.startswith(GZIP_MAGIC)
@@ -147,26 +142,9 @@ def read_lines(raw: IO[bytes], shown: str, tick: Callable[[int], None]) -> Itera
     except InterruptedError:  # raised by `tick`; it is an OSError too
         raise
     except GZIP_ERRORS as error:
-        # The decoder reads ahead, so the damage may lie many lines after the last line that was yielded.
-        number = _lines_before_damage(raw) if zipped else number
-        reason = "gzip stream is damaged or cut short" if zipped else "cannot be read further"
-        raise DataError(f"{shown}:{number + 1}: {reason} ({error}); copy the file again") from None
-
-
-def _lines_before_damage(raw: IO[bytes]) -> int:
-    """Return the number of lines of a gzip stream that end before its first damaged byte."""
-    raw.seek(0)
-    lines, decoder = 0, zlib.decompressobj(31)
-    with suppress(zlib.error):
-        while data := decoder.unused_data or raw.read(1 << 16):
-            decoder = zlib.decompressobj(31) if decoder.eof else decoder
-            previous = decoder.copy()
-            try:
-                lines += decoder.decompress(data).count(b"\n")
-            except zlib.error:
-                for byte in range(len(data)):
-                    lines += previous.decompress(data[byte : byte + 1]).count(b"\n")
-    return lines
+        # The decoder reads ahead: the damage may lie many lines after the last line that was yielded.
+        reason = "gzip stream is damaged or cut short" if zipped else f"cannot be read after line {number}"
+        raise DataError(f"{shown}: {reason} ({error}); copy the file again") from None
 
 
 def _whole_text(raw: IO[bytes], shown: str) -> str | UnicodeDecodeError:
@@ -228,10 +206,11 @@ class _RepeatedKey(ValueError):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:
+            raise _RepeatedKey(key)
+        record[key] = value
     return record
 
 

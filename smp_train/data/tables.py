@@ -32,61 +32,52 @@ def batches(
         import pyarrow as pa
     except ImportError:
         raise ConfigError(f"{file.path}: needs the package pyarrow: {install('text')}") from None
-    row = 0
     try:
-        if file.kind == "parquet":
-            yield from _parquet_batches(raw, fields, first)
-        else:
-            for batch in _arrow_batches(raw, file.path):
-                _validate(batch)
-                yield row, batch
-                row += batch.num_rows
+        row, found = _parquet_batches(raw, fields, first) if file.kind == "parquet" else (0, _arrow_batches(raw))
+        for batch in found:
+            yield row, batch
+            row += batch.num_rows
         tick(file.size)
+    except InterruptedError:  # raised by `tick`; it is an OSError too
+        raise
     except (pa.ArrowException, OSError, EOFError) as error:
-        if isinstance(error, InterruptedError):  # raised by `tick`
-            raise
         kind = "a parquet" if file.kind == "parquet" else "an Arrow"
         raise DataError(f"{file.path}: is damaged or not {kind} file ({one_line(error)}); copy it again") from None
 
 
-def _parquet_batches(raw: IO[bytes], fields: Sequence[str] | None, first: int) -> Iterator[tuple[int, Any]]:
+def _parquet_batches(raw: IO[bytes], fields: Sequence[str] | None, first: int) -> tuple[int, Iterator[Any]]:
+    """Return the index of the first row that is read, and the batches from there on."""
     import pyarrow.parquet as pq
 
     table = pq.ParquetFile(raw)
     columns = None if fields is None else [name for name in fields if name in table.schema_arrow.names]
     starts = [0, *accumulate(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups))]
     groups = range(max(0, bisect_right(starts, first) - 1), table.num_row_groups)
-    row = starts[groups.start]
-    for batch in table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns) if groups else ():
-        yield row, batch
-        row += batch.num_rows
+    # Given no group, `iter_batches` would read all of them.
+    return starts[groups.start], table.iter_batches(BATCH_ROWS, groups, columns) if groups else iter(())
 
 
-def _arrow_batches(raw: IO[bytes], path: str) -> Iterator[Any]:
+def _arrow_batches(raw: IO[bytes]) -> Iterator[Any]:
     """Yield the batches of the stream format, which ``save_to_disk`` writes, or of the file format."""
     import pyarrow as pa
 
     if raw.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC:
         reader = pa.ipc.open_file(raw)
-        yield from map(reader.get_batch, range(reader.num_record_batches))
-        return
-    # A file cut between two batches lacks only the end mark.
-    raw.seek(-len(ARROW_END), os.SEEK_END)
-    if raw.read() != ARROW_END:
-        raise DataError(f"{path}: not a whole Arrow file (it has no end mark); copy it again")
-    raw.seek(0)
-    yield from pa.ipc.open_stream(raw)
-
-
-def _validate(batch: Any) -> None:
-    """Check all offsets of a batch: reading a list or string with damaged offsets would crash the process."""
-    import pyarrow as pa
-
-    try:
-        batch.validate(full=True)
-    except pa.ArrowInvalid as error:
-        if "UTF8" not in str(error):  # text that is not UTF-8 is a problem of its record
-            raise
+        found: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        # A file cut between two batches lacks only the end mark.
+        raw.seek(-len(ARROW_END), os.SEEK_END)
+        if raw.read() != ARROW_END:
+            raise EOFError("it has no end mark")
+        raw.seek(0)
+        found = pa.ipc.open_stream(raw)
+    for batch in found:
+        try:
+            batch.validate(full=True)  # reading a list or string with damaged offsets would crash the process
+        except pa.ArrowInvalid as error:
+            if "UTF8" not in str(error):  # text that is not UTF-8 is a problem of its record
+                raise
+        yield batch
 
 
 def rows(
@@ -99,10 +90,7 @@ def rows(
         selected = range(start, batch_start + batch.num_rows, step)
         if not selected:
             continue
-        if step > 1:
-            batch = batch.take([row - batch_start for row in selected])
-        elif start > batch_start:
-            batch = batch.slice(start - batch_start)
+        batch = batch.take([row - batch_start for row in selected]) if step > 1 else batch.slice(start - batch_start)
         names = [name for name in batch.schema.names if fields is None or name in fields]
         columns = [_values(batch.column(name)) for name in names]
         for index, *values in zip(selected, *columns, strict=True):

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from smp_train.data.kinds import IDS, LABELS, MASK, TOKENS
-from smp_train.data.readers import Record, not_utf8, parse_object
+from smp_train.data.readers import Record
 from smp_train.data.source import IGNORED, Problem, Row
+from smp_train.data.text import object_of
 
 try:  # simdjson reads lists of integers without making Python integers, ten times as fast as json.
     import simdjson
@@ -27,11 +28,7 @@ Lists = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
 class TokenRows:
-    """Makes rows of token records.
-
-    Args:
-        vocab_size: token ids must be below it.
-    """
+    """Makes rows of token records, whose ids must be below ``vocab_size``."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -45,14 +42,10 @@ class TokenRows:
 
     def _row(self, record: Record) -> Row | Problem:
         try:
-            if isinstance(record, bytes):
-                line = record.strip()
-                return checked_row(*(self._fast(line) or lists_of(parse_object(line))), self.vocab_size)
-            if isinstance(record, dict):
-                return checked_row(*lists_of(record), self.vocab_size)
+            lists = self._fast(record.strip()) if isinstance(record, bytes) else None
+            return checked_row(*(lists or lists_of(object_of(record))), self.vocab_size)
         except ValueError as error:
             return Problem(error)
-        return Problem(f"is text, not an object with {IDS}")
 
     def _fast(self, line: bytes) -> Lists | None:
         """Return the lists of a plainly formed line; None for any doubtful line, which is then parsed strictly.
@@ -141,15 +134,13 @@ def _attended(mask: np.ndarray) -> tuple[int, int]:
         raise ValueError(f"{MASK}[{index}] is {mask[index]}; use 0 or 1")
     if mask.all():
         return 0, mask.size
-    attended = np.flatnonzero(mask)
-    if not attended.size:
+    if not mask.any():
         raise ValueError(f"{MASK} is 0 everywhere: nothing to learn; remove the row")
-    begin, end = int(attended[0]), int(attended[-1]) + 1
-    if attended.size < end - begin:
-        hole = begin + int(np.argmin(mask[begin:end]))
+    begin, end = int(mask.argmax()), mask.size - int(mask[::-1].argmax())
+    if not mask[begin:end].all():
         raise ValueError(
-            f"{MASK}[{hole}] is 0 between tokens that are attended; only padding at the ends is supported: use "
-            f"{LABELS} of {IGNORED} for tokens without loss"
+            f"{MASK}[{begin + int(mask[begin:end].argmin())}] is 0 between attended tokens; only padding at the ends "
+            f"is supported: use {LABELS} of {IGNORED} for tokens without loss"
         )
     return begin, end
 
@@ -163,15 +154,11 @@ def _first_outside(values: np.ndarray, limit: int) -> int | None:
 
 def _integers(values: Any, field: str) -> np.ndarray:
     """Return a list of integers as int64. Raises ValueError, which names the first other element."""
-    if isinstance(values, UnicodeDecodeError):
-        raise ValueError(f"{field}: {not_utf8(values)}")
     if isinstance(values, np.ndarray):  # of any integer type; huge unsigned ids become negative, and are refused
         return values.astype(np.int64)
     if not isinstance(values, list):
-        raise ValueError(f"{field} is {json.dumps(values)[:SHOWN]}; a list of integers is needed")
+        raise ValueError(f"{field} is {json.dumps(values, default=str)[:SHOWN]}; a list of integers is needed")
     for index, value in enumerate(values):
-        if type(value) is not int:
-            raise ValueError(f"{field}[{index}] is {json.dumps(value)[:SHOWN]}; every element must be an integer")
-        if not -(2**63) <= value < 2**63:
-            raise ValueError(f"{field}[{index}] is {value}; no such token id")
+        if type(value) is not int or not -(2**63) <= value < 2**63:
+            raise ValueError(f"{field}[{index}] is {json.dumps(value)[:SHOWN]}; every element must be a 64-bit integer")
     return np.array(values, dtype=np.int64)

@@ -79,7 +79,7 @@ DAMAGE = {
     "trailing zeros": (ZIP + b"\0" * 64, None),
     "cut in the middle": (ZIP[: len(ZIP) // 2], "cut short"),
     "second member cut": (TWO[:-2000], "cut short"),
-    "cut in the header": (ZIP[:7], "a.json.gz:1: gzip stream is damaged or cut short"),
+    "cut in the header": (ZIP[:7], "gzip stream is damaged or cut short"),
     "cut in the trailer": (ZIP[:-3], "cut short"),
     "trailing garbage": (ZIP + b"garbage", "damaged"),
     "bad checksum": (ZIP[:-8] + b"\1\2\3\4" + ZIP[-4:], "damaged"),
@@ -89,12 +89,6 @@ DAMAGE = {
     "not deflate": (b"\x1f\x8b\x08\0\0\0\0\0\0\3" + b"\xff" * 100, "damaged"),
     "no gzip inside": (b"\x1f\x8bhello", "damaged"),
 }
-LINES = {
-    "cut in the middle": (1000, 4000), "second member cut": (ROWS[:5000].count(b"\n"), 4999),
-    "flipped bit": (100, 6000), "cut in the header": (1, 1), "magic alone": (1, 1), "not deflate": (1, 1),
-    "no gzip inside": (1, 1),
-}  # fmt: skip
-"""Lowest and highest line that the message may name; 5001 for damage after the last line."""
 
 
 @pytest.mark.parametrize("decoder", ["installed", "gzip"])
@@ -109,12 +103,9 @@ def test_damaged_gzip_is_never_read_as_less(tmp_path, monkeypatch, name, decoder
         return
     with pytest.raises(DataError) as caught:
         lines(file)
-    assert file.path + ":" in str(caught.value)
+    assert file.path + ": gzip stream is" in str(caught.value)
     assert reason in str(caught.value)
     assert "copy the file again" in str(caught.value)
-    line = int(str(caught.value)[len(file.path) + 1 :].partition(":")[0])
-    first, last = LINES.get(name, (5001, 5001))
-    assert first <= line <= last
 
 
 # --- objects
