@@ -30,6 +30,8 @@ class BadRecords:
     first: str = ""
     first_number: int = 0
     first_problem: str = ""
+    read: int = 0
+    """Records read, good and bad, where the reader counts them."""
 
     def add(self, file: DataFile, number: int, problem: str) -> None:
         """Count a malformed record. Raises DataError unless malformed records are skipped."""
