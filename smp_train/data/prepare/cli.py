@@ -9,23 +9,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from smp_train.data import token_file
-from smp_train.data.atomic_file import atomic_file
+from smp_train.data.arrays_file import atomic_file
 from smp_train.data.chats import Chats
 from smp_train.data.convert import open_token_rows, processes_for
 from smp_train.data.files import DataFile, FileSet, Selection, list_files
 from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare.options import SEQ_LEN, read
 from smp_train.data.prepare.shards import SplitWriter, entropy, is_held_out
-from smp_train.data.readers import Record, records
+from smp_train.data.readers import records
 from smp_train.data.rows import Recipe
 from smp_train.data.text import object_of
 from smp_train.data.tokenizer import end_token, load, load_for_chats, train
@@ -57,16 +57,18 @@ def main(argv: Sequence[str]) -> int:
     output, request = Path(args.output), _request(args, files)
     earlier = _read_manifest(output)
     if earlier.get("complete"):
-        if earlier.get("request") == request and _is_whole(output, earlier):
+        shards = [(output / name / one["name"], one) for name in SPLITS for one in earlier["splits"][name]["shards"]]
+        whole = all(path.is_file() and path.stat().st_size == shard["bytes"] for path, shard in shards)
+        if whole and earlier.get("request") == request:
             print(f"{output}: already prepared from the same input")
             return 0
         if not args.overwrite:
             raise ConfigError(
-                f"--output {output}: holds a preparation of other input or flags, or of another version; "
-                "give another folder, or --overwrite 1"
+                f"--output {output}: holds a preparation of other input or flags, or of another version; give another "
+                "folder, or --overwrite 1"
             )
-    _begin(output, earlier, request)
     try:
+        _begin(output, earlier, request)
         manifest = prepare(args, files, output)
         _write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
     except OSError as error:
@@ -74,7 +76,11 @@ def main(argv: Sequence[str]) -> int:
             f"{output}: cannot be written ({error.strerror}); free some space, start again, and it continues"
         ) from None
     shutil.rmtree(output / TOKENS, ignore_errors=True)
-    _print_summary(output, manifest)
+    for split, totals in manifest["splits"].items():
+        numbers = ", ".join(f"{number} {name}" for name, number in totals.items() if name != "shards")
+        print(f"{output / split}: {numbers} in {len(totals['shards'])} shards")
+    nats = manifest["unigram_entropy_nats"]["train"]
+    print(f"{output / 'tokenizer.json'}: {manifest['vocab_size']} tokens, unigram entropy {nats:.3f} nats per token")
     return 0
 
 
@@ -82,23 +88,19 @@ def _list_input(args: argparse.Namespace) -> FileSet:
     """Return the files of all inputs, ordered by a hash of their names so that the first are a fair sample."""
     selection = Selection(args.text_column, args.dataset_config_name, args.pattern, args.exclude, flag="--input")
     inputs = [list_files(location, selection, split=args.split) for location in args.input]
-    kind = inputs[0].kind
-    for each in inputs:
-        if each.kind.name == "tokens":
-            raise DataError(f"{each.location}: holds rows of tokens, which need no preparation; train on them")
-        if each.kind != kind:
-            raise ConfigError(
-                f"--input: {inputs[0].location} holds {kind.plural}, {each.location} {each.kind.plural}; prepare one "
-                "kind at a time"
-            )
+    if len({each.kind for each in inputs}) > 1:
+        kinds = ", ".join(f"{each.location} holds {each.kind.plural}" for each in inputs)
+        raise ConfigError(f"--input: {kinds}; prepare one kind at a time")
+    if inputs[0].kind.name == "tokens":
+        raise DataError(f"{inputs[0].location}: holds rows of tokens, which need no preparation; train on them")
     files = [file for each in inputs for file in each.files]
     if len(inputs) > 1:  # names are unique in one input
         files = [replace(file, name=file.shown) for file in files]
-    return FileSet(inputs[0].location, tuple(sorted(files, key=_hash_of_name)), kind)
 
+    def hash_of_name(file: DataFile) -> tuple[bytes, str]:
+        return hashlib.blake2b(file.name.encode(errors="replace"), digest_size=8).digest(), file.name
 
-def _hash_of_name(file: DataFile) -> tuple[bytes, str]:
-    return hashlib.blake2b(file.name.encode(errors="replace"), digest_size=8).digest(), file.name
+    return replace(inputs[0], files=tuple(sorted(files, key=hash_of_name)))
 
 
 def _check_flags(args: argparse.Namespace, files: FileSet) -> None:
@@ -121,27 +123,19 @@ def _check_flags(args: argparse.Namespace, files: FileSet) -> None:
 def prepare(args: argparse.Namespace, files: FileSet, output: Path) -> dict[str, Any]:
     """Write ``output`` from ``files``; return the counts in its manifest."""
     end, vocab_size = _write_tokenizer(args, files, output)
-    test_rows = None if args.validation_shards is None else args.validation_shards * args.rows_per_shard
-    train, test = (
-        SplitWriter(
-            output / name, args.seq_len, args.rows_per_shard, most, vocab_size, args.output_type, bool(args.zip)
-        )
-        for name, most in zip(SPLITS, (args.max_rows, test_rows), strict=True)
-    )  # fmt: skip
+    test_rows = sys.maxsize if args.validation_shards is None else args.validation_shards * args.rows_per_shard
+    train = SplitWriter(args, "train", args.max_rows or sys.maxsize, vocab_size)
+    test = SplitWriter(args, "test", test_rows, vocab_size)
     # The tokenizer in the output has the chat template.
-    recipe = Recipe(
-        files.kind, vocab_size, str(output), eos_token=end, trust_remote_code=bool(args.trust_remote_code)
-    )  # fmt: skip
+    trusted = bool(args.trust_remote_code)
+    recipe = Recipe(files.kind, vocab_size, str(output), eos_token=end, trust_remote_code=trusted)
     _write_rows(args, files, recipe, train, test)
-    row = f"a row of {args.seq_len} tokens" if args.seq_len else "a row"
-    remedy = "lower --seq_len, or " if args.seq_len else ""
-    if train.rows == 0:
-        raise DataError(f"{', '.join(args.input)}: too few records for {row}; {remedy}lower --validation_fraction")
-    if args.validation_fraction and test.max_rows and test.rows == 0:
-        raise DataError(
-            f"{', '.join(args.input)}: too few records for {row} of validation; {remedy}raise --validation_fraction, "
-            "or set it to 0 for no validation set"
-        )
+    for split in (train, test) if args.validation_fraction and test.max_rows else (train,):
+        if not split.rows:
+            raise DataError(
+                f"{', '.join(args.input)}: too few records for one row of {split.folder.name} (--seq_len "
+                f"{args.seq_len}); change --validation_fraction (0: no validation set), or give more"
+            )
     return {
         "format": FORMAT, "seq_len": max(train.longest, test.longest), "vocab_size": vocab_size, "eos_token": end,
         "tokenizer_sha256": hashlib.sha256((output / "tokenizer.json").read_bytes()).hexdigest(),
@@ -158,11 +152,17 @@ def _write_rows(
     args: argparse.Namespace, files: FileSet, recipe: Recipe, train: SplitWriter, test: SplitWriter
 ) -> None:
     """Write the shards of both splits from the first files that suffice."""
-    most = train.max_rows / (1 - args.validation_fraction) + (0 if args.validation_shards is None else test.max_rows)
+    limited = args.validation_shards is not None
+
+    def has_enough() -> bool:
+        tested = test.full or not args.validation_fraction or (not limited and test.available > 0)
+        return train.full and tested
+
+    most = train.max_rows / (1 - args.validation_fraction) + (test.max_rows if limited else 0)
     needed = most * (args.seq_len or SEQ_LEN) * BYTES_PER_TOKEN
     count = 0
     with Progress("prepare", args.max_rows, " rows") as progress:
-        while count < len(files.files) and not _have_enough(args, train, test):
+        while count < len(files.files) and not has_enough():
             first, size = count, 0
             while count < len(files.files) and size <= needed:
                 size += files.files[count].size or needed + 1
@@ -172,21 +172,15 @@ def _write_rows(
                 max_bad=1.0 if args.bad_rows == "skip" else None, processes=processes_for(args.processes, 1),
             )  # fmt: skip
             for index in range(len(rows)):
-                if _have_enough(args, train, test):
+                if has_enough():
                     break
                 # Once validation is full, held-out records go to training.
-                if not test.full and is_held_out(rows.name(index), args.validation_fraction):
-                    test.add(rows.row(index))
-                else:
-                    progress.update(train.add(rows.row(index)))
-        progress.update(train.write())
+                held_out = not test.full and is_held_out(rows.name(index), args.validation_fraction)
+                written = train.rows
+                (test if held_out else train).add(rows.row(index))
+                progress.update(train.rows - written)
+        train.write()
         test.write()
-
-
-def _have_enough(args: argparse.Namespace, train: SplitWriter, test: SplitWriter) -> bool:
-    """Return whether training has its rows, and validation too: all, or one if it has no limit."""
-    tested = test.full or (args.validation_shards is None and test.available > 0)
-    return train.full and (tested or not args.validation_fraction)
 
 
 def _write_tokenizer(args: argparse.Namespace, files: FileSet, output: Path) -> tuple[str, int]:
@@ -220,48 +214,41 @@ def _training_sample(args: argparse.Namespace, files: FileSet) -> Iterator[str]:
     """Yield enough texts for a vocabulary of the size asked for, spread over all files; none is held out."""
     missing = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
     every = max(1, files.size // missing)
-    number = 0
-    for file in files.files:
-        for _, line, record in records(file, files.kind.fields):
-            number += 1
-            if number % every == 0 and not is_held_out(f"{file.name}:{line}", args.validation_fraction):
-                text = "\n".join(_strings(record, files.kind.fields))
-                yield text
-                missing -= len(text)
-                if missing < 0:
-                    return
+    all_records = ((file, line, record) for file in files.files for _, line, record in records(file, files.kind.fields))
+    for number, (file, line, record) in enumerate(all_records, 1):
+        if number % every or is_held_out(f"{file.name}:{line}", args.validation_fraction):
+            continue
+        try:
+            fields = {"": record} if isinstance(record, str) else object_of(record)
+        except ValueError:
+            continue  # reported by the conversion
+        text = "\n".join(_strings([fields.get(name) for name in ("", *files.kind.fields)]))
+        yield text
+        missing -= len(text)
+        if missing < 0:
+            return
 
 
-def _strings(record: Record, fields: Sequence[str]) -> Iterator[str]:
-    """Yield the texts in a record; none of a malformed record, which the conversion reports."""
-    try:
-        values: list[Any] = [record] if isinstance(record, str) else [object_of(record).get(name) for name in fields]
-    except ValueError:
-        return
-    while values:
-        value = values.pop(0)
-        if isinstance(value, dict | list):
-            values = [*(value.values() if isinstance(value, dict) else value), *values]
-        elif isinstance(value, str):
-            yield value
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the texts in nested lists and objects."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings(inner)
 
 
 def _request(args: argparse.Namespace, files: FileSet) -> dict[str, Any]:
     """Return all that decides the output; a call with the same request has nothing to do."""
-    digest = hashlib.sha256()
-    for file in files.files:
-        digest.update(f"{file.name}\0{file.size}\0{file.version}\n".encode(errors="replace"))
     request = {key: value for key, value in vars(args).items() if key not in NOT_IN_REQUEST}
-    template = request.pop("chat_template")
-    if template:
-        request["chat_template_sha256"] = hashlib.sha256(open_path(template).read_bytes()).hexdigest()
     tokenizer = Path(args.tokenizer or "")
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if args.tokenizer and tokenizer.is_file():
-        request["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    if args.output_type == "cache":
-        request["token_files"] = token_file.VERSION
-    return {"format": FORMAT, **request, "files": len(files.files), "files_sha256": digest.hexdigest()}
+    contents = {
+        "chat_template": open_path(args.chat_template).read_bytes() if args.chat_template else b"",
+        "tokenizer_json": tokenizer.read_bytes() if args.tokenizer and tokenizer.is_file() else b"",
+        "files": json.dumps([(file.name, file.size, file.version) for file in files.files]).encode(),
+    }
+    digests = {f"{name}_sha256": hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return {"format": FORMAT, **request, "token_files": token_file.VERSION, **digests}
 
 
 def _read_manifest(output: Path) -> dict[str, Any]:
@@ -277,49 +264,20 @@ def _read_manifest(output: Path) -> dict[str, Any]:
     return {}
 
 
-def _is_whole(output: Path, manifest: dict[str, Any]) -> bool:
-    """Return whether all shards of a preparation are there, as large as they were written."""
-    shards = [(output / name / one["name"], one) for name in SPLITS for one in manifest["splits"][name]["shards"]]
-    return all(path.is_file() and path.stat().st_size == shard["bytes"] for path, shard in shards)
-
-
 def _begin(output: Path, earlier: dict[str, Any], request: dict[str, Any]) -> None:
     """Mark the output as unfinished; delete an earlier preparation, except token files that this one continues."""
+    output.mkdir(parents=True, exist_ok=True)
     # Without malformed records --bad_rows makes no difference to the output.
-    continues = not earlier.get("complete") and earlier.get("request") in (request, {**request, "bad_rows": "stop"})
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        if not continues:
-            shutil.rmtree(output / TOKENS, ignore_errors=True)
-            for name in ("tokenizer.json", "chat_template.jinja"):
-                (output / name).unlink(missing_ok=True)
-        _write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
-        for path in [path for split in SPLITS for path in (output / split).glob("*")]:
-            if OUTPUT_FILES.fullmatch(path.name):
-                os.unlink(path)
-    except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be written ({error.strerror})") from None
+    if earlier.get("complete") or earlier.get("request") not in (request, {**request, "bad_rows": "stop"}):
+        shutil.rmtree(output / TOKENS, ignore_errors=True)
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            (output / name).unlink(missing_ok=True)
+    _write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
+    for path in [path for split in SPLITS for path in (output / split).glob("*")]:
+        if OUTPUT_FILES.fullmatch(path.name):
+            path.unlink()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     with atomic_file(str(path)) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
-
-
-def _print_summary(output: Path, manifest: dict[str, Any]) -> None:
-    for split, totals in manifest["splits"].items():
-        counted = totals.get("counted_tokens")
-        size = (
-            f"{manifest['seq_len']} tokens"
-            if counted is None
-            else (f"{totals['tokens']} tokens in all, {counted} of them counted, the longest of {manifest['seq_len']},")
-        )
-        print(
-            f"{output / split}: {totals['rows']} rows of {size} in {len(totals['shards'])} shards, from "
-            f"{totals['documents']} documents"
-        )
-    nats = manifest["unigram_entropy_nats"]
-    print(
-        f"{output / 'tokenizer.json'}: {manifest['vocab_size']} tokens, unigram entropy {nats['train']:.3f} nats per "
-        "token"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from smp_train.data.atomic_file import atomic_file
+from smp_train.data.arrays_file import atomic_file
 from smp_train.data.readers import open_gzip_writer
 from smp_train.data.source import IGNORED, Row
 from smp_train.data.writer import writing
@@ -36,22 +37,14 @@ class SplitWriter:
     tokens that do not fill the last row are dropped. Rows with answers keep their length.
 
     Args:
-        folder: of the split; its name begins the shards' names.
-        seq_len: tokens of a row of text; None for rows with answers.
-        rows_per_shard: rows of each shard but the last.
-        max_rows: most rows; None: no limit.
+        args: flags of the verb; ``seq_len`` is None for rows with answers.
+        split: name of the split, of its folder and of its shards.
+        max_rows: most rows.
         vocab_size: token ids are below it.
-        output_type: ``shards`` or ``cache``.
-        zipped: gzip the shards.
     """
 
-    def __init__(
-        self, folder: Path, seq_len: int | None, rows_per_shard: int, max_rows: int | None, vocab_size: int,
-        output_type: str, zipped: bool,
-    ) -> None:  # fmt: skip
-        self.folder, self.seq_len, self.rows_per_shard = folder, seq_len, rows_per_shard
-        self.max_rows = sys.maxsize if max_rows is None else max_rows
-        self.output_type, self.zipped = output_type, zipped
+    def __init__(self, args: argparse.Namespace, split: str, max_rows: int, vocab_size: int) -> None:
+        self.folder, self.seq_len, self.args, self.max_rows = Path(args.output, split), args.seq_len, args, max_rows
         self.counts = np.zeros(vocab_size, dtype=np.int64)
         """How often each token carries loss."""
         self.rows = self.tokens = self.longest = self.documents = 0
@@ -59,40 +52,37 @@ class SplitWriter:
         """Name, rows, bytes and checksum of each shard."""
         self._pending: deque[Row] = deque()
         self._pending_tokens = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def available(self) -> int:
         """Return the number of rows that the records so far suffice for."""
-        return self.rows + (len(self._pending) if self.seq_len is None else self._pending_tokens // self.seq_len)
+        return self.rows + (self._pending_tokens // self.seq_len if self.seq_len else len(self._pending))
 
     @property
     def full(self) -> bool:
         """Return whether no further row is needed."""
         return self.available >= self.max_rows
 
-    def add(self, row: Row) -> int:
-        """Add the row of a record; return the number of rows that were written."""
-        if self.full:
-            return 0
-        self.documents += 1
-        self._pending.append(row)
-        self._pending_tokens += row.input_ids.size
-        return self.write(self.rows_per_shard)
+    def add(self, row: Row) -> None:
+        """Add the row of a record, unless the split is full; write the shard that it fills."""
+        if not self.full:
+            self.documents += 1
+            self._pending.append(row)
+            self._pending_tokens += row.input_ids.size
+            self.write(self.args.rows_per_shard)
 
-    def write(self, least: int = 1) -> int:
-        """Write shards while there are at least ``least`` rows; return the number of rows that were written."""
-        before = self.rows
+    def write(self, least: int = 1) -> None:
+        """Write shards while there are at least ``least`` rows."""
         while (number := self.available - self.rows) >= least and self.rows < self.max_rows:
-            number = min(number, self.rows_per_shard, self.max_rows - self.rows)
-            rows = [self._take() for _ in range(number)] if self.seq_len is None else self._fill(number)
+            number = min(number, self.args.rows_per_shard, self.max_rows - self.rows)
+            rows = self._fill(number) if self.seq_len else [self._take() for _ in range(number)]
             targets = np.concatenate([row.targets() for row in rows])
             self.counts += np.bincount(targets[targets != IGNORED], minlength=self.counts.size)
             self.rows += number
             self.tokens += targets.size
             self.longest = max(self.longest, *(row.input_ids.size for row in rows))
             self._write_shard(rows)
-        return self.rows - before
 
     def _take(self, most: int = sys.maxsize) -> Row:
         """Return the next pending row, or its first ``most`` tokens."""
@@ -105,7 +95,6 @@ class SplitWriter:
 
     def _fill(self, number: int) -> list[Row]:
         """Return a number of rows of text, filled end to end."""
-        assert self.seq_len is not None
         parts, missing = [], number * self.seq_len
         while missing:
             parts.append(self._take(missing).input_ids)
@@ -114,14 +103,14 @@ class SplitWriter:
 
     def _write_shard(self, rows: list[Row]) -> None:
         path = self.folder / f"{self.folder.name}-{len(self.shards):05d}"
-        if self.output_type == "cache":
+        if self.args.output_type == "cache":
             with writing(str(path), self.counts.size) as writer:
                 writer.add(path.name, 0, "", enumerate(rows, 1))
             path = path.with_suffix(".tok")
             content = path.read_bytes()
         else:
             path, content = path.with_suffix(".json"), b"".join(map(_line, rows))
-            if self.zipped:
+            if self.args.zip:
                 buffer = io.BytesIO()
                 with open_gzip_writer(buffer) as stream:
                     stream.write(content)
@@ -134,22 +123,17 @@ class SplitWriter:
     def totals(self) -> dict[str, Any]:
         """Return the entry of the split in the manifest."""
         totals = {"documents": self.documents, "rows": self.rows, "tokens": self.tokens}
-        dropped = self._pending_tokens
-        more = {"counted_tokens": int(self.counts.sum())} if self.seq_len is None else {"tokens_dropped": dropped}
+        more = {"tokens_dropped": self._pending_tokens} if self.seq_len else {"counted_tokens": int(self.counts.sum())}
         return {**totals, **more, "shards": self.shards}
 
 
 def _line(row: Row) -> bytes:
-    mask = ",".join("1" * row.input_ids.size).encode()
-    labels = b"" if row.labels is None else b',"labels":' + _numbers(row.labels)
-    return b'{"input_ids":' + _numbers(row.input_ids) + b',"attention_mask":[' + mask + b"]" + labels + b"}\n"
-
-
-def _numbers(values: np.ndarray) -> bytes:
-    values = np.ascontiguousarray(values, dtype=np.int64)
+    columns = {"input_ids": row.input_ids, "attention_mask": np.ones(row.input_ids.size), "labels": row.labels}
+    record = {name: values.astype(np.int64) for name, values in columns.items() if values is not None}
     if orjson is not None:
-        return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
-    return json.dumps(values.tolist(), separators=(",", ":")).encode()
+        return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+    lists = {name: values.tolist() for name, values in record.items()}
+    return json.dumps(lists, separators=(",", ":")).encode() + b"\n"
 
 
 def entropy(counts: np.ndarray, model: np.ndarray | None = None) -> float:
