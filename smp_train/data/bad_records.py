@@ -56,11 +56,8 @@ def judge_bad_records(
 ) -> None:
     """Raise DataError where more records were left out than ``max_bad`` allows; else warn about them.
 
-    Args:
-        bad: (file, count, number of the first, its problem) of each file.
-        rows: rows that remain.
-        max_bad: --max_bad, the fraction of all records that may be left out; None: every bad record is an error.
-        remedy: added to the message of that error.
+    ``bad`` has (file, count, number of the first, its problem) of each file; ``rows`` remain. If ``max_bad`` is None,
+    every bad record is an error, with ``remedy`` added to its message.
     """
     counted = [(file.at(number), count, problem) for file, count, number, problem in bad if count]
     if not counted:

@@ -9,7 +9,7 @@ import os
 import pickle
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,8 @@ from smp_train import distributed
 from smp_train.arguments.sources import is_hub_name
 from smp_train.data import hub, manifest, s3
 from smp_train.data.kinds import TEXTS, TOKENS, Kind, kind_of_record
-from smp_train.data.readers import is_gzip, parse_object, records
+from smp_train.data.readers import is_gzip, records
+from smp_train.data.text import object_of
 from smp_train.errors import ConfigError, DataError, first_few
 from smp_train.storage.client import is_s3
 
@@ -52,22 +53,14 @@ FIRST_RECORDS = 100
 class DataFile:
     """One file of records, or one shard of a data set on the hub, as it was when it was listed."""
 
-    path: str
-    """An absolute path, ``s3://bucket/key``, or the name of a data set on the hub."""
-    name: str
-    """Its name within the data set: the path relative to the location."""
-    size: int
-    """Bytes; 0 where unknown (hub)."""
-    version: str
-    """Differs between contents under the same path: modification time in ns, ETag, or a digest of the hub's files."""
-    kind: str
-    """Its reader: ``lines``, ``parquet``, ``arrow``, ``text`` (one record), ``hub``, or ``tokens`` (.tok or .idx)."""
-    shard: int = 0
-    """Number of the shard on the hub."""
+    path: str  # absolute, s3://bucket/key, or the name of a data set on the hub
+    name: str  # within the data set: the path relative to the location
+    size: int  # bytes; 0 where unknown (hub)
+    version: str  # of the content: modification time in ns, ETag, or a digest of the hub's files
+    kind: str  # reader: lines, parquet, arrow, text (one record), hub, or tokens (.tok or .idx)
+    shard: int = 0  # the number of the shard, the configuration and the split of a data set on the hub
     config: str | None = None
-    """Configuration of the data set on the hub."""
     split: str | None = None
-    """Split of the data set on the hub."""
 
     @property
     def shown(self) -> str:
@@ -102,25 +95,15 @@ class FileSet:
 
 @dataclass(frozen=True)
 class Selection:
-    """The flags that select files and fields.
+    """The flags that select files and fields."""
 
-    Args:
-        column: --text_column.
-        config: --dataset_config_name, for the hub.
-        patterns: patterns of the names of files to read, instead of the known suffixes.
-        exclude: patterns of the names of files and folders to leave out.
-        zipped: --zipped_data: refuse plain files (True) or gzipped files (False).
-        flag: the flag that gave the location, for messages.
-        check_manifest: refuse files that differ from the manifest that prepare wrote.
-    """
-
-    column: str | None = None
-    config: str | None = None
-    patterns: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    zipped: bool | None = None
-    flag: str = "--training_dir"
-    check_manifest: bool = True
+    column: str | None = None  # --text_column
+    config: str | None = None  # --dataset_config_name, for the hub
+    patterns: Sequence[str] = ()  # names of files to read, instead of the known suffixes
+    exclude: Sequence[str] = ()  # names of files and folders to leave out
+    zipped: bool | None = None  # --zipped_data: refuse plain files (True) or gzipped files (False)
+    flag: str = "--training_dir"  # the flag that gave the location, for messages
+    check_manifest: bool = True  # refuse files that differ from the manifest that prepare wrote
 
 
 def list_sources(
@@ -216,25 +199,21 @@ def _listed(
 
     A location without splits is listed as it is, unless ``splits_only``.
     """
-    on_hub = is_hub_name(location)
-    entries: dict[str, DataFile] = {}
-    if on_hub:
-        try:
-            streams, identities = hub.open_splits(location, selection.config)
-        except (ConfigError, DataError) as error:
-            raise type(error)(f"{selection.flag} {error}") from None
-        existing = list(streams)
-    else:
+    if not is_hub_name(location):
         entries = _s3_entries(location) if is_s3(location) else _local_entries(location, selection)
         existing = _splits_in(entries)
-        if not existing:
-            return [] if splits_only else _fileset(location, entries, selection)
-    split = next((split for split in splits if split in existing), None)
+        split = next((split for split in splits if split in existing), None)
+        if split is not None:
+            below = {name.removeprefix(f"{split}/"): entries[name] for name in entries if name.startswith(f"{split}/")}
+            return _fileset(f"{location.rstrip('/')}/{split}", below, selection)
+        return existing if existing or splits_only else _fileset(location, entries, selection)
+    try:
+        streams, identities = hub.open_splits(location, selection.config)
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{selection.flag} {error}") from None
+    split = next((split for split in splits if split in streams), None)
     if split is None:
-        return existing
-    if not on_hub:
-        below = {name.removeprefix(f"{split}/"): entries[name] for name in entries if name.startswith(f"{split}/")}
-        return _fileset(f"{location.rstrip('/')}/{split}", below, selection)
+        return list(streams)
     count = streams[split].num_shards
     files = tuple(
         DataFile(location, f"{split}-{shard:0{len(str(count))}d}", 0, identities[split], "hub", shard,
@@ -255,32 +234,31 @@ def _s3_entries(location: str) -> dict[str, DataFile]:
 
 def _local_entries(location: str, selection: Selection) -> dict[str, DataFile]:
     """Return the files below a folder, or the one file, by their names relative to the location."""
-    path = os.path.abspath(location)
-    if os.path.isfile(path):
-        return {os.path.basename(path): _local_entry(path)}
-    if not os.path.isdir(path):
+    root = os.path.abspath(location)
+    if os.path.isfile(root):
+        return {os.path.basename(root): _local_entry(root)}
+    if not os.path.isdir(root):
         raise DataError(f"{location}: no such file or folder; check {selection.flag}")
-    return {name: _local_entry(f"{path}/{name}") for name in sorted(_walk(path, "", selection.exclude, frozenset()))}
+    entries = {}
+    for folder, folders, names in os.walk(root, onerror=_refuse_folder, followlinks=True):
+        real = os.path.realpath(folder) + "/"
+        # Without links to a folder above.
+        folders[:] = [
+            name for name in sorted(folders)
+            if _is_selected(name, selection) and not real.startswith(os.path.realpath(f"{folder}/{name}") + "/")
+        ]  # fmt: skip
+        for name in sorted(names):
+            if _is_selected(name, selection):
+                entries[f"{folder}/{name}"[len(root) + 1 :]] = _local_entry(f"{folder}/{name}")
+    return entries
 
 
-def _walk(root: str, below: str, exclude: Sequence[str], parents: frozenset[str]) -> Iterator[str]:
-    """Yield the names of files below a folder; names that begin with . or _ are left out."""
-    folder = os.path.join(root, below)
-    real = os.path.realpath(folder)
-    if real in parents:  # a link to a folder above
-        return
-    try:
-        with os.scandir(folder) as entries:
-            children = [(entry.name, entry.is_dir()) for entry in entries]
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be listed ({error.strerror})") from None
-    for name, is_folder in children:
-        if name[0] in "._" or any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
-            continue
-        if is_folder:
-            yield from _walk(root, f"{below}{name}/", exclude, parents | {real})
-        else:
-            yield f"{below}{name}"
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(f"{error.filename}: cannot be listed ({error.strerror})")
+
+
+def _is_selected(name: str, selection: Selection) -> bool:
+    return name[0] not in "._" and not any(fnmatch.fnmatchcase(name, pattern) for pattern in selection.exclude)
 
 
 def _local_entry(path: str) -> DataFile:
@@ -309,7 +287,8 @@ def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) 
     path = location if is_s3(location) else os.path.abspath(location)
     single = [entry.path for entry in entries.values()] == [path]
     readers = _readers(location, entries, selection.patterns, single)
-    files = [replace(entries[name], name=name, kind=reader) for name, reader in readers.items()]
+    listed = [replace(entries[name], name=name, kind=reader) for name, reader in readers.items()]
+    files = [file for file in listed if _is_usable(file, single, selection.zipped)]
     if not files:
         names = _describe(entries)
         hint = f"; it has {names}, which are not read: write their records as JSON lines" if names else ""
@@ -318,9 +297,6 @@ def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) 
     _refuse_duplicates(files)
     if selection.check_manifest and not selection.patterns and not single:
         manifest.check(location, {file.name: file.size for file in files})
-    files = _without_empty(files)
-    for file in files:
-        _check_zipped(file, selection.zipped)
     kind = _kind_of_files(files, selection.column)
     if kind.name != "text":  # such as a README
         files = [file for file in files if file.kind != "text"]
@@ -364,67 +340,48 @@ def _kind_of_files(files: Sequence[DataFile], column: str | None) -> Kind:
     """Return the kind of the first well-formed record. Raises DataError and ConfigError."""
     if any(file.kind == "tokens" for file in files):
         return TOKENS
-    first_problem: Exception | None = None
-    for file in files:
-        if file.kind == "text":
-            continue
-        table: dict[str, object] = {}
+    problem: DataError | None = None
+    for file in (file for file in files if file.kind != "text"):
         for _, number, record in islice(records(file), FIRST_RECORDS):
             try:
-                if isinstance(record, bytes):
-                    return kind_of_record(parse_object(record), column, file.at(number))
-                assert isinstance(record, dict)
-                # A column may begin with nulls: keep the first other value of each.
-                table.update({name: value for name, value in record.items() if table.get(name) is None})
-                if None not in table.values():
-                    break
-            except (ValueError, DataError) as error:
-                problem = error if isinstance(error, DataError) else DataError(f"{file.at(number)}: {error}")
-                first_problem = first_problem or problem
-        if table:
-            return kind_of_record(table, column, file.shown)
+                return kind_of_record(object_of(record), column, file.at(number))
+            except DataError as error:
+                problem = problem or error
+            except ValueError as error:
+                problem = problem or DataError(f"{file.at(number)}: {error}")
     if any(file.kind == "text" for file in files):
         return Kind("text", (column,)) if column else TEXTS
-    raise first_problem or DataError(f"{files[0].shown}: no record in this file, nor in {len(files) - 1} others")
+    raise problem or DataError(f"{files[0].shown}: no record in this file, nor in {len(files) - 1} others")
 
 
 def _refuse_duplicates(files: Iterable[DataFile]) -> None:
     """Raise DataError where records would count twice: a file listed twice, or next to its compressed form."""
     seen: dict[object, DataFile] = {}
     for file in files:
-        keys: list[object] = [(file.path, file.split, file.shard)]
-        if not file.remote:
-            status = os.stat(file.path)
-            keys.append((status.st_dev, status.st_ino))
-        if file.kind != "hub":
-            # Without .gz; and without .json, .jsonl or .ndjson.
-            suffix = _suffix(file.path)
-            keys.append(file.path.removesuffix(suffix) + ("" if file.kind == "lines" else suffix.removesuffix(".gz")))
-        for key in keys:
+        status = None if file.remote else os.stat(file.path)
+        same = (file.path, file.split, file.shard) if status is None else (status.st_dev, status.st_ino)
+        # Without .gz; and without .json, .jsonl or .ndjson.
+        suffix = _suffix(file.path) if file.kind != "hub" else ""
+        stem = file.shown[: len(file.shown) - len(suffix)] + suffix.removesuffix(".gz") * (file.kind != "lines")
+        for key in (same, stem):
             twin = seen.setdefault(key, file)
             if twin is not file:
                 how = "lies next to" if isinstance(key, str) else "is the same file as"
                 raise DataError(f"{file.shown}: {how} {twin.shown}, so its records would count twice; remove one")
 
 
-def _without_empty(files: list[DataFile]) -> list[DataFile]:
-    """Leave out empty texts. Raises DataError for another empty file."""
-    empty = [file for file in files if not file.size]
-    for file in empty:
-        if file.kind != "text" or len(empty) == len(files):
-            raise DataError(f"{file.path}: is empty (0 bytes); write it again or remove it")
-    if empty:
-        logger.warning("left out %d empty files of %d; the first is %s", len(empty), len(files), empty[0].path)
-    return [file for file in files if file.size]
-
-
-def _check_zipped(file: DataFile, zipped: bool | None) -> None:
-    """Raise an error where ``--zipped_data`` contradicts the file. An object in S3 is judged by its name."""
-    if zipped is not None and file.kind != "lines":
+def _is_usable(file: DataFile, single: bool, zipped: bool | None) -> bool:
+    """Return False for an empty text in a folder. Raises DataError for another empty file, or against --zipped_data."""
+    if not file.size and (file.kind != "text" or single):
+        raise DataError(f"{file.path}: is empty (0 bytes); write it again or remove it")
+    if not file.size:
+        logger.warning("%s: left out, as it is empty", file.path)
+    elif zipped is not None and file.kind != "lines":
         raise ConfigError(f"--zipped_data {int(zipped)} is for JSON lines, and {file.path} is none: leave it out")
-    if zipped is not None and zipped != (file.name.lower().endswith(".gz") if file.remote else is_gzip(file)):
+    elif zipped is not None and zipped != (file.name.lower().endswith(".gz") if file.remote else is_gzip(file)):
         form = "plain" if zipped else "gzipped"
         raise DataError(f"{file.path}: is {form}, but --zipped_data is {int(zipped)}; leave the flag out")
+    return bool(file.size)
 
 
 def _describe(names: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import ConfigError, DataError, install, one_line
 from smp_train.models.hugging_face import HubUnreachable, asking_hub
@@ -19,16 +19,12 @@ SHOWN = 300
 """Length at which another library's message is cut."""
 
 
-class Splits(NamedTuple):
-    """The splits of a data set, opened for streaming, with the identity of the content of each."""
-
-    streams: dict[str, Any]
-    identities: dict[str, str]
-
-
 @lru_cache(maxsize=16)
-def open_splits(name: str, config: str | None) -> Splits:
-    """Return the splits of a data set by its name on the hub. Raises ConfigError and DataError."""
+def open_splits(name: str, config: str | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return streams of the splits of a data set on the hub, and a digest of each one's files.
+
+    Raises ConfigError and DataError.
+    """
     try:
         import datasets
     except ImportError:
@@ -54,16 +50,16 @@ def open_splits(name: str, config: str | None) -> Splits:
         # The names of files on the hub contain the commit.
         content = repr((name, config, split, list(files.get(split) or [builder.hash or ""])))
         identities[split] = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-    return Splits(streams, identities)
+    return streams, identities
 
 
 def batches(file: DataFile, first: int) -> Iterator[tuple[int, Any]]:
     """Yield (index of its first row, record batch) of a shard, from row ``first`` on. Raises DataError."""
-    splits = open_splits(file.path, file.config)
+    streams, identities = open_splits(file.path, file.config)
     assert file.split is not None
-    if splits.identities.get(file.split) != file.version:
+    if identities.get(file.split) != file.version:
         raise DataError(f"{file.shown}: has changed on the hub since it was listed; start again")
-    stream, row = splits.streams[file.split], first
+    stream, row = streams[file.split], first
     try:
         shard = stream.shard(num_shards=stream.num_shards, index=file.shard).with_format("arrow").skip(first)
         for table in shard.iter(batch_size=ROWS_AT_ONCE):

@@ -52,7 +52,9 @@ def kind_of_record(record: Mapping[str, Any], column: str | None, shown: str) ->
             raise ConfigError(f"--text_column {column}: give one field, or PROMPT,COMPLETION")
         if len(names) == 2:
             return ALPACA if names == ALPACA.fields[:2] else Kind("completions", names)
-        return _chats(record, column) if isinstance(record.get(column), list) else Kind("text", names)
+        if record.get(column) is None:
+            raise DataError(f'{shown}: no "{column}" in this record (it has {_names(record)}); set --text_column')
+        return _chats(record, column) if isinstance(record[column], list) else Kind("text", names)
     if IDS in record:
         return TOKENS
     kinds = [_chats(record, name) for name in ("messages", "conversations") if isinstance(record.get(name), list)]
@@ -69,9 +71,13 @@ def kind_of_record(record: Mapping[str, Any], column: str | None, shown: str) ->
     if not kinds:
         raise DataError(
             f"{shown}: no field text, messages, conversations, prompt with completion, instruction with output, or "
-            f"{IDS} in this record (it has {first_few(list(record), most=8) or 'no field'}); set --text_column"
+            f"{IDS} in this record (it has {_names(record)}); set --text_column"
         )
     return kinds[0]
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    return first_few(list(record), most=8) or "no field"
 
 
 def _chats(record: Mapping[str, Any], name: str) -> Kind:
