@@ -17,29 +17,20 @@ from smp_train.errors import ConfigError, DataError, first_few
 SHOWN = 100
 PART = re.compile(r"(.+?:\d+)(?:\[(\d+):(\d+)\])?(?:\+|$)")
 """A record in the name of a sample: whole, or tokens of it."""
+WINDOW = re.compile(r"\[\d+:\d+\](?=\+|$)")
 END = float("inf")
 """End of a record that a sample has as a whole."""
 
 
 class StepRecord(NamedTuple):
-    """Samples that one rank consumed in one step."""
+    """Samples that one rank consumed in one step; rows that lost their end, and the tokens with loss in these ends."""
 
     attempt: int
     dp_rank: int
     dp_size: int | None
     samples: list[str]
-    truncated: tuple[int, int]
-    """Rows that lost their end, and the tokens with loss that they lost."""
-
-
-class Run(NamedTuple):
-    """What a run recorded: ``config`` and ``facts`` of run.json; samples by step; problems found so far."""
-
-    facts: dict[str, Any]
-    config: dict[str, Any]
-    steps: dict[int, list[str]]
-    problems: list[str]
-    last_is_whole: bool
+    truncated: int
+    truncated_targets: int
 
 
 def audit(folder: Path, rows: int | None = None) -> int:
@@ -56,21 +47,27 @@ def audit(folder: Path, rows: int | None = None) -> int:
         facts = dict(json.loads((folder / "run.json").read_text()))
     except (OSError, ValueError):
         facts = {}
-    run = _merge_ranks(records, facts)
-    verdict = _audit_streams(run) if facts.get("streams") else _audit_indexed(run, rows)
-    for problem in run.problems[:SHOWN]:
-        print(problem)
+    problems = _missing_records(records)
+    steps = {step: [name for one in _peers(ranks).values() for name in one.samples] for step, ranks in records.items()}
+    if (facts.get("config") or {}).get("long") == "crop":  # all windows in a row count as the same sample
+        steps = {step: [WINDOW.sub("", name) for name in names] for step, names in steps.items()}
+    if facts.get("streams"):
+        verdict = _audit_streams(steps, facts, problems)
+    else:
+        verdict = _audit_indexed(steps, facts, problems, rows)
+    print("".join(f"{problem}\n" for problem in problems[:SHOWN]), end="")
     if skipped:
-        print(f"{folder}: {len(skipped)} steps are not in the weights (--on_spike): "
-              f"{first_few([str(step) for step in skipped], most=SHOWN)}")  # fmt: skip
-    lost = np.array([one.truncated for ranks in records.values() for one in _first_peers(ranks).values()]).sum(axis=0)
-    if lost[0]:
-        print(f"{folder}: {lost[0]} rows lost their end, and with it {lost[1]} tokens with loss (--long truncate)")
-    samples = [_without_window(name, run) for names in run.steps.values() for name in names]
-    verdict = f"{len(run.problems)} problems" if run.problems else f"{verdict}, no step left out"
-    first, last = min(records), max(records)
-    print(f"{folder}: steps {first} to {last}, {len(samples)} samples, {len(set(samples))} different: {verdict}")
-    return DataError.exit_code if run.problems else 0
+        numbers = first_few([str(step) for step in skipped], most=SHOWN)
+        print(f"{folder}: {len(skipped)} steps are not in the weights (--on_spike): {numbers}")
+    recorded = [record for ranks in records.values() for record in _peers(ranks).values()]
+    if cut := sum(record.truncated for record in recorded):
+        targets = sum(record.truncated_targets for record in recorded)
+        print(f"{folder}: {cut} rows lost their end, and with it {targets} tokens that carry loss (--long truncate)")
+    names = [name for samples in steps.values() for name in samples]
+    verdict = f"{len(problems)} problems" if problems else f"{verdict}, no step left out"
+    first, last = min(steps), max(steps)
+    print(f"{folder}: steps {first} to {last}, {len(names)} samples, {len(set(names))} different: {verdict}")
+    return DataError.exit_code if problems else 0
 
 
 def _read_records(folder: Path) -> tuple[dict[int, dict[int, StepRecord]], list[int]]:
@@ -92,7 +89,7 @@ def _read_records(folder: Path) -> tuple[dict[int, dict[int, StepRecord]], list[
                     continue
                 step, lost = int(entry["step"]), (entry.get("truncated", 0), entry.get("truncated_targets", 0))
                 dp_rank = int(entry.get("dp_rank", rank))
-                record = StepRecord(attempt, dp_rank, entry.get("dp_size"), list(entry["samples"]), lost)
+                record = StepRecord(attempt, dp_rank, entry.get("dp_size"), list(entry["samples"]), *lost)
             except (ValueError, KeyError, TypeError):
                 continue  # the last line of a run that was killed
             first_steps[attempt] = min(step, first_steps.get(attempt, step))
@@ -109,93 +106,80 @@ def _read_records(folder: Path) -> tuple[dict[int, dict[int, StepRecord]], list[
     return steps, sorted({step for step, attempt in skips if step in steps and not is_superseded(step, attempt)})
 
 
-def _first_peers(ranks: dict[int, StepRecord]) -> dict[int, StepRecord]:
-    """Return the record of each data-parallel rank: of ranks that share a model, the first."""
-    return {record.dp_rank: record for record in reversed(ranks.values())}
+def _peers(ranks: dict[int, StepRecord]) -> dict[int, StepRecord]:
+    """Return the record of each data-parallel rank, in order: of ranks that share a model, the first."""
+    peers = {record.dp_rank: record for record in reversed(ranks.values())}
+    return dict(sorted(peers.items()))
 
 
-def _merge_ranks(records: dict[int, dict[int, StepRecord]], facts: dict[str, Any]) -> Run:
-    """Return the samples of each step of all ranks, and where records are missing or contradict each other."""
+def _missing_records(records: dict[int, dict[int, StepRecord]]) -> list[str]:
+    """Return where records are missing or contradict each other; delete an incomplete last step."""
     last = max(records)
     problems = [f"step {step} is missing" for step in range(min(records), last) if step not in records]
-    steps = {}
-    for step, ranks in records.items():
-        peers = _first_peers(ranks)
-        steps[step] = [sample for dp_rank in sorted(peers) for sample in peers[dp_rank].samples]
-        dp_size = next(iter(ranks.values())).dp_size
-        whole = dp_size is None or len(peers) >= dp_size
-        # A kill may come between the writes of two ranks.
-        if not whole and step < last:
-            problems.append(f"step {step}: the records of some ranks are missing")
+    for step, ranks in list(records.items()):
+        peers = _peers(ranks)
+        if len(peers) < (next(iter(peers.values())).dp_size or 0):
+            if step < last:
+                problems.append(f"step {step}: the records of some ranks are missing")
+            elif len(records) > 1:  # a kill came between the writes of two ranks
+                del records[last]
+                break
         different = [f"rank {rank}" for rank, one in ranks.items() if one.samples != peers[one.dp_rank].samples]
         if different:
-            problems.append(
-                f"step {step}: {', '.join(different)} read other samples than the ranks they share a model with"
-            )
-    return Run(facts, facts.get("config") or {}, steps, problems, whole)
+            others = "read other samples than the ranks they share a model with"
+            problems.append(f"step {step}: {', '.join(different)} {others}")
+    return problems
 
 
-def _without_window(name: str, run: Run) -> str:
-    """Return the name of a sample; all windows of --long crop in a row count as the same sample."""
-    return name.rpartition("[")[0] or name if run.config.get("long") == "crop" else name
-
-
-# --- Indexed
-
-
-def _audit_indexed(run: Run, rows: int | None) -> str:
+def _audit_indexed(
+    steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str], rows: int | None
+) -> str:  # fmt: skip
     """Append the problems of an indexed run; return the verdict where it has none."""
-    sizes: dict[str, int] = run.facts.get("samples") or {}
-    locations, weights = read_weights([*(run.config.get("training_dir") or ()), *(run.config.get("dataset") or ())])
+    config: dict[str, Any] = facts.get("config") or {}
+    sizes: dict[str, int] = facts.get("samples") or {}
+    locations, weights = read_weights([*(config.get("training_dir") or ()), *(config.get("dataset") or ())])
     used: dict[str, list[tuple[int, str]]] = {}
     """(step, sample) by source of a blend; by an empty name without weights."""
-    for step, samples in run.steps.items():
+    for step, samples in steps.items():
         for name in samples:
             sources = [source for source in locations if weights and name.startswith(source + "/")]
-            used.setdefault(max(sources, key=len, default=""), []).append((step, _without_window(name, run)))
+            used.setdefault(max(sources, key=len, default=""), []).append((step, name))
     for source, names in used.items():
-        run.problems.extend(_repeats(source, names, (rows if not source else None) or sizes.get(source)))
-    first, last = min(run.steps), max(run.steps)
+        problems += _repeats(source, names, (rows if not source else None) or sizes.get(source))
+    first, last = min(steps), max(steps)
     if weights:
-        end = last if run.last_is_whole else last - 1
-        counts = [sum(step <= end for step, _ in used.get(source, ())) for source in locations]
-        shares = [f"{source}: {count}" for source, count in zip(locations, counts, strict=True)]
-        print("drawn from " + ", ".join(shares))
-        if first == 1 and (seed := run.config.get("seed")) is not None:
+        counts = [len(used.get(source, ())) for source in locations]
+        print("drawn from " + ", ".join(f"{name}: {count}" for name, count in zip(locations, counts, strict=True)))
+        if first == 1 and (seed := config.get("seed")) is not None:
             blocks, rest_of_block = divmod(sum(counts), BLOCK)
             slots = apportion(weights, BLOCK)
-            begun = sources_of_block(blocks, slots, seed)[:rest_of_block]
-            expected = blocks * np.array(slots) + np.bincount(begun, minlength=len(slots))
-            run.problems.extend(
+            block = sources_of_block(blocks, slots, seed)[:rest_of_block]
+            expected = blocks * np.array(slots) + np.bincount(block, minlength=len(slots))
+            problems += [
                 f"{source}: was drawn from {count} times, its weight gives it {share}"
                 for source, count, share in zip(locations, counts, expected.tolist(), strict=True)
                 if count != share
-            )
+            ]
     elif (size := rows or sizes.get("")) and first == 1 and "" in used:
-        unused, verdict = _unused(Counter(name for _, name in used[""]), size, run.config.get("epochs"))
-        total, set_by_user = run.facts.get("total_steps"), run.facts.get("sources") or {}
-        other_end = set_by_user.get("max_steps", "default") != "default" or run.config.get("steps_per_epoch")
-        if run.config.get("epochs") and total and last >= total and not other_end:
-            run.problems.extend(unused)
+        times, epochs = Counter(name for _, name in used[""]), config.get("epochs")
+        begun = -(-times.total() // size)
+        unused = []
+        if missing := begun * size - times.total():
+            # Names of samples that were never used are not known.
+            short = sorted(name for name, number in times.items() if number < begun) if len(times) == size else []
+            names_shown = f": {first_few(short, most=10)}" if short else ""
+            unused.append(f"epoch {begun} is not whole: {missing} of {size} samples were not used in it{names_shown}")
+        if epochs and epochs > begun:
+            unused.append(f"{epochs - begun} of {epochs} epochs were not begun")
+        set_by = (facts.get("sources") or {}).get("max_steps", "default")
+        ended_by_epochs = epochs and set_by == "default" and not config.get("steps_per_epoch")
+        if ended_by_epochs and last >= (facts.get("total_steps") or END):
+            problems += unused
         else:  # another flag has ended the run, or it has not ended
             print("".join(f"{line}\n" for line in unused), end="")
-        return verdict
+        if not missing:
+            return f"each {begun} times" if begun > 1 else "each once"
     return "each once per epoch"
-
-
-def _unused(times: Counter[str], size: int, epochs: int | None) -> tuple[list[str], str]:
-    """Return which of ``size`` samples were used less often than others, and a verdict on how often all were."""
-    begun = -(-times.total() // size)
-    missing = begun * size - times.total()
-    problems = []
-    if missing:
-        # Names of samples that were never used are not known.
-        names = sorted(name for name, number in times.items() if number < begun) if len(times) == size else []
-        which = f": {first_few(names, most=10)}" if names else ""
-        problems.append(f"epoch {begun} is not whole: {missing} of {size} samples were not used in it{which}")
-    if epochs and epochs > begun:
-        problems.append(f"{epochs - begun} of {epochs} epochs were not begun")
-    return problems, "each once per epoch" if missing else f"each {begun} times" if begun > 1 else "each once"
 
 
 def _repeats(source: str, used: list[tuple[int, str]], rows: int | None) -> list[str]:
@@ -218,45 +202,42 @@ def _repeats(source: str, used: list[tuple[int, str]], rows: int | None) -> list
     return problems
 
 
-# --- Streamed
-
-
-def _audit_streams(run: Run) -> str:
+def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str]) -> str:
     """Append the problems of a streamed run; return the verdict where it has none.
 
     A record must continue at the token at which the sample before ended; it may begin again after its end, which is
     known when another record follows it in a sample.
     """
-    cropped, epochs = run.config.get("long") == "crop", run.config.get("epochs")
     times: Counter[str] = Counter()
     ends: dict[str, float] = {}
+    next_tokens: dict[str, float] = {}
     by_step: dict[int, dict[str, list[tuple[int, float]]]] = {}
-    for step, samples in run.steps.items():
+    for step, samples in steps.items():
         for sample in samples:
             spans = [(record, int(begin or 0), float(end or END)) for record, begin, end in PART.findall(sample)]
             ends.update((record, end) for record, _, end in spans[:-1])
             for record, begin, end in spans:
-                times[record] += cropped or not begin
+                times[record] += not begin
                 by_step.setdefault(step, {}).setdefault(record, []).append((begin, end))
-    next_tokens: dict[str, float] = {}
-    for step, records in by_step.items() if not cropped else ():
-        for record, places in records.items():
+    for step, records in by_step.items():
+        for record, remaining in records.items():
             # The order of ranks in a step is not recorded, but the spans of a record follow each other.
-            remaining = sorted(places)
+            remaining.sort()
             while remaining:
                 token = next_tokens.get(record, 0)
                 may_begin = token in (ends.get(record, token), END)
                 fitting = [span for span in remaining if span[0] == token or (may_begin and not span[0])]
                 span = (fitting or remaining)[0]
                 remaining.remove(span)
-                if not fitting and (record in next_tokens or min(run.steps) == 1):
+                if not fitting and (record in next_tokens or min(steps) == 1):
                     place = f"goes on at token {span[0]}, but was left at {token:.0f}"
-                    run.problems.append(f"step {step}: {record} {place}")
+                    problems.append(f"step {step}: {record} {place}")
                 next_tokens[record] = span[1]
+    epochs = (facts.get("config") or {}).get("epochs")
     if not epochs:
         return "no token of a record twice or left out"
     repeated = [f"{record} ({number} times)" for record, number in sorted(times.items()) if number > epochs]
     if repeated:
-        run.problems.append(f"used more than {epochs} times: {first_few(repeated, most=10)}")
+        problems.append(f"used more than {epochs} times: {first_few(repeated, most=10)}")
     complete = sum(number == epochs for number in times.values())
     return f"{complete} of {len(times)} records {epochs} times, no token twice or left out"

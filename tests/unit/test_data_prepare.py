@@ -147,7 +147,7 @@ def test_a_repeated_call_has_nothing_to_do(texts, made, tmp_path, capsys):
     assert prepare(texts, output) == 0
     assert "already prepared" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
-    with pytest.raises(ConfigError, match="other input or flags"):
+    with pytest.raises(ConfigError, match="another preparation"):
         prepare(texts, output, "--max_rows", "5")
     assert prepare(texts, output, "--max_rows", "5", "--overwrite", "1") == 0
     assert [path.name for path in (output / "train").glob("*.gz")] == ["train-00000.json.gz"]
@@ -181,7 +181,7 @@ def test_a_given_tokenizer(texts, made, tmp_path):
     tokenizers.train(["another"], 300).save(str(tmp_path / "t.json"))
     main([*flags, "--output", str(tmp_path / "own"), "--tokenizer", str(tmp_path / "t.json")])
     shutil.copy(made / "tokenizer.json", tmp_path / "t.json")
-    with pytest.raises(ConfigError, match="other input or flags"):
+    with pytest.raises(ConfigError, match="another preparation"):
         main([*flags, "--output", str(tmp_path / "own"), "--tokenizer", str(tmp_path / "t.json")])
     for more, reason in [
         (["--tokenizer", str(made), "--eos_token", "<nope>"], "--eos_token <nope>: "),

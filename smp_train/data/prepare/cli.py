@@ -6,12 +6,12 @@ over their rows divides them into splits, fills rows of the wanted length and wr
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import re
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,6 @@ TOKENIZER_SAMPLE_PER_ENTRY = 512
 BYTES_PER_TOKEN = 8
 """Bytes of input for each token of --max_rows that are converted at a time: more than tokens have."""
 OUTPUT_FILES = re.compile(r"(train|test)-\d{5}\.(json|json\.gz|tok|idx)|\.(train|test)-.*\.tmp")
-NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,17 +63,15 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not args.overwrite:
             raise ConfigError(
-                f"--output {output}: holds a preparation of other input or flags, or of another version; give another "
-                "folder, or --overwrite 1"
+                f"--output {output}: holds another preparation, or one of another version; give another folder, or "
+                "--overwrite 1"
             )
     try:
         _begin(output, earlier, request)
         manifest = prepare(args, files, output)
         _write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
     except OSError as error:
-        raise DataError(
-            f"{output}: cannot be written ({error.strerror}); free some space, start again, and it continues"
-        ) from None
+        raise DataError(f"{output}: cannot be written ({error.strerror}); start again, and it continues") from None
     shutil.rmtree(output / TOKENS, ignore_errors=True)
     for split, totals in manifest["splits"].items():
         numbers = ", ".join(f"{number} {name}" for name, number in totals.items() if name != "shards")
@@ -84,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _list_input(args: argparse.Namespace) -> FileSet:
+def _list_input(args: Namespace) -> FileSet:
     """Return the files of all inputs, ordered by a hash of their names so that the first are a fair sample."""
     selection = Selection(args.text_column, args.dataset_config_name, args.pattern, args.exclude, flag="--input")
     inputs = [list_files(location, selection, split=args.split) for location in args.input]
@@ -103,7 +100,7 @@ def _list_input(args: argparse.Namespace) -> FileSet:
     return replace(inputs[0], files=tuple(sorted(files, key=hash_of_name)))
 
 
-def _check_flags(args: argparse.Namespace, files: FileSet) -> None:
+def _check_flags(args: Namespace, files: FileSet) -> None:
     """Raise ConfigError for flags that do not fit the kind of records, before anything is written."""
     kind = files.kind
     if args.chat_template and kind.name != "chats":
@@ -113,14 +110,12 @@ def _check_flags(args: argparse.Namespace, files: FileSet) -> None:
             f"--seq_len {args.seq_len}: {kind.plural} are rows of their own length, which training cuts and packs "
             "(--max_context_width, --short pack); leave it out"
         )
-    if kind.name == "chats" and not args.tokenizer and not args.chat_template:
-        raise ConfigError("--train_tokenizer: chats need a chat template; give --chat_template FILE")
     if kind.name == "chats" and args.tokenizer:
         Chats(load_for_chats(args.tokenizer, bool(args.trust_remote_code)), kind, args.tokenizer, args.chat_template)
     args.seq_len = None if kind.answers_only else args.seq_len or SEQ_LEN
 
 
-def prepare(args: argparse.Namespace, files: FileSet, output: Path) -> dict[str, Any]:
+def prepare(args: Namespace, files: FileSet, output: Path) -> dict[str, Any]:
     """Write ``output`` from ``files``; return the counts in its manifest."""
     end, vocab_size = _write_tokenizer(args, files, output)
     test_rows = sys.maxsize if args.validation_shards is None else args.validation_shards * args.rows_per_shard
@@ -148,9 +143,7 @@ def prepare(args: argparse.Namespace, files: FileSet, output: Path) -> dict[str,
     }  # fmt: skip
 
 
-def _write_rows(
-    args: argparse.Namespace, files: FileSet, recipe: Recipe, train: SplitWriter, test: SplitWriter
-) -> None:
+def _write_rows(args: Namespace, files: FileSet, recipe: Recipe, train: SplitWriter, test: SplitWriter) -> None:
     """Write the shards of both splits from the first files that suffice."""
     limited = args.validation_shards is not None
 
@@ -183,7 +176,7 @@ def _write_rows(
         test.write()
 
 
-def _write_tokenizer(args: argparse.Namespace, files: FileSet, output: Path) -> tuple[str, int]:
+def _write_tokenizer(args: Namespace, files: FileSet, output: Path) -> tuple[str, int]:
     """Load or train the tokenizer and write it to the output; return its end token and its vocabulary size."""
     path = output / "tokenizer.json"
     with on_this_machine(args.tokenizer or "") as location:
@@ -195,9 +188,8 @@ def _write_tokenizer(args: argparse.Namespace, files: FileSet, output: Path) -> 
             texts = _training_sample(args, files)
             tokenizer = train(texts, args.train_tokenizer, args.special_tokens, args.min_frequency)
         end, _ = end_token(tokenizer, args.eos_token, location or None)
-    # With this file transformers loads the folder, end token included.
     loading = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
-    _write_json(output / "tokenizer_config.json", loading)
+    _write_json(output / "tokenizer_config.json", loading)  # transformers loads the folder by it
     with atomic_file(str(path)) as file:
         file.write(tokenizer.to_str(pretty=True).encode() + b"\n")
     if files.kind.name == "chats":
@@ -210,7 +202,7 @@ def _write_tokenizer(args: argparse.Namespace, files: FileSet, output: Path) -> 
     return end, tokenizer.get_vocab_size(with_added_tokens=True)
 
 
-def _training_sample(args: argparse.Namespace, files: FileSet) -> Iterator[str]:
+def _training_sample(args: Namespace, files: FileSet) -> Iterator[str]:
     """Yield enough texts for a vocabulary of the size asked for, spread over all files; none is held out."""
     missing = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
     every = max(1, files.size // missing)
@@ -237,9 +229,10 @@ def _strings(value: Any) -> Iterator[str]:
         yield from _strings(inner)
 
 
-def _request(args: argparse.Namespace, files: FileSet) -> dict[str, Any]:
+def _request(args: Namespace, files: FileSet) -> dict[str, Any]:
     """Return all that decides the output; a call with the same request has nothing to do."""
-    request = {key: value for key, value in vars(args).items() if key not in NOT_IN_REQUEST}
+    not_decisive = ("input", "output", "overwrite", "processes")
+    request = {key: value for key, value in vars(args).items() if key not in not_decisive}
     tokenizer = Path(args.tokenizer or "")
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     contents = {
