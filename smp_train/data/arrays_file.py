@@ -12,17 +12,24 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from smp_train.data.atomic_file import atomic_file
+from smp_train.storage.folder import FolderStorage
 
 MAGIC = b"SMPARRAY"
 PREFIX = struct.Struct("<8sII")
 FIRST_READ = 4096
 DTYPES = ("<u4", "<u8")
+
+
+def atomic_file(path: str) -> AbstractContextManager[BinaryIO]:
+    """Return a context with a file that appears under ``path`` when it is complete and synced."""
+    folder, name = os.path.split(path)
+    return FolderStorage(folder or ".").writer(name)
 
 
 def _padded(size: int) -> int:

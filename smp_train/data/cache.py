@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from smp_train.data.files import DataFile, FileSet
 from smp_train.data.s3 import COPY_PREFIX
 from smp_train.data.token_file import VERSION, TokenFile, read_index
 from smp_train.errors import DataError
+from smp_train.storage.folder import PARTIAL, FolderStorage
 from smp_train.storage.paths import private_folder
 
 logger = logging.getLogger("smp_train.data")
@@ -121,41 +121,37 @@ class TokenCache:
 
         Ages are by the clock of the file server. Raises OSError where the folder cannot be written.
         """
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe.", suffix=".tmp") as probe:
-            now = os.fstat(probe.fileno()).st_mtime
+        storage = FolderStorage(folder)
+        now = storage.now()
         tables = f"{prefix}-{_digest_of_files(self.files.files)}-"
         pairs: dict[str, bool] = {}
         for name in os.listdir(folder):
-            path = os.path.join(folder, name)
-            stem, suffix = os.path.splitext(path)
+            stem, suffix = os.path.splitext(os.path.join(folder, name))
             # Another job may have deleted the file, or another user may own it.
             with contextlib.suppress(OSError):
-                stale = now - os.stat(path).st_mtime > (
-                    PARTIAL_SECONDS if name.startswith(COPY_PREFIX) else STALE_SECONDS
-                )
-                if name.startswith(".") and suffix == ".tmp":
-                    needed = not stale
-                elif not name.startswith(prefix):
+                age = now - os.stat(os.path.join(folder, name)).st_mtime
+                needed = age < (PARTIAL_SECONDS if name.startswith(COPY_PREFIX) else STALE_SECONDS)
+                if name.startswith(tables) and suffix == ".tab":
+                    needed = True
+                elif name.startswith(prefix) and suffix in (".tok", ".idx"):
+                    needed = pairs[stem] if stem in pairs else pairs.setdefault(stem, self._is_needed(stem, needed))
+                elif not name.startswith((prefix, COPY_PREFIX)) and suffix != PARTIAL:
                     continue
-                elif suffix == ".tab":
-                    needed = not stale or name.startswith(tables)
-                else:
-                    needed = pairs[stem] if stem in pairs else pairs.setdefault(stem, self._is_needed(stem, stale))
                 if not needed:
-                    os.unlink(path)
+                    os.unlink(os.path.join(folder, name))
 
-    def _is_needed(self, base: str, stale: bool) -> bool:
+    def _is_needed(self, base: str, new: bool) -> bool:
         """Return whether a token file holds a listed shard, or may still be read by another job.
 
         A file whose shards are all listed in newer versions is superseded, and not needed however new it is.
         """
         file = read_index(base)
         if file is None:  # damaged, one of two files, or of another version of this program
-            return not stale
+            return new
         listed = {shard.name: (shard.size, shard.version) for shard in self.files.files}
         if any(listed.get(header.source) == (header.size, header.version) for header in file.headers):
             return True
-        return not stale and not all(header.source in listed for header in file.headers)
+        return new and not all(header.source in listed for header in file.headers)
 
 
 def unwritable(folder: str, error: OSError) -> DataError:

@@ -31,6 +31,7 @@ from smp_train.data.writer import writing
 from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError, DataError, SmpTrainError, first_few
 from smp_train.progress import Progress
+from smp_train.storage.folder import PARTIAL
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
@@ -171,7 +172,7 @@ def _check_space(cache: TokenCache, missing: Sequence[DataFile], recipe: Recipe,
     minutes = tokens / (20e6 if is_tokens else 1e6) / processes / 60
     read, needed_mb, free_mb = sum(file.size for file in missing) / 1e6, needed / 1e6, free / 1e6
     logger.info(
-        "%s: converting %d files, %.1f MB, in about %.1f min; the token cache in %s takes about %.1f MB of %.0f MB free",
+        "%s: converting %d files, %.1f MB, in about %.1f min; the token cache in %s takes about %.1f of %.0f MB free",
         cache.files.location, len(missing), read, minutes, folder, needed_mb, free_mb,
     )  # fmt: skip
     if needed / 2 > free:  # the estimate may be off by a factor of two
@@ -272,7 +273,7 @@ def _convert_in_processes(
     except BrokenProcessPool:
         for base, _ in pending.values():
             folder, name = os.path.split(base)
-            for path in glob.glob(f"{glob.escape(folder)}/.{glob.escape(name)}.*.tmp"):
+            for path in glob.glob(f"{glob.escape(folder)}/.{glob.escape(name)}.*{PARTIAL}"):
                 os.unlink(path)
         names = first_few([group[0][0].shown for _, group in pending.values()])
         raise SmpTrainError(

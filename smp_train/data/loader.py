@@ -8,14 +8,16 @@ where every rank continues.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
 from smp_train.data.batch import Batch
-from smp_train.data.prefetch import Prefetch
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import ConfigError, DataError
 
@@ -99,18 +101,9 @@ class Loader:
 
         An error of the data is raised here, in the step it belongs to. Close the generator to stop reading ahead.
         """
-        steps: Iterator[Any] = self._steps(consumed)
-        ahead = Prefetch(steps, self.prefetch) if self.prefetch > 0 else None
-        try:
-            while self.end is None or consumed < self.end:
-                step = next(ahead or steps, None)
-                if step is None:  # closed meanwhile, as when the process ends
-                    return
-                yield self._hand_over(step)
-                consumed += self.global_batch
-        finally:
-            if ahead is not None:
-                ahead.close()
+        steps = self._steps(consumed)
+        for step in _read_ahead(steps, self.prefetch) if self.prefetch > 0 else steps:
+            yield self._hand_over(step)
 
     def state(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, the same on every rank; collective for streams."""
@@ -119,6 +112,25 @@ class Loader:
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """Restore a saved state and return its ``consumed``; DataError when it is of other data. Not collective."""
         raise NotImplementedError
+
+
+def _read_ahead(steps: Iterator[Any], depth: int) -> Iterator[Any]:
+    """Yield from an iterator that runs ``depth`` items ahead in a thread; an error is raised when its item is due.
+
+    A thread and not processes: reading and decompressing release the interpreter lock, and sending batches between
+    processes costs more than making them.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="smp-train-data")
+    ready = deque(pool.submit(next, steps, None) for _ in range(depth))
+    try:
+        while ready and (step := ready.popleft().result()) is not None:
+            with suppress(RuntimeError):  # the interpreter shuts down
+                ready.append(pool.submit(next, steps, None))
+            yield step
+    finally:
+        for future in ready:
+            future.cancel()
+        pool.shutdown()
 
 
 def refuse_changed(flag: str, before: object, now: object) -> None:

@@ -134,12 +134,8 @@ def open_data(
 ) -> tuple[Loader, ValidationData | None]:  # fmt: skip
     """Return the training and the validation data for this rank; collective.
 
-    Args:
-        dp_rank: this rank among the data-parallel ranks, which share the samples.
-        dp_size: number of data-parallel ranks.
-        pin_memory: make batches in page-locked memory.
-        own: rows that a program passes in place of locations.
-        args, vocab_size, seq_len, ranks, tokenizer: see `Opener`.
+    ``args``, ``vocab_size``, ``seq_len``, ``ranks`` and ``tokenizer`` are those of `Opener`; ``dp_rank`` is one of
+    ``dp_size`` data-parallel ranks, which share the samples; ``own`` has rows that a program passes.
     """
     own = own or Own()
     opener = Opener(args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks, tokenizer=tokenizer)

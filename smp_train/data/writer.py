@@ -7,12 +7,11 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from smp_train.data.arrays_file import write_arrays
-from smp_train.data.atomic_file import publish, temporary_file
+from smp_train.data.arrays_file import atomic_file, write_arrays
 from smp_train.data.source import IGNORED, Row
 from smp_train.data.token_file import LABELS, VERSION, Header, dtype_for, row_checksum
 from smp_train.errors import DataError
@@ -69,7 +68,7 @@ class _Columns:
 class Writer:
     """Writes shards one after the other into one pair of files; made by `writing`."""
 
-    def __init__(self, tok: IO[bytes], vocab_size: int) -> None:
+    def __init__(self, tok: BinaryIO, vocab_size: int) -> None:
         self._tok, self._vocab_size = tok, vocab_size
         self.headers: list[Header] = []
         self.arrays: list[np.ndarray] = []
@@ -116,9 +115,7 @@ class Writer:
 @contextlib.contextmanager
 def writing(base: str, vocab_size: int) -> Iterator[Writer]:
     """Write ``<base>.tok`` and ``<base>.idx``, which appear complete and synced; on an error nothing is left."""
-    with temporary_file(base + ".tok") as (tok, scratch):
+    with atomic_file(base + ".tok") as tok:
         writer = Writer(tok, vocab_size)
         yield writer
-        tok.close()
-        publish(scratch, base + ".tok", sync_name=False)
     write_arrays(base + ".idx", VERSION, [asdict(header) for header in writer.headers], writer.arrays)

@@ -162,7 +162,7 @@ def test_a_killed_worker_stops_every_rank_with_the_name_of_its_file(tmp_path):
     for kind, message in run(killed_worker, 2, str(tmp_path)):
         assert kind == "SmpTrainError", message
         assert ".json: a process that converted one of these files was killed" in message
-    assert not list(tmp_path.rglob("*.tmp"))
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def opened_on_a_damaged_node(folder: str):

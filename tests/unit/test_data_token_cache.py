@@ -184,7 +184,7 @@ def test_a_killed_worker_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "FILE_BYTES", 0)
     with pytest.raises(SmpTrainError, match=r"[01]\.json: a process that converted one of these files was killed"):
         opened(tmp_path, processes=2)
-    assert files_in(tmp_path, ".*.tmp") == []
+    assert files_in(tmp_path, ".*.partial") == []
 
 
 def write_one(folder, tick):
@@ -295,13 +295,13 @@ def test_kill_9_during_conversion(tmp_path):
     assert reached.wait(300)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    (left,) = files_in(tmp_path, ".*.tmp")
+    (left,) = files_in(tmp_path, ".*.partial")
     check_rows(opened(tmp_path), random_rows("ragged", 300))
-    assert files_in(tmp_path, ".*.tmp") == [left], "it may belong to another job that is still writing"
+    assert files_in(tmp_path, ".*.partial") == [left], "it may belong to another job that is still writing"
     make_old(tmp_path, left)
     write_shard(tmp_path / "b.json", random_rows("ragged", 3))
     opened(tmp_path)
-    assert files_in(tmp_path, ".*.tmp") == []
+    assert files_in(tmp_path, ".*.partial") == []
 
 
 def make_old(folder, *names):
@@ -335,7 +335,7 @@ def test_a_file_server_with_another_clock(tmp_path, monkeypatch, skew):
     path, now = write_shard(tmp_path / "a.json", [[1, 2, 3]]), time.time()
     os.utime(path, (now + skew, now + skew))
     monkeypatch.setattr(time, "time", lambda: now - skew)
-    other = write_shard(tmp_path / FOLDER_NAME / ".b.json.tok.x.tmp", [])
+    other = write_shard(tmp_path / FOLDER_NAME / ".b.json.tok.x.partial", [])
     opened(tmp_path)
     assert other.exists(), "another job is writing it"
 
@@ -357,7 +357,7 @@ def test_two_jobs_at_once(tmp_path):
     for job in jobs:
         job.join()
     assert fingerprints == [opened(tmp_path).fingerprint] * 2
-    assert files_in(tmp_path, ".*.tmp") == []
+    assert files_in(tmp_path, ".*.partial") == []
 
 
 @pytest.mark.parametrize("suffix", [".tok", ".idx"])
