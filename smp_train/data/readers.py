@@ -130,10 +130,6 @@ def read_lines(raw: IO[bytes], shown: str, tick: Callable[[int], None]) -> Itera
                 )
             if line.isspace():
                 continue
-            if number == 1 and line.startswith(BYTE_ORDER_MARK):
-                raise DataError(f"{shown}:1: starts with a byte order mark; save it as UTF-8 without one")
-            if number == 1 and line.startswith(UTF_16):
-                raise DataError(f"{shown}:1: is UTF-16; save it as UTF-8")
             yield number, line
             if number % TICK_LINES == 0:
                 tick(raw.tell() - done)
@@ -171,8 +167,8 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 def parse_object(line: bytes) -> dict[str, Any]:
     """Return the JSON object of a line. Raises ValueError, "reason; what to do", also for a key that occurs twice."""
-    if line.lstrip().startswith(BYTE_ORDER_MARK):
-        raise ValueError("starts with a byte order mark, as where files were joined; remove it")
+    if line.lstrip().startswith((BYTE_ORDER_MARK, *UTF_16)):
+        raise ValueError("starts with a byte order mark, or is UTF-16; save it as UTF-8 without a byte order mark")
     array = "is a JSON array; one object per line is needed: jq -c '.[]'"
     try:
         record = loads(line)

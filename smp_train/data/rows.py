@@ -37,7 +37,7 @@ class Recipe:
     Args:
         kind: of the records.
         vocab_size: token ids must be below it.
-        tokenizer: a folder, file, ``s3://`` location or name on the hub; token rows need none.
+        tokenizer: a folder, file, ``s3://`` location or name on the hub; not for token rows.
         chat_template: a file that replaces the tokenizer's chat template.
         eos_token: token after each text and completion; None: the tokenizer's own.
         trust_remote_code: run the code of a tokenizer.
@@ -88,7 +88,7 @@ def _identity(recipe: Recipe) -> str:
 class RowMaker:
     """Makes rows of records: ``rows`` returns the row of each, the problem with it, or None for a blank record.
 
-    Use one per thread. ``identity`` is that of the recipe.
+    Use one per thread. ``identity`` is the recipe's.
     """
 
     kind: Kind

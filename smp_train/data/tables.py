@@ -33,8 +33,8 @@ def batches(
     except ImportError:
         raise ConfigError(f"{file.path}: needs the package pyarrow: {install('text')}") from None
     try:
-        row, found = _parquet_batches(raw, fields, first) if file.kind == "parquet" else (0, _arrow_batches(raw))
-        for batch in found:
+        row, stream = _parquet_batches(raw, fields, first) if file.kind == "parquet" else (0, _arrow_batches(raw))
+        for batch in stream:
             yield row, batch
             row += batch.num_rows
         tick(file.size)
@@ -63,15 +63,15 @@ def _arrow_batches(raw: IO[bytes]) -> Iterator[Any]:
 
     if raw.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC:
         reader = pa.ipc.open_file(raw)
-        found: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
+        stream: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
     else:
         # A file cut between two batches lacks only the end mark.
         raw.seek(-len(ARROW_END), os.SEEK_END)
         if raw.read() != ARROW_END:
             raise EOFError("it has no end mark")
         raw.seek(0)
-        found = pa.ipc.open_stream(raw)
-    for batch in found:
+        stream = pa.ipc.open_stream(raw)
+    for batch in stream:
         try:
             batch.validate(full=True)  # reading a list or string with damaged offsets would crash the process
         except pa.ArrowInvalid as error:

@@ -11,7 +11,7 @@ import pytest
 
 from smp_train.data.bad_records import BadRecords, judge_bad_records
 from smp_train.data.files import DataFile, reader_of
-from smp_train.data.kinds import TOKENS, Kind
+from smp_train.data.kinds import TOKENS
 from smp_train.data.readers import is_gzip, parse_object, records
 from smp_train.data.rows import Recipe, RowMaker, read_rows
 from smp_train.errors import DataError
@@ -57,7 +57,7 @@ BEGINNINGS = {
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_other_encodings_and_compressions_are_named(tmp_path, beginning):
     with pytest.raises(DataError, match=rf"a\.json:{BEGINNINGS[beginning]}"):
-        lines(put(tmp_path / "a.json", beginning + LINE))
+        list(read_rows(put(tmp_path / "a.json", beginning + LINE), token_maker(), BadRecords(skip=False)))
 
 
 def test_a_file_that_changed_after_it_was_listed(tmp_path):
@@ -309,10 +309,3 @@ def test_a_huge_text_is_refused(tmp_path, monkeypatch):
     for name, content in (("a.txt", b"x" * 101), ("b.txt.gz", gzip.compress(b"x" * 101))):
         with pytest.raises(DataError, match=rf"{name}: is one text of more than"):
             list(records(put(tmp_path / name, content)))
-
-
-def test_kinds_can_be_pickled_into_workers():
-    import pickle
-
-    recipe = Recipe(Kind("chats", ("messages", "tools")), 300, "folder")
-    assert pickle.loads(pickle.dumps(recipe)) == recipe
