@@ -262,7 +262,7 @@ def test_a_killed_preparation_continues(texts, made, tmp_path, monkeypatch, limi
         patch.setattr(SplitWriter, "_write_shard", fail)
         with pytest.raises(Killed):
             prepare(texts, output, *limits)
-    (output / "train" / ".train-00009.json.gz.x.tmp").write_text("left by the kill")
+    (output / "train" / ".train-00009.json.gz.01ab.partial").write_text("left by the kill")
     shutil.copy(output / "tokenizer.json", output / "train" / "train-00099.json.gz")
     with pytest.raises(DataError, match="not finished"):
         list_files(str(output / "train"))

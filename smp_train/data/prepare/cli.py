@@ -44,7 +44,7 @@ TOKENIZER_SAMPLE_PER_ENTRY = 512
 """Bytes of text that a tokenizer is trained on, for each entry of its vocabulary."""
 BYTES_PER_TOKEN = 8
 """Bytes of input for each token of --max_rows that are converted at a time: more than tokens have."""
-OUTPUT_FILES = re.compile(r"(train|test)-\d{5}\.(json|json\.gz|tok|idx)|\.(train|test)-.*\.tmp")
+OUTPUT_FILES = re.compile(r"\.?(train|test)-\d{5}\.(json|json\.gz|tok|idx)(\..*\.partial)?")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -125,12 +125,11 @@ def prepare(args: Namespace, files: FileSet, output: Path) -> dict[str, Any]:
     trusted = bool(args.trust_remote_code)
     recipe = Recipe(files.kind, vocab_size, str(output), eos_token=end, trust_remote_code=trusted)
     _write_rows(args, files, recipe, train, test)
-    for split in (train, test) if args.validation_fraction and test.max_rows else (train,):
-        if not split.rows:
-            raise DataError(
-                f"{', '.join(args.input)}: too few records for one row of {split.folder.name} (--seq_len "
-                f"{args.seq_len}); change --validation_fraction (0: no validation set), or give more"
-            )
+    if not (train.rows and (test.rows or not args.validation_fraction or not test.max_rows)):
+        raise DataError(
+            f"{', '.join(args.input)}: too few records for a row of train and of test (--seq_len {args.seq_len}); change "
+            "--validation_fraction (0: no validation set), or give more"
+        )
     return {
         "format": FORMAT, "seq_len": max(train.longest, test.longest), "vocab_size": vocab_size, "eos_token": end,
         "tokenizer_sha256": hashlib.sha256((output / "tokenizer.json").read_bytes()).hexdigest(),

@@ -52,7 +52,6 @@ class SplitWriter:
         """Name, rows, bytes and checksum of each shard."""
         self._pending: deque[Row] = deque()
         self._pending_tokens = 0
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def available(self) -> int:
