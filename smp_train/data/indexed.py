@@ -30,7 +30,7 @@ class TrainingData(Loader):
 
     Args:
         samples: the data set.
-        order: which sample comes at which position; made for the number of these samples.
+        order: which sample comes at which position.
         named: set `Batch.samples`; that takes a quarter of the time of a batch.
         epochs: number of epochs of the run; None: without end.
         share: arguments of `Loader`.

@@ -34,16 +34,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Map each of ``indices`` by a permutation of [0, size) that is keyed by the seed and the index's epoch.
+    """Map each of ``indices`` (in [0, size), shape [n]) by a permutation of [0, size); return uint64 [n].
 
-    Args:
-        indices: integers in [0, size), shape [n].
-        size: number of elements that are permuted.
-        seed: first part of the key.
-        epochs: second part of the key, numbers or texts, shape [n].
-
-    Returns:
-        uint64 [n].
+    The permutation is keyed by the seed and the index's epoch, a number or a text; ``epochs`` has shape [n].
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -155,7 +155,7 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 Table = Mapping[str, np.ndarray]
 """Samples made of some consecutive rows: ``rows`` (row of each piece, from the first one on), ``begins`` (its first
-token), and ``bounds`` (first piece of each sample, and the end); without ``bounds`` a sample is one piece."""
+token), and ``bounds`` (first piece of each sample, and the end)."""
 
 
 def needs_tables(source: Source, seq_len: int, long: str, short: str) -> bool:
@@ -182,11 +182,11 @@ def make_table(source: Source, rows: range, seq_len: int, long: str, short: str)
     counts = np.maximum(1, (sizes - 2) // seq_len + 1)
     row_of_piece = np.repeat(np.arange(len(rows)), counts)
     begins = (np.arange(row_of_piece.size) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
-    table = {"rows": row_of_piece.astype("<u4"), "begins": begins.astype("<u4")}
+    order, bounds = np.arange(begins.size), np.arange(begins.size + 1)
     if short == "pack":
         order, bounds = pack(np.minimum(seq_len, sizes[row_of_piece] - begins), seq_len)
-        table = {name: values[order] for name, values in table.items()} | {"bounds": bounds.astype("<u4")}
-    return table
+    table = {"rows": row_of_piece[order], "begins": begins[order], "bounds": bounds}
+    return {name: values.astype("<u4") for name, values in table.items()}
 
 
 class _SummedLengths:
@@ -238,8 +238,7 @@ class Samples:
             if tables is None:
                 tables = [make_table(source, rows, seq_len, long, short) for rows in table_ranges(source)]
             self._tables = tables
-            sizes = (table["bounds"].size - 1 if "bounds" in table else table["rows"].size for table in tables)
-            self._table_starts = list(accumulate(sizes, initial=0))
+            self._table_starts = list(accumulate((table["bounds"].size - 1 for table in tables), initial=0))
             self._size = self._table_starts[-1]
 
     def __len__(self) -> int:
@@ -252,46 +251,42 @@ class Samples:
 
     def sample(self, index: int, key: object = "", *, named: bool = True) -> Sample:
         """Return a sample; ``key`` decides the part that --long crop takes. Raises DataError for damaged data."""
-        if not self._tables and self._offsets is None:
+        if not 0 <= index < self._size:
+            raise IndexError(f"sample {index} of {self._size}")
+        pieces: list[Piece] = []
+
+        def add(number: int, begin: int, most: int) -> int:
+            """Add up to ``most`` tokens of a row; return the row's length."""
+            row = self.source.row(number)
+            end = min(begin + most, row.input_ids.size)
+            cut = self.long == "truncate" and end < row.input_ids.size
+            pieces.append(Piece(row, self.source.name(number) if named else "", begin, end, cut))
+            return row.input_ids.size
+
+        if self._offsets is not None:
+            begin = index * self.seq_len
+            end = min(begin + self.seq_len, self._offsets.tokens)
+            number, start = self._offsets.find_token(begin)
+            while start < end:
+                first = max(begin - start, 0)
+                start += add(number, first, end - start - first)
+                number += 1
+        elif self._tables:
+            number = bisect.bisect_right(self._table_starts, index) - 1
+            table, sample = self._tables[number], index - self._table_starts[number]
+            for piece in range(*table["bounds"][sample : sample + 2].tolist()):
+                add(number * TABLE_ROWS + int(table["rows"][piece]), int(table["begins"][piece]), self.seq_len)
+        else:
             row = self.source.row(index)
             if row.input_ids.size <= self.seq_len:
                 return Sample(row, self.source.name(index) if named else "")
             begin, end = window(row, self.source.name(index), self.seq_len, self.long, key)
-            return join([Piece(row, self.source.name(index) if named else "", begin, end, self.long == "truncate")])
-        if not 0 <= index < self._size:
-            raise IndexError(f"sample {index} of {self._size}")
-        pieces = self._joined(index, named) if self._offsets is not None else self._tabled(index, named)
-        return join(list(pieces), packed=self.short == "pack")
+            add(index, begin, end - begin)
+        return join(pieces, packed=self.short == "pack")
 
     def name(self, index: int) -> str:
         """Return the name of a sample; of a crop, the name of its row."""
-        if not self._tables and self._offsets is None and self.long == "crop":
-            return self.source.name(index)
-        return self.sample(index).name
-
-    def _joined(self, index: int, named: bool) -> Iterator[Piece]:
-        """Yield the pieces of a sample of rows joined end to end."""
-        begin = index * self.seq_len
-        end = min(begin + self.seq_len, self._offsets.tokens)
-        number, start = self._offsets.find_token(begin)
-        while start < end:
-            row = self.source.row(number)
-            size = row.input_ids.size
-            name = self.source.name(number) if named else ""
-            yield Piece(row, name, max(begin - start, 0), min(end - start, size))
-            number, start = number + 1, start + size
-
-    def _tabled(self, index: int, named: bool) -> Iterator[Piece]:
-        """Yield the pieces of a sample that is in a table."""
-        number = bisect.bisect_right(self._table_starts, index) - 1
-        table, sample = self._tables[number], index - self._table_starts[number]
-        first, last = table["bounds"][sample : sample + 2].tolist() if "bounds" in table else (sample, sample + 1)
-        for position in range(first, last):
-            index_of_row = number * TABLE_ROWS + int(table["rows"][position])
-            row, begin = self.source.row(index_of_row), int(table["begins"][position])
-            end = min(begin + self.seq_len, row.input_ids.size)
-            name = self.source.name(index_of_row) if named else ""
-            yield Piece(row, name, begin, end, self.long == "truncate" and end < row.input_ids.size)
+        return self.source.name(index) if self.long == "crop" else self.sample(index).name
 
 
 def check_layout(long: str, short: str) -> None:

@@ -51,11 +51,9 @@ class Header:
     """Summary of one shard in the index of a token file."""
 
     source: str
-    """Name of the shard's file: `DataFile.name`."""
+    """Name of the shard's file, as `DataFile.name`; its size and version follow."""
     size: int
-    """Bytes of that file."""
     version: str
-    """Version of that file: `DataFile.version`."""
     rows: int
     tokens: int
     counted: int
@@ -164,10 +162,7 @@ def _is_consistent(header: Header, shapes: Sequence[tuple[str, int]]) -> bool:
 class TokenRows(Source):
     """The rows of shards in token files, numbered through the shards in the order of their names.
 
-    Args:
-        files: the shards' files, for messages.
-        stored: token file of each shard, and the shard's number in it.
-        remedy: what to do about a damaged token file.
+    ``stored`` are the token file of each shard and the shard's number in it, ``remedy`` what to do about damaged files.
     """
 
     def __init__(

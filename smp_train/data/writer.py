@@ -77,10 +77,10 @@ class Writer:
         self, name: str, size: int, version: str, rows: Iterable[tuple[int, Row]], bad: BadRecords | None = None, *,
         shown: str = "", may_be_empty: bool = False,
     ) -> Header:  # fmt: skip
-        """Add a shard of (number of the record, row), and return its header.
+        """Add a shard of (number of the record, row), and return its header; ``shown`` is its name in messages.
 
-        ``bad`` counts the bad records among them, once all rows are read; ``shown`` is the shard's name in messages.
-        Raises DataError where there is no row, unless the shard ``may_be_empty``.
+        ``bad`` counts its bad records once all rows are read. Raises DataError where there is no row, unless the shard
+        ``may_be_empty``.
         """
         columns = _Columns(dtype_for(self._vocab_size))
         digest = hashlib.blake2b(digest_size=16)
