@@ -47,8 +47,7 @@ class BadRecords:
 
     def judge(self, max_bad: float | None, records: int) -> None:
         """Raise DataError where more than ``max_bad`` of the ``records`` read so far, good and bad, are bad."""
-        if self.count > (max_bad or 0.0) * max(records, FEWEST_JUDGED):
-            raise _too_many(self.count, records, max_bad or 0.0, self.first)
+        _refuse_too_many(self.count, records, max(records, FEWEST_JUDGED), max_bad or 0.0, self.first)
 
 
 def judge_bad_records(
@@ -59,20 +58,18 @@ def judge_bad_records(
     ``bad`` has (file, count, number of the first, its problem) of each file; ``rows`` remain. If ``max_bad`` is None,
     every bad record is an error, with ``remedy`` added to its message.
     """
-    counted = [(file.at(number), count, problem) for file, count, number, problem in bad if count]
-    if not counted:
-        return
-    skipped = sum(count for _, count, _ in counted)
-    first = f"{counted[0][0]}: {counted[0][2]}"
-    if max_bad is None:
-        raise DataError(f"{first}{remedy}")
-    if skipped > max_bad * (rows + skipped):
-        raise _too_many(skipped, rows + skipped, max_bad, first)
-    logger.warning("left out %d of %d records as malformed (--bad_rows skip); the first is %s",
-                   skipped, rows + skipped, first)  # fmt: skip
+    counted = [(f"{file.at(number)}: {problem}", count) for file, count, number, problem in bad if count]
+    if counted and max_bad is None:
+        raise DataError(f"{counted[0][0]}{remedy}")
+    if counted and max_bad is not None:
+        skipped = sum(count for _, count in counted)
+        _refuse_too_many(skipped, rows + skipped, rows + skipped, max_bad, counted[0][0])
+        logger.warning("left out %d of %d records as malformed (--bad_rows skip); the first is %s",
+                       skipped, rows + skipped, counted[0][0])  # fmt: skip
 
 
-def _too_many(count: int, records: int, max_bad: float, first: str) -> DataError:
-    return DataError(
-        f"{count} of {records} records are malformed, more than --max_bad {max_bad:.4%} allows; the first is {first}"
-    )
+def _refuse_too_many(count: int, records: int, judged: int, max_bad: float, first: str) -> None:
+    if count > max_bad * judged:
+        raise DataError(
+            f"{count} of {records} records are malformed, more than --max_bad {max_bad:.4%}; the first is {first}"
+        )

@@ -18,7 +18,7 @@ from smp_train.data.readers import Record, records
 from smp_train.data.source import Problem, Row
 from smp_train.data.text import Completions, Texts
 from smp_train.data.token_rows import TokenRows
-from smp_train.data.tokenizer import load_for_chats, load_with_end, refuse_larger
+from smp_train.data.tokenizer import load_for_chats, load_with_end
 from smp_train.errors import ConfigError, DataError
 
 __all__ = ["ANY_VOCABULARY", "Problem", "Recipe", "RowMaker", "read_rows"]
@@ -63,16 +63,23 @@ class Recipe:
             return RowMaker(kind, TokenRows(self.vocab_size), self._digest(str(self.vocab_size)))
         if name is None:
             raise ConfigError(f"the data holds {kind.plural}, and no tokenizer is known; give --tokenizer")
+        make: Chats | Texts | Completions
         if kind.name == "chats":
             with_template = load_for_chats(name, self.trust_remote_code)
-            refuse_larger(with_template.backend_tokenizer, name, self.vocab_size)
-            chats = Chats(with_template, kind, name, self.chat_template)
-            return RowMaker(kind, chats, self._digest(with_template.backend_tokenizer.to_str(), chats.template))
-        is_text = kind.name == "text"
-        tokenizer, end = load_with_end(name, self.eos_token, special_as_text=is_text)
-        refuse_larger(tokenizer, name, self.vocab_size)
-        make = Texts(tokenizer, end, kind.fields[0]) if is_text else Completions(tokenizer, end, kind)
-        return RowMaker(kind, make, self._digest(tokenizer.to_str(), str(end)))
+            tokenizer = with_template.backend_tokenizer
+            make = Chats(with_template, kind, name, self.chat_template)
+            content = make.template
+        else:
+            tokenizer, end = load_with_end(name, self.eos_token, special_as_text=kind.name == "text")
+            make = Texts(tokenizer, end, kind.fields[0]) if kind.name == "text" else Completions(tokenizer, end, kind)
+            content = str(end)
+        highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
+        if highest >= self.vocab_size:
+            raise ConfigError(
+                f"--tokenizer {name}: has ids up to {highest}, the model a vocabulary of {self.vocab_size}; "
+                "use the tokenizer of the model, or set --vocab_size"
+            )
+        return RowMaker(kind, make, self._digest(tokenizer.to_str(), content))
 
     def _digest(self, *content: str) -> str:
         text = repr((ROWS_VERSION, self.kind, *content))

@@ -15,7 +15,7 @@ from smp_train.errors import first_few
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# The prompts with which Stanford Alpaca was trained.
+# Stanford Alpaca's prompts.
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"

@@ -31,8 +31,7 @@ class TokenRows:
     """Makes rows of token records, whose ids must be below ``vocab_size``."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self._simd = Parser and Parser()
+        self.vocab_size, self._simd = vocab_size, Parser and Parser()
         self._last_mask: tuple[bytes, np.ndarray] = (b"", np.empty(0, dtype=np.int64))
         """Text and values of the latest mask at the end of a line: most files repeat one mask, all ones."""
 

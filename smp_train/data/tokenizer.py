@@ -74,16 +74,6 @@ def backend(tokenizer: Any, name: str) -> Tokenizer:
     return fast
 
 
-def refuse_larger(tokenizer: Tokenizer, name: str, vocab_size: int) -> None:
-    """Raise ConfigError for a tokenizer with ids outside the model's vocabulary."""
-    highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
-    if highest >= vocab_size:
-        raise ConfigError(
-            f"--tokenizer {name}: has ids up to {highest}, the model a vocabulary of {vocab_size}; "
-            "use the tokenizer of the model, or set --vocab_size"
-        )
-
-
 def spread_tokenizing(processes: int) -> None:
     """Give each of ``processes`` on this machine its share of the cores; call it before the first text is tokenized."""
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores() // processes)))
@@ -102,9 +92,8 @@ def end_token(tokenizer: Tokenizer, name: str | None, location: str | None = Non
         number = tokenizer.token_to_id(token) if isinstance(token, str) else None
         if number is not None:
             return str(token), number
-    if name is not None:
-        raise ConfigError(f"--eos_token {name}: the tokenizer has no such token")
-    raise ConfigError(f"the tokenizer has none of {' '.join(KNOWN_ENDS)}; name its end token with --eos_token")
+    given = f"--eos_token {name}" if name is not None else " ".join(KNOWN_ENDS)
+    raise ConfigError(f"{given}: the tokenizer has no such token; name its end token with --eos_token")
 
 
 def train(
