@@ -107,7 +107,7 @@ def open_samples(
 ) -> Samples:  # fmt: skip
     """Return the samples of rows; tables of samples are made by all ranks together, and kept in the cache; collective.
 
-    Rows without a cache, as a program's own, have their tables in the memory of each rank.
+    A program's rows have no cache: their tables are in the memory of each rank.
     """
     cache = getattr(source, "cache", None)
     if cache is None or not needs_tables(source, seq_len, long, short):
@@ -224,22 +224,15 @@ def write_group(
                 rows = read_rows(file, maker, bad, copy=copy, tick=tick)
                 may_be_empty = file.kind == "text"
                 writer.add(file.name, file.size, file.version, rows, bad, shown=file.shown, may_be_empty=may_be_empty)
-                if not file.remote:
-                    _refuse_changed(file)
+                if not file.remote and not os.path.exists(file.path):
+                    raise DataError(f"{file.path}: vanished while it was being read; put it back and start again")
+                if not file.remote and os.stat(file.path).st_mtime_ns != int(file.version):
+                    raise DataError(f"{file.path}: changed while it was being read; start again when it is complete")
     except OSError as error:
         raise unwritable(os.path.dirname(base), error) from None
     for _, copy in group:
         if copy is not None:
             os.unlink(copy)
-
-
-def _refuse_changed(file: DataFile) -> None:
-    try:
-        status = os.stat(file.path)
-    except OSError as error:
-        raise DataError(f"{file.path}: vanished while it was being read ({error.strerror}); put it back") from None
-    if (status.st_size, str(status.st_mtime_ns)) != (file.size, file.version):
-        raise DataError(f"{file.path}: changed while it was being read; start again when it is complete")
 
 
 def _convert_in_processes(
@@ -283,7 +276,7 @@ def _convert_in_processes(
 
 
 _worker: list[tuple[RowMaker, int, bool, Event]] = []
-"""What a worker process converts with: row maker, vocabulary size, --bad_rows skip, and the order to stop."""
+"""Arguments of a worker process: row maker, vocabulary size, --bad_rows skip, and the order to stop."""
 
 
 def _start_worker(recipe: Recipe, skip_bad: bool, threads: int, stopped: Event) -> None:
