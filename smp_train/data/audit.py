@@ -48,7 +48,7 @@ def audit(folder: Path, rows: int | None = None) -> int:
     except (OSError, ValueError):
         facts = {}
     problems = _missing_records(records)
-    steps = {step: [name for one in _peers(ranks).values() for name in one.samples] for step, ranks in records.items()}
+    steps = {step: [name for data in _peers(ranks).values() for name in data.samples] for step, ranks in records.items()}
     if (facts.get("config") or {}).get("long") == "crop":  # all windows in a row count as the same sample
         steps = {step: [WINDOW.sub("", name) for name in names] for step, names in steps.items()}
     if facts.get("streams"):
@@ -124,17 +124,17 @@ def _missing_records(records: dict[int, dict[int, StepRecord]]) -> list[str]:
             elif len(records) > 1:  # a kill came between the writes of two ranks
                 del records[last]
                 break
-        different = [f"rank {rank}" for rank, one in ranks.items() if one.samples != peers[one.dp_rank].samples]
+        different = [f"rank {rank}" for rank, data in ranks.items() if data.samples != peers[data.dp_rank].samples]
         if different:
-            others = "read other samples than the ranks they share a model with"
-            problems.append(f"step {step}: {', '.join(different)} {others}")
+            ranks_differ = f"{', '.join(different)} read other samples than the ranks they share a model with"
+            problems.append(f"step {step}: {ranks_differ}")
     return problems
 
 
 def _audit_indexed(
     steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str], rows: int | None
 ) -> str:  # fmt: skip
-    """Append the problems of an indexed run; return the verdict where it has none."""
+    """Append the problems of an indexed run, and return the verdict on a run without problems."""
     config: dict[str, Any] = facts.get("config") or {}
     sizes: dict[str, int] = facts.get("samples") or {}
     locations, weights = read_weights([*(config.get("training_dir") or ()), *(config.get("dataset") or ())])
@@ -203,7 +203,7 @@ def _repeats(source: str, used: list[tuple[int, str]], rows: int | None) -> list
 
 
 def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str]) -> str:
-    """Append the problems of a streamed run; return the verdict where it has none.
+    """Append the problems of a streamed run, and return the verdict on a run without problems.
 
     A record must continue at the token at which the sample before ended; it may begin again after its end, which is
     known when another record follows it in a sample.
@@ -230,8 +230,8 @@ def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems:
                 span = (fitting or remaining)[0]
                 remaining.remove(span)
                 if not fitting and (record in next_tokens or min(steps) == 1):
-                    place = f"goes on at token {span[0]}, but was left at {token:.0f}"
-                    problems.append(f"step {step}: {record} {place}")
+                    gap = f"goes on at token {span[0]}, but was left at {token:.0f}"
+                    problems.append(f"step {step}: {record} {gap}")
                 next_tokens[record] = span[1]
     epochs = (facts.get("config") or {}).get("epochs")
     if not epochs:

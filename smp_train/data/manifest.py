@@ -68,7 +68,7 @@ def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:
             files = manifest["splits"][name]["shards"]
             return {file["name"]: (int(file["bytes"]), file.get("sha256")) for file in files}
         except (KeyError, TypeError, AttributeError, ValueError):
-            pass  # the manifest of another split or program
+            pass  # a manifest for a different split, or by a different program
         if manifest.get("complete") is False and name in ("train", "test"):
             raise DataError(
                 f"{root}/{MANIFEST}: this preparation is not finished; run smp-train prepare again, and it continues"

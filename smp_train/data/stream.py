@@ -144,12 +144,12 @@ class Stream:
         number: its number; part of the key of its permutations.
         parts: its share of the data.
         reading: how records become samples.
-        cursor: where to begin.
         samples: number of samples before the cursor.
+        cursor: where to begin.
     """
 
     def __init__(
-        self, number: int, parts: Sequence[FilePart], reading: Reading, cursor: Cursor = BEGIN, samples: int = 0
+        self, number: int, parts: Sequence[FilePart], reading: Reading, samples: int = 0, cursor: Cursor = BEGIN
     ) -> None:
         self.number, self.parts, self.reading = number, list(parts), reading
         self.cursor, self.samples = cursor, samples
@@ -264,7 +264,7 @@ class Stream:
 
 
 def _take(remaining: Iterator[tuple], most: int, most_bytes: int) -> list[tuple]:
-    """Return the next entries, the last field of which is a record, up to a number or a size."""
+    """Return the next entries, which end with a record, up to a number of entries or a size."""
     entries: list[tuple] = []
     size = 0
     while len(entries) < most and size < most_bytes and (entry := next(remaining, None)):

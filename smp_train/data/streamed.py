@@ -38,14 +38,15 @@ OPENED_TOGETHER = 8
 CHECKED_STREAMS = 4
 """Streams per rank whose first block is checked before the model is built."""
 COSTLY_READERS = 1.5
-"""Ranks that read each record, on average, above which a warning reports the cost."""
+"""A warning reports when more ranks than this read each record, on average."""
 
 
 class _Step(NamedTuple):
+    """The batches of a step, and the state after it: positions, (samples, cursor) by stream, nothing left to read."""
+
     batches: list[Batch]
     consumed: int
     cursors: dict[int, tuple[int, Cursor]]
-    """(number of samples, cursor) after this step, of each stream that this rank reads."""
     exhausted: bool
 
 
@@ -75,15 +76,13 @@ class StreamedData(Loader):
         # Saved when another rank has no data for the step handed over last.
         self._before = consumed, self._cursors
         self._deal = min((self._by_turn, self._by_stream), key=lambda deal: self._readers(deal).size)
-        """Of two ways to deal positions to ranks, the one with which the ranks read fewer streams."""
+        """Maps positions to ranks, in the way in which ranks read fewer streams."""
         stream, rank = np.divmod(self._readers(self._deal), self.dp_size)
         self.readers = stream.size / self.streams
         """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
         parts = assign_parts(self.reading.sources, self.streams)
-        self._open = {
-            v: Stream(v, parts[v], self.reading, cursor=self._cursors[v][1], samples=self._cursors[v][0])
-            for v in stream[rank == self.dp_rank].tolist()
-        }
+        numbers = stream[rank == self.dp_rank].tolist()
+        self._open = {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in numbers}
         self._opening: dict[int, Future[None]] = {}
         self._checked: set[int] = set()
         epochs = self.reading.epochs
@@ -136,18 +135,17 @@ class StreamedData(Loader):
                 batches = []
                 for positions in self.positions(consumed).tolist():
                     samples = [self._move(p % self.streams, p // self.streams).take() for p in positions]
-                    found = [sample for sample in samples if sample is not None]
-                    batches.append(collate(found, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory))
+                    present = [sample for sample in samples if sample is not None]
+                    batches.append(collate(present, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory))
                 consumed += self.global_batch
-                exhausted = self.reading.epochs is not None and all(
-                    self._move(v, self._samples(v, consumed)).ended for v in streams
-                )
-                yield _Step(batches, consumed, {v: (streams[v].samples, streams[v].cursor) for v in streams}, exhausted)
+                ended = (self._move(v, self._samples(v, consumed)).ended for v in streams)
+                exhausted = self.reading.epochs is not None and all(ended)
+                yield _Step(batches, consumed, {v: (s.samples, s.cursor) for v, s in streams.items()}, exhausted)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _move(self, v: int, sample: int) -> Stream:
-        """Move one of this rank's streams to a sample, and return the stream."""
+        """Return a stream of this rank, moved to a sample."""
         if v in self._opening:
             self._opening.pop(v).result()
         self._open[v].skip_to(sample)
@@ -224,14 +222,8 @@ def open_streams(
 ) -> StreamedData:  # fmt: skip
     """Return the streams of a run, after a check of their first records. Collective.
 
-    Args:
-        args: the flags of the run.
-        sources: the files of each source, and how their records become rows.
-        short: --short, or its default for these sources.
-        long: --long, or its default.
-        seq_len: tokens of a sample.
-        local_ranks: ranks on this node, which share its cores.
-        share: as in `Loader`.
+    ``sources`` are files, and how their records become rows; ``short`` and ``long`` are the flags, or their defaults;
+    ``local_ranks`` share the cores of this node; ``share`` is as in `Loader`.
     """
     spread_tokenizing(local_ranks)
     with distributed.together("opening the streams"):

@@ -78,7 +78,7 @@ class Survey(BadRecords):
 
 
 def _marked_text(row: Row, tokenizer: str) -> str:
-    """Return the text of a row; where not all tokens carry loss, those that do are in double brackets."""
+    """Return the text of a row, with double brackets around tokens that carry loss if others do not."""
     decode = load(tokenizer).decode
     counted = np.zeros(row.input_ids.size, bool) if row.labels is None else row.labels != IGNORED
     edges = np.flatnonzero(np.diff(counted)) + 1

@@ -14,11 +14,10 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
-import resource
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +39,6 @@ except ImportError:
 VERSION = 6
 LABELS = np.dtype("<i4")
 """Type of stored labels: any id, and -100."""
-RESERVED = 512
-"""File descriptors left to sockets, libraries and checkpoints."""
-MOST_OPEN = 1 << 14
-"""Token files open at a time: each takes two descriptors, and one of the kernel's 65,530 mappings."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +91,8 @@ def row_checksum(data: np.ndarray | bytes, tokens: int) -> int:
     return int(crc32(tokens.to_bytes(8, "little"), crc32(data)))
 
 
-class TokenFile:
-    """A pair of token files at ``base``, the path without suffix."""
-
-    def __init__(self, base: str, index: ArraysFile, headers: list[Header]) -> None:
-        self.base, self.index, self.headers = base, index, headers
-        self.path = base + ".tok"
-        self.begins = list(accumulate((header.tokens * header.token_bytes for header in headers), initial=0))
-        """Offset of each shard in the ``.tok``, and the file's size."""
-
-
 class OpenFile:
-    """An open pair of token files; closed with its last reference, so a thread may drop it while another one reads."""
+    """The descriptor of a ``.tok``, and the mapped arrays of each shard in its ``.idx``."""
 
     def __init__(self, file: TokenFile) -> None:
         arrays = file.index.map()
@@ -116,14 +101,18 @@ class OpenFile:
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
 
-@cache
-def open_files() -> Callable[[TokenFile], OpenFile]:
-    """Return a function that opens token files, and keeps as many open as the limit of descriptors allows."""
-    soft, hard = (1 << 20 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
-    limit = max(soft, min(hard, 2 * MOST_OPEN + RESERVED))
-    if soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    return lru_cache(max(1, min(MOST_OPEN, (limit - RESERVED) // 2)))(OpenFile)
+class TokenFile:
+    """A pair of token files at ``base``, the path without suffix."""
+
+    def __init__(self, base: str, index: ArraysFile, headers: list[Header]) -> None:
+        self.base, self.path, self.index, self.headers = base, base + ".tok", index, headers
+        self.begins = list(accumulate((header.tokens * header.token_bytes for header in headers), initial=0))
+        """Offset of each shard in the ``.tok``, and the file's size."""
+
+    @cached_property
+    def opened(self) -> OpenFile:
+        """The open files, which are read to their end though they may be removed. Raises OSError."""
+        return OpenFile(self)
 
 
 def read_index(base: str) -> TokenFile | None:
@@ -185,7 +174,6 @@ class TokenRows(Source):
         # A token and its label take an element; where there are labels, the type is of their common size alone.
         self._dtypes = [np.dtype((np.void, h.token_bytes) if h.labelled else h.dtype) for h in headers]
         self._begins = [file.begins[number] for file, number in stored]
-        self._opener = open_files()
         self.shards = [range(first, end) for first, end in pairwise(self._starts)]
         digest = hashlib.blake2b(digest_size=16)
         for header in headers:
@@ -200,8 +188,7 @@ class TokenRows(Source):
         """Return the open token file of a shard, and the shard's arrays."""
         file, number = self._stored[shard]
         try:
-            opened = self._opener(file)
-            return opened, opened.shards[number]
+            return file.opened, file.opened.shards[number]
         except OSError as error:
             problem = "was removed" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise DataError(f"{file.base}: {problem}; start again; is the --data_cache_dir still there?") from None

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 import zlib
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -414,33 +413,6 @@ def test_faults_under_the_reader(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="was removed"):
         token_file.TokenRows(source.files, [(token_file.TokenFile(str(tok)[:-4], file.index, file.headers), 0)
                                             for file, _ in source._stored]).row(1)  # fmt: skip
-
-
-def open_below(folder):
-    """Return the number of files below a folder that this process has open."""
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:  # another thread has closed it
-            continue
-    return sum(path.startswith(f"{folder}/") for path in links)
-
-
-def test_more_token_files_than_may_be_open(tmp_path, monkeypatch):
-    limits = [12, 12]
-    monkeypatch.setattr(token_file, "RESERVED", 6)
-    monkeypatch.setattr(token_file, "open_files", cache(token_file.open_files.__wrapped__))
-    monkeypatch.setattr(token_file.resource, "getrlimit", lambda kind: tuple(limits))
-    rows = []
-    for number in range(12):
-        with writer.writing(str(tmp_path / f"{number:02}"), 97) as file:
-            file.add(f"{number:02}", 0, "", [(1, Row(np.arange(4) + number)), (2, Row(np.arange(4) * 2))])
-        rows += [((np.arange(4) + number).tolist(), []), ((np.arange(4) * 2).tolist(), [])]
-    source, other = (opened(tmp_path) for _ in range(2))
-    for one in (source, other, source):
-        check_rows(one, rows)
-        assert open_below(tmp_path) == 2 * 3, "three pairs of all data sets together"
 
 
 FORGED = {

@@ -56,8 +56,9 @@ def main(argv: Sequence[str]) -> int:
     output, request = Path(args.output), _request(args, files)
     earlier = _read_manifest(output)
     if earlier.get("complete"):
-        shards = [(output / name / one["name"], one) for name in SPLITS for one in earlier["splits"][name]["shards"]]
-        whole = all(path.is_file() and path.stat().st_size == shard["bytes"] for path, shard in shards)
+        shards = [(split, shard) for split in SPLITS for shard in earlier["splits"][split]["shards"]]
+        sizes = {path: shard["bytes"] for split, shard in shards if (path := output / split / shard["name"])}
+        whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
         if whole and earlier.get("request") == request:
             print(f"{output}: already prepared from the same input")
             return 0
@@ -85,12 +86,12 @@ def _list_input(args: Namespace) -> FileSet:
     """Return the files of all inputs, ordered by a hash of their names so that the first are a fair sample."""
     selection = Selection(args.text_column, args.dataset_config_name, args.pattern, args.exclude, flag="--input")
     inputs = [list_files(location, selection, split=args.split) for location in args.input]
-    if len({each.kind for each in inputs}) > 1:
-        kinds = ", ".join(f"{each.location} holds {each.kind.plural}" for each in inputs)
+    if len({fileset.kind for fileset in inputs}) > 1:
+        kinds = ", ".join(f"{fileset.location} holds {fileset.kind.plural}" for fileset in inputs)
         raise ConfigError(f"--input: {kinds}; prepare one kind at a time")
     if inputs[0].kind.name == "tokens":
         raise DataError(f"{inputs[0].location}: holds rows of tokens, which need no preparation; train on them")
-    files = [file for each in inputs for file in each.files]
+    files = [file for fileset in inputs for file in fileset.files]
     if len(inputs) > 1:  # names are unique in one input
         files = [replace(file, name=file.shown) for file in files]
 
@@ -127,7 +128,7 @@ def prepare(args: Namespace, files: FileSet, output: Path) -> dict[str, Any]:
     _write_rows(args, files, recipe, train, test)
     if not (train.rows and (test.rows or not args.validation_fraction or not test.max_rows)):
         raise DataError(
-            f"{', '.join(args.input)}: too few records for a row of train and of test (--seq_len {args.seq_len}); change "
+            f"{', '.join(args.input)}: too few records for a row of each split (--seq_len {args.seq_len}); change "
             "--validation_fraction (0: no validation set), or give more"
         )
     return {
@@ -202,7 +203,7 @@ def _write_tokenizer(args: Namespace, files: FileSet, output: Path) -> tuple[str
 
 
 def _training_sample(args: Namespace, files: FileSet) -> Iterator[str]:
-    """Yield enough texts for a vocabulary of the size asked for, spread over all files; none is held out."""
+    """Yield enough texts for a vocabulary of the size asked for, spread over all files, without held-out records."""
     missing = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
     every = max(1, files.size // missing)
     all_records = ((file, line, record) for file in files.files for _, line, record in records(file, files.kind.fields))

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
     """Return the verb's flags. Raises ConfigError for every mistake that shows without the data."""
-    args = parser().parse_args([_with_underscores(word) for word in argv])
+    args = parser().parse_args([_with_underscores(argument) for argument in argv])
     if not 0 <= args.validation_fraction < 1:
         raise ConfigError(f"--validation_fraction {args.validation_fraction}: must be in [0, 1)")
     for flag in ("special_tokens", "min_frequency"):
@@ -58,6 +58,6 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _with_underscores(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
+def _with_underscores(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if argument.startswith("--") else argument
