@@ -349,6 +349,11 @@ def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) 
     if args.epochs is None:
         return args.max_steps
     if training.end is None:  # streams, whose length is unknown before their end
+        if args.lr_decay_iters is None and not resolved.given("max_steps"):
+            raise ConfigError(
+                f"--epochs {args.epochs}: the length of streamed data is unknown before its end; give --max_steps, or "
+                "the length of the schedule by --lr_decay_iters"
+            )
         return args.max_steps if resolved.given("max_steps") else NO_LIMIT
     done = consumed = 0
     if found is not None:

@@ -18,6 +18,8 @@ FILE_SUFFIXES = (
     ".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".tar", ".gz", ".zst", ".bz2", ".xz",
 )  # fmt: skip
 """Suffixes of file names: a missing file with one of these is not looked for on the hub."""
+HELD_OUT = ("validation", "valid", "val", "dev", "test")
+"""Splits to validate on, the first that exists."""
 
 
 def is_hub_name(location: str) -> bool:
@@ -25,6 +27,12 @@ def is_hub_name(location: str) -> bool:
     if location.startswith("s3://") or os.path.exists(location) or not HUB_NAME.fullmatch(location):
         return False
     return not location.lower().endswith(FILE_SUFFIXES)
+
+
+def may_be_held_out(location: str) -> bool:
+    """Return whether a location may have a split to validate on: in a file system, a folder of that name."""
+    elsewhere = location.startswith("s3://") or is_hub_name(location)
+    return elsewhere or any(os.path.isdir(os.path.join(location, split)) for split in HELD_OUT)
 
 
 def read_weights(sources: Sequence[str]) -> tuple[list[str], list[float] | None]:

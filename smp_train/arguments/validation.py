@@ -11,7 +11,7 @@ from smp_train.arguments.groups import Arguments, flags
 from smp_train.arguments.own import Own
 from smp_train.arguments.parse import Resolved
 from smp_train.arguments.run_name import CHECKPOINT_NAME, CHECKPOINTS, is_run_name
-from smp_train.arguments.sources import is_streamed, training_sources
+from smp_train.arguments.sources import is_streamed, may_be_held_out, training_sources
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed import smp_installed
 from smp_train.distributed.degrees import divisors, plan
@@ -244,13 +244,9 @@ def _data(args: Arguments, own: Own) -> Iterator[str]:
     if is_streamed(args, locations):
         yield from _streamed(args, own, weights)
     if not (locations or own.training_data is not None or args.evaluate_only):
-        yield (
-            "no training data: give --training_dir (or the SageMaker channel train), or --use_synthetic_data 1"
-        )
-    # A data set may have a split to validate on, which is known when it is listed.
-    if (args.validation_freq or args.evaluate_only) and not (
-        args.test_dir or own.validation_data is not None or locations
-    ):
+        yield "no training data: give --training_dir (or the SageMaker channel train), or --use_synthetic_data 1"
+    held_out = args.test_dir or own.validation_data is not None or any(map(may_be_held_out, locations))
+    if (args.validation_freq or args.evaluate_only) and not held_out:
         cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
         yield f"{cause} needs --test_dir (or the SageMaker channel test) to validate on"
 
@@ -271,11 +267,6 @@ def _streamed(args: Arguments, own: Own, weights: list[float] | None) -> Iterato
         yield "--streaming 1: training_data has random access; leave it out"
     if weights is not None:
         yield "--streaming 1 reads all sources alike; leave out the weights, or give --streaming 0"
-    if args.epochs is not None and args.lr_decay_iters is None:
-        yield (
-            f"--epochs {args.epochs}: the length of streamed data is unknown before its end; give the schedule's "
-            "--lr_decay_iters too, or --max_steps alone"
-        )
     if args.steps_per_epoch is not None:
         yield "--steps_per_epoch does not go with streamed data; give --max_steps"
 

@@ -144,7 +144,7 @@ def open_data(
     with distributed.together("reading the flags of the data"):
         locations, weights = training_sources(args) if read else ([], None)
         streamed = bool(locations) and is_streamed(args, locations)
-    filesets = opener.list(locations, "--training_dir") if locations else []
+    filesets = opener.list(locations, "--training_dir" if args.training_dir else "--dataset") if locations else []
     training: Loader | None = opener.streams(filesets, **share) if streamed else None
     samples: Samples | Joined | None = None
     if own.training_data is not None:
