@@ -48,7 +48,7 @@ def audit(folder: Path, rows: int | None = None) -> int:
     except (OSError, ValueError):
         facts = {}
     problems = _missing_records(records)
-    steps = {step: [name for data in _peers(ranks).values() for name in data.samples] for step, ranks in records.items()}
+    steps = {step: [name for r in _peers(ranks).values() for name in r.samples] for step, ranks in records.items()}
     if (facts.get("config") or {}).get("long") == "crop":  # all windows in a row count as the same sample
         steps = {step: [WINDOW.sub("", name) for name in names] for step, names in steps.items()}
     if facts.get("streams"):

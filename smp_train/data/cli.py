@@ -25,18 +25,15 @@ def parser() -> argparse.ArgumentParser:
         ("inspect", "counts, lengths, range of token ids, a sample; exit code 3 when there is a problem"),
         ("verify", "every problem, with file and line; exit code 3 when there is one"),
     ):
-        look = verbs.add_parser(name, help=about, description=about)
-        look.add_argument("path", help="folder, file, s3:// or name on the hub, with records of any kind")
-        look.add_argument("--vocab_size", type=at_least(1), default=ANY_VOCABULARY, help="token ids must be below it")
-        look.add_argument(
-            "--max_context_width", type=at_least(2), help="rows without a counted token within it are problems"
-        )
-        look.add_argument("--tokenizer", help="tokenizer.json, a folder, or a name on the hub; for text and chats")
-        look.add_argument("--text_column", metavar="FIELD", help="field of the text or the chats, as in training")
-        look.add_argument("--chat_template", metavar="FILE", help="replaces the tokenizer's chat template")
-        look.add_argument("--dataset_config_name", help="configuration of a data set on the hub")
-        look.add_argument("--split", default="train", help="split to read where there are several (default: train)")
-        look.add_argument("--cache_dir", help="folder for copies of prepared tokens in S3")
+        add = verbs.add_parser(name, help=about, description=about).add_argument
+        add("path", help="folder, file, s3:// or name on the hub, with records of any kind")
+        add("--vocab_size", type=at_least(1), default=ANY_VOCABULARY, help="token ids must be below it")
+        add("--max_context_width", type=at_least(2), help="rows without a counted token within it are problems")
+        add("--tokenizer", help="tokenizer.json, a folder, or a name on the hub; for text and chats")
+        add("--text_column", metavar="FIELD", help="field of the text or the chats, as in training")
+        add("--chat_template", metavar="FILE", help="replaces the tokenizer's chat template")
+        add("--dataset_config_name", help="configuration of a data set on the hub")
+        add("--split", default="train", help="split to read where there are several (default: train)")
     run_audit = verbs.add_parser("audit", help="check the data_audit files of a run for repeats and gaps")
     run_audit.add_argument("run", help="run folder of a run with --data_audit 1")
     run_audit.add_argument("--rows", type=at_least(1), help="samples in the data set; default: the number in run.json")
@@ -51,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     selection = Selection(column=args.text_column, config=args.dataset_config_name, flag="PATH", check_manifest=False)
     files = list_files(args.path, selection, split=args.split)
     recipe = Recipe(files.kind, args.vocab_size, args.tokenizer, args.chat_template)
-    report = survey(files, recipe, cache_dir=args.cache_dir, seq_len=args.max_context_width)
+    report = survey(files, recipe, seq_len=args.max_context_width)
     if args.verb == "verify":
         sizes = {file.name: file.size for file in files.files}
         differences = manifest.differences(files.location, sizes, checksums=True)

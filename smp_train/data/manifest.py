@@ -61,9 +61,7 @@ def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:
     folder = location.rstrip("/") if is_s3(location) else os.path.realpath(location)
     parent, _, name = folder.rpartition("/")
     for root in (folder, parent):
-        if root in ("s3:/", "s3:"):
-            continue
-        manifest = _read(f"{root}/{MANIFEST}")
+        manifest = {} if root in ("s3:/", "s3:") else _read(f"{root}/{MANIFEST}")
         try:
             files = manifest["splits"][name]["shards"]
             return {file["name"]: (int(file["bytes"]), file.get("sha256")) for file in files}

@@ -28,10 +28,8 @@ BLOCK_RECORDS, BLOCK_BYTES = 256, 1 << 22
 """Most records that are permuted among themselves, and the size at which a block of long records ends."""
 FEWEST_STREAMS, MOST_STREAMS = 32, 256
 """Streams of a large data set in few files, and in many."""
-STREAM_BYTES = 1 << 20
-"""Least text per stream."""
-COMPRESSION = 4
-"""Assumed ratio of text to bytes in gzip and parquet files."""
+STREAM_BYTES, COMPRESSION = 1 << 20, 4
+"""Least text per stream, and the assumed ratio of text to bytes in gzip and parquet files."""
 FEWEST_JUDGED = 10_000
 """Before a stream's first epoch ends, the share of bad records is taken of at least this many."""
 
@@ -100,10 +98,6 @@ class Reading:
                 self.bad.add(part.file, number, row)
             yield row if isinstance(row, Row) else None
 
-    def judge(self, least: int = 0) -> None:
-        """Raise DataError where more than --max_bad of the records read, at least of ``least``, are bad."""
-        self.bad.judge(self.max_bad, max(self.bad.read, least))
-
 
 def stream_count(files: Sequence[DataFile]) -> int:
     """Return the number of streams of a data set: a power of two, by its files alone."""
@@ -138,14 +132,9 @@ def assign_parts(sources: Sequence[FileSet], streams: int) -> list[list[FilePart
 
 
 class Stream:
-    """One virtual stream, read from a cursor on.
+    """One virtual stream of some parts, read from a cursor on, before which it has had ``samples`` samples.
 
-    Args:
-        number: its number; part of the key of its permutations.
-        parts: its share of the data.
-        reading: how records become samples.
-        samples: number of samples before the cursor.
-        cursor: where to begin.
+    Its number is part of the key of its permutations.
     """
 
     def __init__(
@@ -241,7 +230,7 @@ class Stream:
                 if not rows:
                     path = self.parts[0].file.shown
                     raise DataError(f"{path}: a stream found no record in it; use --streaming 0 for a set this small")
-                reading.judge()
+                reading.bad.judge(reading.max_bad, reading.bad.read)
                 rows = 0
                 continue
             part, entries = block
@@ -260,7 +249,7 @@ class Stream:
                     if begin < end:
                         truncated = reading.long == "truncate" and end < row.input_ids.size
                         yield cursor, Piece(row, name if reading.with_names else "", begin, end, truncated)
-            reading.judge(FEWEST_JUDGED)
+            reading.bad.judge(reading.max_bad, max(reading.bad.read, FEWEST_JUDGED))
 
 
 def _take(remaining: Iterator[tuple], most: int, most_bytes: int) -> list[tuple]:

@@ -53,11 +53,8 @@ class _Step(NamedTuple):
 class StreamedData(Loader):
     """The samples of V virtual streams, for data-parallel ranks.
 
-    Args:
-        reading: how records become samples.
-        merge: returns the largest of each number over all ranks; collective. Default: this rank is alone.
-        streams: V; by default a function of the files. A resumed run keeps the V of its checkpoint.
-        share: as in `Loader`.
+    ``merge`` returns the largest of each number over all ranks; by default this rank is alone. V is ``streams``, by
+    default a function of the files; a resumed run keeps the V of its checkpoint.
     """
 
     def __init__(
@@ -182,7 +179,7 @@ class StreamedData(Loader):
         return {"version": STATE_VERSION, "consumed": consumed, **self._identity(), "cursors": cursors}
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
-        """Take up a saved state and its streams, and return its ``consumed``. Not collective.
+        """Restore a saved state and return its ``consumed``. Not collective.
 
         Raises DataError where the state would mean other samples; ``allow_data_change`` continues at the same cursors
         of other files, with a warning.

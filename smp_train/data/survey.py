@@ -87,18 +87,18 @@ def _marked_text(row: Row, tokenizer: str) -> str:
     return "".join(f"[[{text}]]" if in_loss else text for text, in_loss in texts)
 
 
-def survey(files: FileSet, recipe: Recipe, *, cache_dir: str | None = None, seq_len: int | None = None) -> Survey:
-    """Read a whole data set, past every malformed record.
-
-    Args:
-        files: the data set.
-        recipe: how its records become rows.
-        cache_dir: folder for copies of prepared tokens in S3.
-        seq_len: context length within which each row must have a target.
-    """
+def survey(files: FileSet, recipe: Recipe, seq_len: int | None = None) -> Survey:
+    """Read a whole data set, past every malformed record; each row must have a target within ``seq_len``."""
     result = Survey(skip=True, seq_len=seq_len, kind=files.kind.plural.capitalize())
     if files.files[0].kind == "tokens":
-        _read_prepared(result, files, recipe, cache_dir)
+        rows = open_token_rows(files, recipe, max_bad=1)
+        report = rows.report()
+        result.kind, result.files, result.left_out = "Prepared tokens", report["shards"], report["left_out"]
+        for index in range(len(rows)):
+            try:
+                result.count_row(rows.name(index), rows.row(index))
+            except DataError as error:
+                result.problems.append(str(error))
         return result
     maker = recipe.open()
     with_labels: dict[bool, str] = {}
@@ -106,28 +106,17 @@ def survey(files: FileSet, recipe: Recipe, *, cache_dir: str | None = None, seq_
     with Progress("reading", files.size, "B") as progress:
         for file in files.files:
             result.files += 1
-            rows, labelled = len(result.lengths), result.labelled
+            before, labelled = len(result.lengths), result.labelled
             try:
                 for number, row in read_rows(file, maker, result, tick=progress.update):
                     result.count_row(file.at(number), row)
             except DataError as error:
                 result.problems.append(str(error))
                 continue
-            if len(result.lengths) > rows:
+            if len(result.lengths) > before:
                 with_labels.setdefault(result.labelled > labelled, file.shown)
             elif file.kind != "text":
                 result.problems.append(f"{file.shown}: no row in this file; write it again or remove it")
     if len(with_labels) > 1:
         result.problems.append(f"{with_labels[True]}: has labels, {with_labels[False]} has none; give both or neither")
     return result
-
-
-def _read_prepared(result: Survey, files: FileSet, recipe: Recipe, cache_dir: str | None) -> None:
-    rows = open_token_rows(files, recipe, cache_dir=cache_dir, max_bad=1)
-    report = rows.report()
-    result.kind, result.files, result.left_out = "Prepared tokens", report["shards"], report["left_out"]
-    for index in range(len(rows)):
-        try:
-            result.count_row(rows.name(index), rows.row(index))
-        except DataError as error:
-            result.problems.append(str(error))

@@ -69,7 +69,7 @@ def test_other_shards_than_listed(change, made, place, tmp_path, capsys):
     folder = place() + "/train"
     with pytest.raises(DataError, match=rf"made/train: .*{named} "):
         list_files(folder)
-    assert main(["verify", folder, "--cache_dir", str(tmp_path / "cache")]) == 3
+    assert main(["verify", folder]) == 3
     assert named in capsys.readouterr().out
     list_files(place() + "/test")
 
@@ -77,7 +77,7 @@ def test_other_shards_than_listed(change, made, place, tmp_path, capsys):
 def test_a_folder_as_listed(place, tmp_path):
     for split in ("train", "test"):
         list_files(f"{place()}/{split}")
-    assert main(["verify", f"{place()}/train/", "--cache_dir", str(tmp_path / "cache")]) == 0
+    assert main(["verify", f"{place()}/train/"]) == 0
 
 
 def test_the_folder_above_the_splits_is_read_for_its_split(made, place):

@@ -21,7 +21,7 @@ from smp_train.data import token_file
 from smp_train.data.arrays_file import atomic_file
 from smp_train.data.chats import Chats
 from smp_train.data.convert import open_token_rows, processes_for
-from smp_train.data.files import DataFile, FileSet, Selection, list_files
+from smp_train.data.files import FileSet, Selection, list_files
 from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare.options import SEQ_LEN, read
 from smp_train.data.prepare.shards import SplitWriter, entropy, is_held_out
@@ -94,11 +94,8 @@ def _list_input(args: Namespace) -> FileSet:
     files = [file for fileset in inputs for file in fileset.files]
     if len(inputs) > 1:  # names are unique in one input
         files = [replace(file, name=file.shown) for file in files]
-
-    def hash_of_name(file: DataFile) -> tuple[bytes, str]:
-        return hashlib.blake2b(file.name.encode(errors="replace"), digest_size=8).digest(), file.name
-
-    return replace(inputs[0], files=tuple(sorted(files, key=hash_of_name)))
+    files.sort(key=lambda file: hashlib.sha256(file.name.encode(errors="replace")).digest())
+    return replace(inputs[0], files=tuple(files))
 
 
 def _check_flags(args: Namespace, files: FileSet) -> None:
@@ -112,7 +109,7 @@ def _check_flags(args: Namespace, files: FileSet) -> None:
             "(--max_context_width, --short pack); leave it out"
         )
     if kind.name == "chats" and args.tokenizer:
-        Chats(load_for_chats(args.tokenizer, bool(args.trust_remote_code)), kind, args.tokenizer, args.chat_template)
+        _with_template(args, files, args.tokenizer)  # an unusable one is refused before anything is written
     args.seq_len = None if kind.answers_only else args.seq_len or SEQ_LEN
 
 
@@ -135,11 +132,7 @@ def prepare(args: Namespace, files: FileSet, output: Path) -> dict[str, Any]:
         "format": FORMAT, "seq_len": max(train.longest, test.longest), "vocab_size": vocab_size, "eos_token": end,
         "tokenizer_sha256": hashlib.sha256((output / "tokenizer.json").read_bytes()).hexdigest(),
         "splits": {"train": train.totals(), "test": test.totals()},
-        "unigram_entropy_nats": {
-            "train": entropy(train.counts),
-            "test": entropy(test.counts) if test.rows else None,
-            "test_under_train": entropy(test.counts, train.counts) if test.rows else None,
-        },
+        "unigram_entropy_nats": {"train": entropy(train.counts)},
     }  # fmt: skip
 
 
@@ -194,12 +187,16 @@ def _write_tokenizer(args: Namespace, files: FileSet, output: Path) -> tuple[str
         file.write(tokenizer.to_str(pretty=True).encode() + b"\n")
     if files.kind.name == "chats":
         # The tokenizer of transformers, with its chat template, is also saved with models trained on these rows.
-        source = args.tokenizer or str(output)
-        loaded = load_for_chats(source, bool(args.trust_remote_code))
-        loaded.chat_template = Chats(loaded, files.kind, source, args.chat_template).template
-        loaded.save_pretrained(str(output))
+        _with_template(args, files, args.tokenizer or str(output)).save_pretrained(str(output))
         tokenizer = load(str(path))
     return end, tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def _with_template(args: Namespace, files: FileSet, name: str) -> Any:
+    """Return transformers' tokenizer with the chat template that chats are read with. Raises ConfigError."""
+    tokenizer = load_for_chats(name, bool(args.trust_remote_code))
+    tokenizer.chat_template = Chats(tokenizer, files.kind, name, args.chat_template).template
+    return tokenizer
 
 
 def _training_sample(args: Namespace, files: FileSet) -> Iterator[str]:
@@ -235,13 +232,13 @@ def _request(args: Namespace, files: FileSet) -> dict[str, Any]:
     request = {key: value for key, value in vars(args).items() if key not in not_decisive}
     tokenizer = Path(args.tokenizer or "")
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    contents = {
-        "chat_template": open_path(args.chat_template).read_bytes() if args.chat_template else b"",
-        "tokenizer_json": tokenizer.read_bytes() if args.tokenizer and tokenizer.is_file() else b"",
-        "files": json.dumps([(file.name, file.size, file.version) for file in files.files]).encode(),
-    }
-    digests = {f"{name}_sha256": hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    return {"format": FORMAT, **request, "token_files": token_file.VERSION, **digests}
+    contents = [
+        json.dumps([(file.name, file.size, file.version) for file in files.files]).encode(),
+        open_path(args.chat_template).read_bytes() if args.chat_template else b"",
+        tokenizer.read_bytes() if args.tokenizer and tokenizer.is_file() else b"",
+    ]
+    digests = [hashlib.sha256(content).hexdigest() for content in contents]
+    return {"format": FORMAT, "token_files": token_file.VERSION, **request, "contents": digests}
 
 
 def _read_manifest(output: Path) -> dict[str, Any]:

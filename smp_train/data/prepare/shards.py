@@ -34,13 +34,7 @@ class SplitWriter:
     """Collects the rows of one split and writes them as shards. The same rows give the same bytes.
 
     Text fills rows of ``seq_len`` tokens end to end: a document may end in a row and the next one begin in it; only the
-    tokens that do not fill the last row are dropped. Rows with answers keep their length.
-
-    Args:
-        args: flags of the verb; ``seq_len`` is None for rows with answers.
-        split: name of the split, of its folder and of its shards.
-        max_rows: most rows.
-        vocab_size: token ids are below it.
+    tokens that do not fill the last row are dropped. Rows with answers (no ``seq_len``) keep their length.
     """
 
     def __init__(self, args: argparse.Namespace, split: str, max_rows: int, vocab_size: int) -> None:
@@ -135,15 +129,7 @@ def _line(row: Row) -> bytes:
     return json.dumps(lists, separators=(",", ":")).encode() + b"\n"
 
 
-def entropy(counts: np.ndarray, model: np.ndarray | None = None) -> float:
-    """Return the mean of -ln p(token) in nats per token over ``counts``, where p is the frequency in ``model``.
-
-    Without ``model`` the frequencies are those in ``counts`` (Shannon's entropy of single tokens); else each count of
-    ``model`` is increased by one (Laplace), so that a token the model has not met has a probability. This is the loss
-    of the best predictor that ignores context.
-    """
-    shares = counts / counts.sum()
-    if model is None:
-        present = shares[shares > 0]
-        return float(-(present * np.log(present)).sum())
-    return float(-(shares * np.log((model + 1) / (model.sum() + model.size))).sum())
+def entropy(counts: np.ndarray) -> float:
+    """Return Shannon's entropy of single tokens in nats: the loss of the best predictor that ignores context."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
