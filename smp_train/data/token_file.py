@@ -2,8 +2,8 @@
 
 ``.tok`` holds the shards one after the other. A shard is the ids of its rows, uint16 or uint32, little-endian, without
 gaps; where rows have labels, the labels of a row (int32) follow its ids. ``.idx`` is an `arrays_file` with a `Header`
-for each shard. Every row has a CRC-32 that is checked whenever the row is read. Both files appear complete and synced,
-the ``.idx`` last; a ``.tok`` without ``.idx`` is ignored.
+and the arrays of `ARRAYS` for each shard. Every row has a CRC-32 that is checked whenever the row is read. Both files
+appear complete and synced, the ``.idx`` last; a ``.tok`` without ``.idx`` is ignored.
 
 The index is mapped, so that the ranks of a node share it. Tokens are read with pread and not mapped: random rows that
 are not in the page cache take three times as long through a mapping.
@@ -15,8 +15,8 @@ import bisect
 import hashlib
 import os
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,10 @@ try:
 except ImportError:
     from zlib import crc32
 
-VERSION = 6
+VERSION = 7
+ARRAYS = {"starts": "<u8", "numbers": "<u8", "crc": "<u4", "first_targets": "<u4"}
+"""Arrays of a shard: the first token of each row, and the end; the number of its record, from 1; its checksum; the
+index of its first token that carries loss."""
 LABELS = np.dtype("<i4")
 """Type of stored labels: any id, and -100."""
 
@@ -54,8 +57,6 @@ class Header:
     counted: int
     """Tokens that carry loss."""
     dtype: str
-    row_length: int | None
-    """Tokens of each row; None where rows have different lengths."""
     longest: int
     longest_number: int
     """Number of the longest row's record, from 1."""
@@ -70,10 +71,6 @@ class Header:
     first_bad_number: int = 0
     first_bad: str = ""
     """Problem of the first bad record: ``reason; what to do``."""
-    arrays: dict[str, int] = field(default_factory=dict)
-    """Number of each array in the index: ``crc`` (u4, of each row); where rows have different lengths, ``starts`` (u8,
-    first token of each row, and the end); where records are not numbered 1, 2, 3, ..., ``numbers`` (u8); where rows
-    have labels, ``first_targets`` (u4)."""
 
     @property
     def token_bytes(self) -> int:
@@ -96,7 +93,7 @@ class OpenFile:
 
     def __init__(self, file: TokenFile) -> None:
         arrays = file.index.map()
-        self.shards = [{name: arrays[number] for name, number in header.arrays.items()} for header in file.headers]
+        self.shards = [arrays[first : first + len(ARRAYS)] for first in range(0, len(arrays), len(ARRAYS))]
         self.descriptor = os.open(file.path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
@@ -122,7 +119,7 @@ def read_index(base: str) -> TokenFile | None:
         if index is None:
             return None
         headers = [Header(**header) for header in index.header]
-        if not headers or not all(_is_consistent(header, index.shapes) for header in headers):
+        if not headers or not all(map(_is_consistent, headers)) or index.shapes != _shapes(headers):
             return None
         file = TokenFile(base, index, headers)
         return file if os.stat(file.path).st_size == file.begins[-1] else None
@@ -130,22 +127,17 @@ def read_index(base: str) -> TokenFile | None:
         return None
 
 
-def _is_consistent(header: Header, shapes: Sequence[tuple[str, int]]) -> bool:
-    """Return whether a header fits its arrays: reading by it then allocates no more than the files' sizes."""
-    rows, tokens = header.rows, header.tokens
-    numbers = (rows, tokens, header.longest, header.size, header.vocab_size, header.latest_target, header.skipped)
-    expected = {"crc": ("<u4", rows), "starts": ("<u8", rows + 1), "numbers": ("<u8", rows)}
-    expected["first_targets"] = ("<u4", rows)
-    needed = {"crc"} | ({"starts"} if header.row_length is None else set())
-    return (
-        all(type(number) is int and number >= 0 for number in numbers)
-        and header.row_length in (None, tokens / max(1, rows))
-        and header.longest <= tokens
-        and header.dtype in ("<u2", "<u4")
-        and type(header.labelled) is bool
-        and needed <= header.arrays.keys() <= expected.keys()
-        and all(n >= 0 and tuple(shapes[n]) == expected[name] for name, n in header.arrays.items())
-    )
+def _is_consistent(header: Header) -> bool:
+    """Return whether the values of a header are possible; with its arrays' shapes, they bound what is allocated."""
+    h = header
+    numbers = (h.rows, h.tokens, h.longest, h.size, h.vocab_size, h.latest_target, h.skipped)
+    possible = all(type(number) is int and number >= 0 for number in numbers) and h.longest <= h.tokens
+    return possible and h.dtype in ("<u2", "<u4") and type(h.labelled) is bool
+
+
+def _shapes(headers: Sequence[Header]) -> list[list[Any]]:
+    """Return the type and the number of elements of each array."""
+    return [[dtype, h.rows + (name == "starts")] for h in headers for name, dtype in ARRAYS.items()]
 
 
 class TokenRows(Source):
@@ -184,7 +176,7 @@ class TokenRows(Source):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _open(self, shard: int) -> tuple[OpenFile, dict[str, np.ndarray]]:
+    def _open(self, shard: int) -> tuple[OpenFile, list[np.ndarray]]:
         """Return the open token file of a shard, and the shard's arrays."""
         file, number = self._stored[shard]
         try:
@@ -204,22 +196,18 @@ class TokenRows(Source):
         """Read a row. Raises DataError where its bytes cannot be read or do not match their checksum."""
         shard, row = self._locate(index)
         header, dtype = self.headers[shard], self._dtypes[shard]
-        opened, arrays = self._open(shard)
-        tokens = header.row_length
-        if tokens is None:
-            start, end = arrays["starts"][row : row + 2].tolist()
-            if not start <= end <= header.tokens:
-                raise self._damaged(shard, row)
-            tokens = end - start
-        else:
-            start = row * tokens
+        opened, (starts, _, crc, _) = self._open(shard)
+        start, end = starts[row : row + 2].tolist()
+        if not start <= end <= header.tokens:
+            raise self._damaged(shard, row)
+        tokens = end - start
         data = np.empty(tokens, dtype)
         try:
-            size = os.preadv(opened.descriptor, [data], self._begins[shard] + start * dtype.itemsize)
+            size = os.preadv(opened.descriptor, [data.data], self._begins[shard] + start * dtype.itemsize)
         except OSError as error:
             path = self._stored[shard][0].path
             raise DataError(f"{path}: cannot be read ({error.strerror}); {self.remedy}") from None
-        if size != data.nbytes or row_checksum(data, tokens) != arrays["crc"][row]:
+        if size != data.nbytes or row_checksum(data, tokens) != crc[row]:
             raise self._damaged(shard, row)
         if not header.labelled:
             return Row(data)
@@ -235,33 +223,25 @@ class TokenRows(Source):
     def name(self, index: int) -> str:
         """Return ``file:number`` of the row's record."""
         shard, row = self._locate(index)
-        header = self.headers[shard]
-        number = row + 1
-        if "numbers" in header.arrays:
-            number = int(self._open(shard)[1]["numbers"][row])
-        return f"{header.source}:{number}"
+        return f"{self.headers[shard].source}:{self._open(shard)[1][1][row]}"
 
     def lengths(self, rows: range) -> np.ndarray:
         """Return the number of tokens of each of some consecutive rows, int64."""
-        return self._column("starts", rows)
+        return self._column(rows, lambda arrays, first, end: np.diff(arrays[0][first : end + 1]))
 
     def first_targets(self, rows: range) -> np.ndarray:
         """Return the index of the first token that carries loss in each of some consecutive rows, int64."""
-        return self._column("first_targets", rows)
+        return self._column(rows, lambda arrays, first, end: arrays[3][first:end])
 
-    def _column(self, name: str, rows: range) -> np.ndarray:
-        """Return lengths or first targets of consecutive rows, which may span shards."""
-        parts = [np.empty(0, dtype=np.int64)]
+    def _column(self, rows: range, read: Callable[[list[np.ndarray], int, int], np.ndarray]) -> np.ndarray:
+        """Return ``read(arrays, first, end)`` of each shard that consecutive rows are in."""
+        parts = []
         for shard in range(bisect.bisect_right(self._starts, rows.start) - 1, len(self.headers)):
-            begin, header = self._starts[shard], self.headers[shard]
+            begin = self._starts[shard]
             if begin >= rows.stop:
                 break
-            first, end = max(rows.start - begin, 0), min(rows.stop - begin, header.rows)
-            if name not in header.arrays:
-                parts.append(np.full(end - first, header.row_length if name == "starts" else 1, dtype=np.int64))
-                continue
-            array = self._open(shard)[1][name][first : end + 1].astype(np.int64)
-            parts.append(np.diff(array) if name == "starts" else array[: end - first])
+            first, end = max(rows.start - begin, 0), min(rows.stop - begin, self.headers[shard].rows)
+            parts.append(read(self._open(shard)[1], first, end).astype(np.int64))
         return np.concatenate(parts)
 
     @property
@@ -272,11 +252,7 @@ class TokenRows(Source):
     def find_token(self, token: int) -> tuple[int, int]:
         """Return (row that holds a token of all rows end to end, first token of that row)."""
         shard = bisect.bisect_right(self._first_tokens, token) - 1
-        first, length = self._first_tokens[shard], self.headers[shard].row_length
-        if length is not None:
-            row = (token - first) // length
-            return self._starts[shard] + row, first + row * length
-        starts = self._open(shard)[1]["starts"]
+        first, starts = self._first_tokens[shard], self._open(shard)[1][0]
         row = int(np.searchsorted(starts, np.uint64(token - first), side="right")) - 1
         return self._starts[shard] + row, first + int(starts[row])
 

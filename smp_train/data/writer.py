@@ -14,7 +14,7 @@ import numpy as np
 from smp_train.data.arrays_file import atomic_file, write_arrays
 from smp_train.data.bad_records import BadRecords
 from smp_train.data.source import IGNORED, Row
-from smp_train.data.token_file import LABELS, VERSION, Header, dtype_for, row_checksum
+from smp_train.data.token_file import ARRAYS, LABELS, VERSION, Header, dtype_for, row_checksum
 from smp_train.errors import DataError
 
 
@@ -36,44 +36,37 @@ class Writer:
         ``may_be_empty``.
         """
         bad = bad or BadRecords(skip=False)
-        dtype, counted = dtype_for(self._vocab_size), 0
+        dtype, counted, labelled = dtype_for(self._vocab_size), 0, False
         starts, numbers, crc, first_targets = array("Q", [0]), array("Q"), array("I"), array("I")
         for number, row in rows:
             stored = row.input_ids.astype(dtype).tobytes()
             if row.labels is not None:
+                labelled = True
                 stored += row.labels.astype(LABELS).tobytes()
                 counted += int(np.count_nonzero(row.labels != IGNORED))
-                first_targets.append(row.first_target())
             self._tok.write(stored)
             crc.append(row_checksum(stored, row.input_ids.size))
             starts.append(starts[-1] + row.input_ids.size)
             numbers.append(number)
+            first_targets.append(row.first_target())
         if not numbers and not may_be_empty:
             problem = f"none of its records is a row ({bad.first})" if bad.count else "no row in it"
             raise DataError(f"{shown or name}: empty shard ({problem}); write it again or remove it")
         lengths = np.diff(np.array(starts, "<u8"))
         longest = int(lengths.argmax()) if numbers else None
-        arrays = {"crc": np.array(crc, "<u4")}
-        if (lengths != lengths[:1]).any():
-            arrays["starts"] = np.array(starts, "<u8")
-        if numbers != array("Q", range(1, len(numbers) + 1)):
-            arrays["numbers"] = np.array(numbers, "<u8")
-        if first_targets:
-            arrays["first_targets"] = np.array(first_targets, "<u4")
-        digest = hashlib.blake2b(arrays["crc"].tobytes(), digest_size=16)
-        digest.update(arrays.get("starts", lengths[:1]).tobytes())
+        columns = starts, numbers, crc, first_targets
+        arrays = [np.array(column, dtype) for column, dtype in zip(columns, ARRAYS.values(), strict=True)]
+        digest = hashlib.blake2b(arrays[2].tobytes() + lengths.tobytes(), digest_size=16)
         header = Header(
             source=name, size=size, version=version, rows=len(numbers), tokens=starts[-1],
-            counted=counted if first_targets else starts[-1], dtype=dtype.str,
-            row_length=None if "starts" in arrays else int(lengths[:1].sum()),
+            counted=counted if labelled else starts[-1], dtype=dtype.str,
             longest=0 if longest is None else int(lengths[longest]),
-            longest_number=0 if longest is None else numbers[longest], labelled=bool(first_targets),
+            longest_number=0 if longest is None else numbers[longest], labelled=labelled,
             latest_target=max(first_targets, default=1), vocab_size=self._vocab_size, digest=digest.hexdigest(),
             skipped=bad.count, first_bad_number=bad.first_number, first_bad=bad.first_problem,
-            arrays={key: len(self.arrays) + number for number, key in enumerate(arrays)},
         )  # fmt: skip
         self.headers.append(header)
-        self.arrays += arrays.values()
+        self.arrays += arrays
         return header
 
 
