@@ -25,12 +25,7 @@ BLOCK = 10_000
 
 
 class Joined:
-    """The samples of several sources, one source after the other.
-
-    Args:
-        sources: at least one.
-        locations: prefix of each source's sample names; empty strings for a single source.
-    """
+    """The samples of several sources, one source after the other; their names begin with the sources' locations."""
 
     def __init__(self, sources: Sequence[Samples], locations: Sequence[str]) -> None:
         self.sources, self.locations = list(sources), list(locations)
@@ -50,7 +45,7 @@ class Joined:
         return number, index - self.starts[number]
 
     def sample(self, index: int, key: object = "", *, named: bool = True) -> Sample:
-        """Return a sample of the source that ``index`` falls into; its name begins with the source's location."""
+        """Return a sample of the source that ``index`` falls into."""
         number, row = self._locate(index)
         sample = self.sources[number].sample(row, key, named=named)
         return sample._replace(name=f"{self.locations[number]}/{sample.name}") if named else sample
@@ -62,16 +57,11 @@ class Joined:
 
 
 class BlendOrder:
-    """The order of a blend: each source in its own order, drawn from in proportion to its weight.
+    """The order of a blend: each source in its own order, drawn from in proportion to its weight (of any sum).
 
     An epoch of the blend, for ``--epochs``, has as many positions as all sources have rows. Sources with more than
-    their share of weight reach their own next epoch earlier.
-
-    Args:
-        samples: the sources, joined.
-        weights: one for each source, above 0, with any sum.
-        seed: decides the slots, and with the source's number the order of each source.
-        shuffle: as in `Order`, for each source.
+    their share of weight reach their own next epoch earlier. The seed decides the slots, and with the source's number
+    the order of each source; ``shuffle`` is that of `Order`.
     """
 
     def __init__(self, samples: Joined, weights: Sequence[float], seed: int = 0, shuffle: str = "global") -> None:

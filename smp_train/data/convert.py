@@ -62,8 +62,10 @@ def open_token_rows(
 ) -> TokenRows:  # fmt: skip
     """Return the rows of a file set, converted first where necessary; collective.
 
+    Token files that prepare made are opened as they are.
+
     Args:
-        files: the same on every rank; token files (made by prepare) are opened as they are.
+        files: the same on every rank.
         recipe: makes rows of records.
         cache_dir: --data_cache_dir.
         max_bad: fraction of bad records that may be left out (--bad_rows skip); None allows none.
@@ -114,7 +116,8 @@ def open_samples(
         with distributed.together("laying out the samples"):
             return Samples(source, seq_len, long=long, short=short)
     ranges = table_ranges(source)
-    paths = [cache.table(source.fingerprint, f"{short} {long} {seq_len}", number) for number in range(len(ranges))]
+    with distributed.together("laying out the samples"):
+        paths = [cache.table(source.fingerprint, f"{short} {long} {seq_len}", number) for number in range(len(ranges))]
 
     def make(rank: int, world: int) -> None:
         def work(report: Report) -> None:

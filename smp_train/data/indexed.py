@@ -25,15 +25,8 @@ DATA_KEYS = {"layout": "samples made by", "blend": "blend", "size": "samples", "
 class TrainingData(Loader):
     """Indexed samples for data-parallel ranks, in one order for the whole run.
 
-    Epochs straddle batches: no sample is dropped at the end of an epoch. The last batch of the last epoch is filled up
-    with rows that do not count.
-
-    Args:
-        samples: the data set.
-        order: which sample comes at which position.
-        named: set `Batch.samples`; that takes a quarter of the time of a batch.
-        epochs: number of epochs of the run; None: without end.
-        share: arguments of `Loader`.
+    Epochs straddle batches: no sample is dropped at the end of an epoch. The last batch of the last of ``epochs`` is
+    filled up with rows that do not count. ``named`` sets `Batch.samples`, which takes a quarter of the time of a batch.
     """
 
     def __init__(
@@ -126,13 +119,7 @@ class ValidationData:
     """The same samples in stored order at every validation, and equally many batches on every rank.
 
     The last batches are filled up with rows without labels, so that a token-weighted mean over all ranks counts each
-    sample once.
-
-    Args:
-        samples: the data set.
-        rows: the samples to read; default: all.
-        seq_len, micro_batch, dp_rank, dp_size, pin_memory: as in `Loader`.
-        max_batches: largest number of batches per rank; None: no limit.
+    sample once. ``rows`` are the samples to read, by default all, in at most ``max_batches`` batches per rank.
     """
 
     def __init__(

@@ -211,7 +211,7 @@ class Samples:
         long: ``truncate``, ``split``, ``crop`` or ``error``: treatment of rows above ``seq_len`` tokens.
         short: ``pad`` (a sample is of one row), ``concat`` (all rows are joined in stored order, and cut) or ``pack``
             (whole rows, or the pieces of long ones, are put together where they fit, and kept apart as documents).
-        tables: of all `table_ranges`, where `needs_tables`; None: made here, in memory.
+        tables: of all `table_ranges`; None: made here, in memory, where `needs_tables`.
     """
 
     def __init__(

@@ -12,12 +12,6 @@ class Synthetic(Source):
 
     The bits come from Philox (Salmon et al. 2011), which is counter-based, keyed by (seed, i). NumPy guarantees the raw
     stream of a bit generator across versions, but not the distributions drawn from it.
-
-    Args:
-        seq_len: tokens per row.
-        vocab_size: ids are in [0, vocab_size).
-        seed: names the data set.
-        size: rows in one epoch.
     """
 
     def __init__(self, *, seq_len: int, vocab_size: int, seed: int = 0, size: int = 1_000_000) -> None:
