@@ -25,7 +25,6 @@ END = float("inf")
 class StepRecord(NamedTuple):
     """Samples that one rank consumed in one step; rows that lost their end, and the tokens with loss in these ends."""
 
-    attempt: int
     dp_rank: int
     dp_size: int | None
     samples: list[str]
@@ -75,9 +74,8 @@ def _read_records(folder: Path) -> tuple[dict[int, dict[int, StepRecord]], list[
     paths = sorted(folder.glob("data_audit-rank*.jsonl"))
     if not paths:
         raise ConfigError(f"{folder}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
-    first_steps: dict[int, int] = {}
-    records: list[tuple[int, int, StepRecord]] = []
-    skips: set[tuple[int, int]] = set()
+    attempts: dict[int, dict[int, dict[int, StepRecord]]] = {}
+    skips: dict[int, set[int]] = {}
     for path in paths:
         rank = int(path.stem.rpartition("rank")[2])
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -85,30 +83,27 @@ def _read_records(folder: Path) -> tuple[dict[int, dict[int, StepRecord]], list[
                 entry = json.loads(line)
                 attempt = int(entry.get("attempt", 0))
                 if "skipped" in entry:
-                    skips.update((step, attempt) for step in range(entry["skipped"][0], entry["skipped"][1] + 1))
+                    skips.setdefault(attempt, set()).update(range(entry["skipped"][0], entry["skipped"][1] + 1))
                     continue
-                step, lost = int(entry["step"]), (entry.get("truncated", 0), entry.get("truncated_targets", 0))
-                dp_rank = int(entry.get("dp_rank", rank))
-                record = StepRecord(attempt, dp_rank, entry.get("dp_size"), list(entry["samples"]), *lost)
+                dp = entry.get("dp_rank", rank), entry.get("dp_size")
+                lost = entry.get("truncated", 0), entry.get("truncated_targets", 0)
+                record = StepRecord(*dp, entry["samples"], *lost)
+                attempts.setdefault(attempt, {}).setdefault(int(entry["step"]), {})[rank] = record
             except (ValueError, KeyError, TypeError):
                 continue  # the last line of a run that was killed
-            first_steps[attempt] = min(step, first_steps.get(attempt, step))
-            records.append((step, rank, record))
-
-    def is_superseded(step: int, attempt: int) -> bool:
-        # An attempt supersedes all earlier attempts from its first step on.
-        return any(later > attempt and step >= first for later, first in first_steps.items())
-
     steps: dict[int, dict[int, StepRecord]] = {}
-    for step, rank, record in sorted(records, key=lambda record: record[:2]):
-        if not is_superseded(step, record.attempt):
-            steps.setdefault(step, {})[rank] = record
-    return steps, sorted({step for step, attempt in skips if step in steps and not is_superseded(step, attempt)})
+    skipped: set[int] = set()
+    for attempt, records in sorted(attempts.items()):
+        # An attempt supersedes all earlier attempts from its first step on.
+        first = min(records)
+        steps = {step: ranks for step, ranks in steps.items() if step < first} | dict(sorted(records.items()))
+        skipped = {step for step in skipped if step < first} | skips.get(attempt, set())
+    return steps, sorted(skipped & steps.keys())
 
 
 def _peers(ranks: dict[int, StepRecord]) -> dict[int, StepRecord]:
     """Return the record of each data-parallel rank, in order: of ranks that share a model, the first."""
-    peers = {record.dp_rank: record for record in reversed(ranks.values())}
+    peers = {record.dp_rank: record for _, record in sorted(ranks.items(), reverse=True)}
     return dict(sorted(peers.items()))
 
 
@@ -124,10 +119,11 @@ def _missing_records(records: dict[int, dict[int, StepRecord]]) -> list[str]:
             elif len(records) > 1:  # a kill came between the writes of two ranks
                 del records[last]
                 break
-        different = [f"rank {rank}" for rank, data in ranks.items() if data.samples != peers[data.dp_rank].samples]
-        if different:
-            ranks_differ = f"{', '.join(different)} read other samples than the ranks they share a model with"
-            problems.append(f"step {step}: {ranks_differ}")
+        problems += [
+            f"step {step}: rank {rank} read other samples than the ranks they share a model with"
+            for rank, record in sorted(ranks.items())
+            if record.samples != peers[record.dp_rank].samples
+        ]
     return problems
 
 

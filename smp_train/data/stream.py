@@ -28,8 +28,8 @@ BLOCK_RECORDS, BLOCK_BYTES = 256, 1 << 22
 """Most records that are permuted among themselves, and the size at which a block of long records ends."""
 FEWEST_STREAMS, MOST_STREAMS = 32, 256
 """Streams of a large data set in few files, and in many."""
-STREAM_BYTES, COMPRESSION = 1 << 20, 4
-"""Least text per stream, and the assumed ratio of text to bytes in gzip and parquet files."""
+STREAM_BYTES = 1 << 20
+"""Least bytes per stream."""
 FEWEST_JUDGED = 10_000
 """Before a stream's first epoch ends, the share of bad records is taken of at least this many."""
 
@@ -103,9 +103,7 @@ def stream_count(files: Sequence[DataFile]) -> int:
     """Return the number of streams of a data set: a power of two, by its files alone."""
     count = min(max(FEWEST_STREAMS, len(files) // 4), MOST_STREAMS)
     if all(file.size for file in files):
-        zipped = [file.kind == "parquet" or file.name.lower().endswith(".gz") for file in files]
-        text = sum(file.size * (COMPRESSION if packed else 1) for file, packed in zip(files, zipped, strict=True))
-        count = min(count, max(1, text // STREAM_BYTES))
+        count = min(count, max(1, sum(file.size for file in files) // STREAM_BYTES))
     if all(file.kind == "text" for file in files):
         count = min(count, len(files))
     return 1 << (count.bit_length() - 1)

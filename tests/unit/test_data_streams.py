@@ -258,7 +258,6 @@ def test_streams_follow_the_data_alone():
         (1, 100, "x.jsonl", "lines", 1),
         (1, 5 << 20, "x.jsonl", "lines", 4),
         (1, 1 << 30, "x.jsonl", "lines", 32),
-        (1, 4 << 20, "x.jsonl.gz", "lines", 16),  # unpacked, text is four times as much
         (1024, 300 << 20, "x.jsonl", "lines", 256),
         (9000, 1 << 20, "x.jsonl", "lines", 256),
         (3, 1 << 30, "x.txt", "text", 2),

@@ -52,7 +52,12 @@ def main(argv: Sequence[str]) -> int:
     args = read(argv)
     trust_code(bool(args.trust_remote_code))
     files = _list_input(args)
-    _check_flags(args, files)
+    if files.kind.answers_only and args.seq_len is not None:
+        raise ConfigError(f"--seq_len {args.seq_len}: {files.kind.plural} keep their length until training; leave it out")
+    args.seq_len = None if files.kind.answers_only else args.seq_len or SEQ_LEN
+    recipe = Recipe(files.kind, tokenizer=args.tokenizer, chat_template=args.chat_template, eos_token=args.eos_token)
+    if args.tokenizer:  # an unusable one is refused before anything is written
+        recipe.open()
     output, request = Path(args.output), _request(args, files)
     earlier = _read_manifest(output)
     if earlier.get("complete"):
@@ -96,21 +101,6 @@ def _list_input(args: Namespace) -> FileSet:
         files = [replace(file, name=file.shown) for file in files]
     files.sort(key=lambda file: hashlib.sha256(file.name.encode(errors="replace")).digest())
     return replace(inputs[0], files=tuple(files))
-
-
-def _check_flags(args: Namespace, files: FileSet) -> None:
-    """Raise ConfigError for flags that do not fit the kind of records, before anything is written."""
-    kind = files.kind
-    if args.chat_template and kind.name != "chats":
-        raise ConfigError(f"--chat_template {args.chat_template}: the input holds {kind.plural}; leave it out")
-    if kind.answers_only and args.seq_len is not None:
-        raise ConfigError(
-            f"--seq_len {args.seq_len}: {kind.plural} are rows of their own length, which training cuts and packs "
-            "(--max_context_width, --short pack); leave it out"
-        )
-    if kind.name == "chats" and args.tokenizer:
-        _with_template(args, files, args.tokenizer)  # an unusable one is refused before anything is written
-    args.seq_len = None if kind.answers_only else args.seq_len or SEQ_LEN
 
 
 def prepare(args: Namespace, files: FileSet, output: Path) -> dict[str, Any]:
@@ -187,16 +177,12 @@ def _write_tokenizer(args: Namespace, files: FileSet, output: Path) -> tuple[str
         file.write(tokenizer.to_str(pretty=True).encode() + b"\n")
     if files.kind.name == "chats":
         # The tokenizer of transformers, with its chat template, is also saved with models trained on these rows.
-        _with_template(args, files, args.tokenizer or str(output)).save_pretrained(str(output))
+        name = args.tokenizer or str(output)
+        loaded = load_for_chats(name, bool(args.trust_remote_code))
+        loaded.chat_template = Chats(loaded, files.kind, name, args.chat_template).template
+        loaded.save_pretrained(str(output))
         tokenizer = load(str(path))
     return end, tokenizer.get_vocab_size(with_added_tokens=True)
-
-
-def _with_template(args: Namespace, files: FileSet, name: str) -> Any:
-    """Return transformers' tokenizer with the chat template that chats are read with. Raises ConfigError."""
-    tokenizer = load_for_chats(name, bool(args.trust_remote_code))
-    tokenizer.chat_template = Chats(tokenizer, files.kind, name, args.chat_template).template
-    return tokenizer
 
 
 def _training_sample(args: Namespace, files: FileSet) -> Iterator[str]:
