@@ -77,10 +77,7 @@ class StreamedData(Loader):
         stream, rank = np.divmod(self._readers(self._deal), self.dp_size)
         self.readers = stream.size / self.streams
         """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
-        parts = assign_parts(self.reading.sources, self.streams)
-        numbers = stream[rank == self.dp_rank].tolist()
-        self._open = {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in numbers}
-        self._opening: dict[int, Future[None]] = {}
+        self._numbers = stream[rank == self.dp_rank].tolist()
         self._checked: set[int] = set()
         epochs = self.reading.epochs
         self.exhausted = epochs is not None and all(cursor.epoch >= epochs for cursor in cursors)
@@ -111,8 +108,15 @@ class StreamedData(Loader):
         steps = [start + np.arange(self.global_batch) for start in starts]
         return np.unique([step % self.streams * self.dp_size + deal(step) for step in steps])
 
+    def _restart(self) -> None:
+        """Begin this rank's streams at the step that will be handed over next."""
+        parts = assign_parts(self.reading.sources, self.streams)
+        self._open = {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in self._numbers}
+        self._opening: dict[int, Future[None]] = {}
+
     def check(self) -> None:
         """Read the first block of the streams that this rank reads first. Raises DataError."""
+        self._restart()
         first = dict.fromkeys((self.positions(self._consumed) % self.streams).ravel().tolist())
         self._checked = set(list(first)[:CHECKED_STREAMS])
         with ThreadPoolExecutor(OPENED_TOGETHER) as pool:
@@ -124,10 +128,12 @@ class StreamedData(Loader):
         if consumed != self._consumed:
             raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
         self._use_device()
-        streams = self._open
+        if not self._checked:  # earlier steps may have been read ahead, and not handed over
+            self._restart()
+        checked, self._checked, streams = self._checked, set(), self._open
         pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-streams")
         try:
-            self._opening = {v: pool.submit(streams[v].open) for v in streams if v not in self._checked}
+            self._opening = {v: pool.submit(streams[v].open) for v in streams if v not in checked}
             while True:
                 batches = []
                 for positions in self.positions(consumed).tolist():

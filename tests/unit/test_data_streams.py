@@ -194,6 +194,17 @@ def test_streams_wrap_without_epochs(corpus, alone):
         assert set(times.values()) <= {max(times.values()), max(times.values()) - 1}
 
 
+def test_steps_that_were_only_read_ahead_come_again(corpus, alone):
+    (rank,) = world(reading(corpus, **LAYOUTS["concat"]), 1, mb=4, prefetch=3)
+    samples, consumed = [], 0
+    for _ in range(4):
+        iterator = rank.batches(consumed)
+        samples += positions_of([rank], [iterator], consumed)
+        consumed += 4
+        iterator.close()
+    assert samples == alone("concat")[: len(samples)]
+
+
 def test_order_depends_on_the_seed(corpus, alone):
     how = LAYOUTS["concat"]
     other = run(reading(corpus, **how, seed=2), [(1, 4, 1, 20, 0)])

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     trust_code(bool(args.trust_remote_code))
     files = _list_input(args)
     if files.kind.answers_only and args.seq_len is not None:
-        raise ConfigError(f"--seq_len {args.seq_len}: {files.kind.plural} keep their length until training; leave it out")
+        raise ConfigError(f"--seq_len {args.seq_len}: {files.kind.plural} keep their length; leave it out")
     args.seq_len = None if files.kind.answers_only else args.seq_len or SEQ_LEN
     recipe = Recipe(files.kind, tokenizer=args.tokenizer, chat_template=args.chat_template, eos_token=args.eos_token)
     if args.tokenizer:  # an unusable one is refused before anything is written
