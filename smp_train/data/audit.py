@@ -157,19 +157,18 @@ def _audit_indexed(
                 if count != share
             ]
     elif (size := rows or sizes.get("")) and first == 1 and "" in used:
-        times, epochs = Counter(name for _, name in used[""]), config.get("epochs")
+        times, epochs = Counter(name for _, name in used[""]), config.get("epochs") or 0
         begun = -(-times.total() // size)
         unused = []
         if missing := begun * size - times.total():
-            # Names of samples that were never used are not known.
-            short = sorted(name for name, number in times.items() if number < begun) if len(times) == size else []
-            names_shown = f": {first_few(short, most=10)}" if short else ""
-            unused.append(f"epoch {begun} is not whole: {missing} of {size} samples were not used in it{names_shown}")
-        if epochs and epochs > begun:
+            short = sorted(name for name, number in times.items() if number < begun)
+            which = f"; not: {first_few(short, most=10)}" if len(times) == size else ""
+            unused.append(f"epoch {begun} is not whole: {missing} of {size} samples were not used in it{which}")
+        if epochs > begun:
             unused.append(f"{epochs - begun} of {epochs} epochs were not begun")
-        set_by = (facts.get("sources") or {}).get("max_steps", "default")
-        ended_by_epochs = epochs and set_by == "default" and not config.get("steps_per_epoch")
-        if ended_by_epochs and last >= (facts.get("total_steps") or END):
+        max_steps_set = (facts.get("sources") or {}).get("max_steps", "default") != "default"
+        by_epochs = epochs and not max_steps_set and not config.get("steps_per_epoch")
+        if by_epochs and last >= (facts.get("total_steps") or END):
             problems += unused
         else:  # another flag has ended the run, or it has not ended
             print("".join(f"{line}\n" for line in unused), end="")
@@ -207,14 +206,14 @@ def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems:
     times: Counter[str] = Counter()
     ends: dict[str, float] = {}
     next_tokens: dict[str, float] = {}
-    by_step: dict[int, dict[str, list[tuple[int, float]]]] = {}
+    by_step: dict[int, dict[str, list[tuple[int, float]]]] = {step: {} for step in steps}
     for step, samples in steps.items():
         for sample in samples:
             spans = [(record, int(begin or 0), float(end or END)) for record, begin, end in PART.findall(sample)]
             ends.update((record, end) for record, _, end in spans[:-1])
             for record, begin, end in spans:
                 times[record] += not begin
-                by_step.setdefault(step, {}).setdefault(record, []).append((begin, end))
+                by_step[step].setdefault(record, []).append((begin, end))
     for step, records in by_step.items():
         for record, remaining in records.items():
             # The order of ranks in a step is not recorded, but the spans of a record follow each other.
@@ -226,8 +225,7 @@ def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems:
                 span = (fitting or remaining)[0]
                 remaining.remove(span)
                 if not fitting and (record in next_tokens or min(steps) == 1):
-                    gap = f"goes on at token {span[0]}, but was left at {token:.0f}"
-                    problems.append(f"step {step}: {record} {gap}")
+                    problems.append(f"step {step}: {record} goes on at token {span[0]}, but was left at {token:.0f}")
                 next_tokens[record] = span[1]
     epochs = (facts.get("config") or {}).get("epochs")
     if not epochs:

@@ -191,16 +191,13 @@ class StreamedData(Loader):
         of other files, with a warning.
         """
         if state.get("version") != STATE_VERSION or "cursors" not in state:
-            raise DataError(
-                "the training data changed: the checkpoint is of indexed data, not of streams; use the data and "
-                "--streaming of the run so far, or start a new run from its weights (--finetune 1)"
-            )
+            remedy = "resume with --streaming 0, or start a new run from its weights (--finetune 1)"
+            raise DataError(f"the training data changed: the checkpoint is of indexed data, not of streams; {remedy}")
         now = self._identity()
         for key, flag in (("seed", "--seed"), ("shuffle", "--shuffle"), ("layout", "the layout of samples")):
             refuse_changed(flag, state[key], now[key])
         if state["fingerprint"] != self.fingerprint:
-            changed = f"the training data changed: files or tokenizer {state['fingerprint']} in the checkpoint, "
-            changed += f"{self.fingerprint} now"
+            changed = "the training data changed: other files, sizes, remote versions, or another tokenizer or template"
             then = "continuing at the same cursors; records may come twice or not at all"
             change_data(changed, then, allowed=allow_data_change)
         self._begin(int(state["consumed"]), [Cursor(*cursor) for cursor in state["cursors"]])
