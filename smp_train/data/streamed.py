@@ -10,6 +10,8 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -227,10 +229,10 @@ def open_streams(
     """
     spread_tokenizing(local_ranks)
     with distributed.together("opening the streams"):
-        reading = _reading(args, sources, short, long, seq_len, epochs=args.epochs, with_names=args.data_audit)
+        how = {"short": short, "long": long, "shuffled": args.shuffle != "none", "with_names": args.data_audit}
         training = StreamedData(
-            reading, merge=distributed.largest, seq_len=seq_len, micro_batch=args.train_batch_size,
-            accumulation=args.gradient_accumulation_steps, **share,
+            _reading(args, sources, seq_len, epochs=args.epochs, **how), merge=distributed.largest, seq_len=seq_len,
+            micro_batch=args.train_batch_size, accumulation=args.gradient_accumulation_steps, **share,
         )  # fmt: skip
         training.check()
     logger.log(
@@ -242,30 +244,21 @@ def open_streams(
     return training
 
 
-def _reading(
-    args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], short: str, long: str, seq_len: int, **how: Any
-) -> Reading:
+def _reading(args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], seq_len: int, **how: Any) -> Reading:
     for files, _ in sources:
         if files.files[0].kind == "tokens":
             raise ConfigError(f"{files.location}: holds prepared tokens, which are not streamed; use --streaming 0")
-    return Reading(
-        [files for files, _ in sources], [recipe.open() for _, recipe in sources], seq_len, seed=args.seed,
-        short=short, long=long, max_bad=args.max_bad, bad=BadRecords(args.bad_rows == "skip"),
-        **{"shuffled": args.shuffle != "none", **how},
-    )  # fmt: skip
+    makers = [recipe.open() for _, recipe in sources]
+    bad = BadRecords(args.bad_rows == "skip")
+    return Reading([files for files, _ in sources], makers, seq_len, args.seed, max_bad=args.max_bad, bad=bad, **how)
 
 
+@dataclass
 class FirstSamples(Source):
     """The first samples of some records in stored order, in memory: for validation."""
 
-    def __init__(self, reading: Reading, most: int) -> None:
-        parts = [FilePart(file, n, 0, 1) for n, files in enumerate(reading.sources) for file in files.files]
-        stream = Stream(0, parts, reading)
-        self.samples: list[Sample] = []
-        while len(self.samples) < most and (sample := stream.take()) is not None:
-            if sample.row.has_target():
-                self.samples.append(sample)
-        self.fingerprint = fingerprint(reading)
+    samples: list[Sample]
+    fingerprint: str
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -284,7 +277,10 @@ def first_samples(
 ) -> FirstSamples:  # fmt: skip
     """Return the first ``most`` samples in stored order, never packed. Not collective. Raises DataError."""
     short = "pad" if short == "pack" else short
-    samples = FirstSamples(_reading(args, sources, short, long, seq_len, shuffled=False, epochs=1), most)
-    if not len(samples):
+    reading = _reading(args, sources, seq_len, short=short, long=long, shuffled=False, epochs=1)
+    parts = [FilePart(file, number, 0, 1) for number, (files, _) in enumerate(sources) for file in files.files]
+    stream = iter(Stream(0, parts, reading).take, None)  # until the stream ends
+    samples = list(islice((sample for sample in stream if sample.row.has_target()), most))
+    if not samples:
         raise DataError(f"{sources[0][0].location}: holds no record to validate on")
-    return samples
+    return FirstSamples(samples, fingerprint(reading))

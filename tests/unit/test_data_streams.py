@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from smp_train.data.files import DataFile, FileSet
 from smp_train.data.kinds import Kind
 from smp_train.data.source import IGNORED, Problem, Row
 from smp_train.data.stream import Reading, assign_parts, stream_count
-from smp_train.data.streamed import FirstSamples, StreamedData
+from smp_train.data.streamed import StreamedData, first_samples
 from smp_train.errors import DataError
 from tests.streams import positions_of, spans_of, state_of
 
@@ -353,9 +354,10 @@ def test_sources_are_one_stream_of_all_their_records(tmp_path):
 
 
 def test_validation_is_the_beginning_in_stored_order(corpus):
+    args, letters = SimpleNamespace(bad_rows="stop", max_bad=0.001, seed=1), SimpleNamespace(open=Letters)
     ids = [token for tokens in texts(corpus).values() for token in tokens]
     for most, count in ((5, 5), (10**6, -(-len(ids) // LENGTH))):
-        samples = FirstSamples(reading(corpus, shuffled=False, epochs=1), most)
+        samples = first_samples(args, [(corpus, letters)], short="concat", long="split", seq_len=LENGTH, most=most)
         assert len(samples) == count
         found = np.concatenate([samples.row(n).input_ids for n in range(count)]).tolist()
         assert found == ids[: len(found)]
