@@ -28,7 +28,7 @@ def test_a_blend_resumes_on_other_ranks(tmp_path: Path) -> None:
     """Audited: what is trained on after a resume with another world size is what one uninterrupted process sees."""
     a, b = put(tmp_path / "a", "a", 3), put(tmp_path / "b", "b", 5)
     common = {
-        "use_synthetic_data": None, "short": "concat", "shuffle": "window:1", "data_audit": 1, "max_steps": 6,
+        "use_synthetic_data": None, "short": "concat", "data_audit": 1, "max_steps": 6,
         "training_dir": None,
     }  # fmt: skip
     places = ["--training_dir", f"{a}:0.7", f"{b}:0.3"]
