@@ -176,6 +176,7 @@ def test_a_given_tokenizer(texts, made, tmp_path):
     tokenizers.train(["another"], 300).save(str(tmp_path / "t.json"))
     main([*flags, "--output", str(tmp_path / "own"), "--tokenizer", str(tmp_path / "t.json")])
     shutil.copy(made / "tokenizer.json", tmp_path / "t.json")
+    tokenizers.load_with_end.cache_clear()  # as in another process
     with pytest.raises(ConfigError, match="another preparation"):
         main([*flags, "--output", str(tmp_path / "own"), "--tokenizer", str(tmp_path / "t.json")])
     for more, reason in [

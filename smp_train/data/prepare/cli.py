@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -44,6 +45,7 @@ TOKENIZER_SAMPLE_PER_ENTRY = 512
 """Bytes of text that a tokenizer is trained on, for each entry of its vocabulary."""
 BYTES_PER_TOKEN = 8
 """Bytes of input for each token of --max_rows that are converted at a time: more than tokens have."""
+NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
 OUTPUT_FILES = re.compile(r"\.?(train|test)-\d{5}\.(json|json\.gz|tok|idx)(\..*\.partial)?")
 
 
@@ -55,10 +57,13 @@ def main(argv: Sequence[str]) -> int:
     if files.kind.answers_only and args.seq_len is not None:
         raise ConfigError(f"--seq_len {args.seq_len}: {files.kind.plural} keep their length; leave it out")
     args.seq_len = None if files.kind.answers_only else args.seq_len or SEQ_LEN
+    # An unusable tokenizer or template is refused before anything is written.
     recipe = Recipe(files.kind, tokenizer=args.tokenizer, chat_template=args.chat_template, eos_token=args.eos_token)
-    if args.tokenizer:  # an unusable one is refused before anything is written
-        recipe.open()
-    output, request = Path(args.output), _request(args, files)
+    identity = recipe.open().identity if args.tokenizer else open_path(args.chat_template or os.devnull).read_text()
+    contents = [identity, [(file.name, file.size, file.version) for file in files.files], token_file.VERSION, FORMAT]
+    flags = {key: value for key, value in vars(args).items() if key not in NOT_IN_REQUEST}
+    request = {**flags, "contents": hashlib.sha256(json.dumps(contents).encode()).hexdigest()}
+    output = Path(args.output)
     earlier = _read_manifest(output)
     if earlier.get("complete"):
         shards = [(split, shard) for split in SPLITS for shard in earlier["splits"][split]["shards"]]
@@ -210,21 +215,6 @@ def _strings(value: Any) -> Iterator[str]:
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _strings(inner)
-
-
-def _request(args: Namespace, files: FileSet) -> dict[str, Any]:
-    """Return all that decides the output; a call with the same request has nothing to do."""
-    not_decisive = ("input", "output", "overwrite", "processes")
-    request = {key: value for key, value in vars(args).items() if key not in not_decisive}
-    tokenizer = Path(args.tokenizer or "")
-    tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    contents = [
-        json.dumps([(file.name, file.size, file.version) for file in files.files]).encode(),
-        open_path(args.chat_template).read_bytes() if args.chat_template else b"",
-        tokenizer.read_bytes() if args.tokenizer and tokenizer.is_file() else b"",
-    ]
-    digests = [hashlib.sha256(content).hexdigest() for content in contents]
-    return {"format": FORMAT, "token_files": token_file.VERSION, **request, "contents": digests}
 
 
 def _read_manifest(output: Path) -> dict[str, Any]:
