@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from smp_train import distributed
 from smp_train.arguments.sources import is_hub_name
 from smp_train.data import hub, manifest, s3
-from smp_train.data.kinds import TEXTS, TOKENS, Kind, kind_of_record
+from smp_train.data.kinds import TEXTS, Kind, kind_of_record
 from smp_train.data.readers import is_gzip, records
 from smp_train.data.text import object_of
 from smp_train.errors import ConfigError, DataError, first_few
@@ -32,10 +32,13 @@ logger = logging.getLogger("smp_train.data")
 READERS = {
     ".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".json.gz": "lines", ".jsonl.gz": "lines",
     ".ndjson.gz": "lines", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".md": "text", ".rst": "text",
-    ".py": "text", ".txt.gz": "text", ".tok": "tokens", ".idx": "tokens",
+    ".py": "text", ".txt.gz": "text",
 }  # fmt: skip
 """Reader of a file, by the suffix of its name."""
-NOT_TEXT = (".csv", ".tsv", ".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".tar", ".gz", ".zst", ".bz2", ".xz")
+NOT_TEXT = (
+    ".csv", ".tsv", ".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".tar", ".gz", ".zst", ".bz2", ".xz", ".tok",
+    ".idx",
+)  # fmt: skip
 """Suffixes of files that are refused. A single file with any other unknown suffix is read as text."""
 HELD_OUT = ("validation", "valid", "val", "dev", "test")
 """Splits to validate on; the first that exists is read."""
@@ -57,7 +60,7 @@ class DataFile:
     name: str  # within the data set: the path relative to the location
     size: int  # bytes; 0 where unknown (hub)
     version: str  # of the content: modification time in ns, ETag, or a digest of the hub's files
-    kind: str  # reader: lines, parquet, arrow, text (one record), hub, or tokens (.tok or .idx)
+    kind: str  # reader: lines, parquet, arrow, text (one record), or hub
     shard: int = 0  # the number of the shard, the configuration and the split of a data set on the hub
     config: str | None = None
     split: str | None = None
@@ -300,8 +303,6 @@ def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) 
     kind = _kind_of_files(files, selection.column)
     if kind.name != "text":  # such as a README
         files = [file for file in files if file.kind != "text"]
-    if len({file.kind == "tokens" for file in files}) > 1:
-        raise DataError(f"{location}: holds prepared tokens (.tok) and other records; keep one kind in a folder")
     left_out = _describe(entries.keys() - {file.name for file in files})
     if left_out and not selection.patterns:
         logger.warning("%s: left out, as they are not read: %s", location, left_out)
@@ -338,8 +339,6 @@ def _dataset_files(location: str, entries: dict[str, DataFile]) -> list[str]:
 
 def _kind_of_files(files: Sequence[DataFile], column: str | None) -> Kind:
     """Return the kind of the first well-formed record. Raises DataError and ConfigError."""
-    if any(file.kind == "tokens" for file in files):
-        return TOKENS
     problem: DataError | None = None
     for file in (file for file in files if file.kind != "text"):
         for _, number, record in islice(records(file), FIRST_RECORDS):

@@ -14,8 +14,6 @@ from smp_train.errors import DataError, first_few
 from smp_train.storage.client import is_s3
 
 MANIFEST = "_manifest.json"
-INDEX_SUFFIX = ".idx"
-"""Indexes are not listed: a token file is listed, and its index has checksums of both."""
 
 
 def check(location: str, sizes: Mapping[str, int]) -> None:
@@ -52,8 +50,7 @@ def differences(location: str, sizes: Mapping[str, int], *, checksums: bool = Fa
                     digest.update(block)
             if digest.hexdigest() != sha256:
                 problems.append(f"{name} has another checksum")
-    more = (name for name in sorted(sizes) if name not in listed and not name.endswith(INDEX_SUFFIX))
-    return problems + [f"{name} is not listed" for name in more]
+    return problems + [f"{name} is not listed" for name in sorted(sizes) if name not in listed]
 
 
 def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:

@@ -27,7 +27,7 @@ from smp_train.data.samples import Sample
 from smp_train.data.source import Row, Source
 from smp_train.data.stream import BEGIN, Cursor, FilePart, Reading, Stream, assign_parts, stream_count
 from smp_train.data.tokenizer import spread_tokenizing
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import DataError
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -245,9 +245,6 @@ def open_streams(
 
 
 def _reading(args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], seq_len: int, **how: Any) -> Reading:
-    for files, _ in sources:
-        if files.files[0].kind == "tokens":
-            raise ConfigError(f"{files.location}: holds prepared tokens, which are not streamed; use --streaming 0")
     makers = [recipe.open() for _, recipe in sources]
     bad = BadRecords(args.bad_rows == "skip")
     return Reading([files for files, _ in sources], makers, seq_len, args.seed, max_bad=args.max_bad, bad=bad, **how)

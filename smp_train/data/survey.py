@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from smp_train.data.bad_records import BadRecords
-from smp_train.data.convert import open_token_rows
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.rows import Recipe, read_rows
 from smp_train.data.source import IGNORED, Row
@@ -26,8 +25,6 @@ class Survey(BadRecords):
     seq_len: int | None = None
     kind: str = ""
     files: int = 0
-    left_out: int = 0
-    """Records that were left out when prepared tokens were made."""
     lengths: array[int] = field(default_factory=lambda: array("Q"))
     counted: int = 0
     labelled: int = 0
@@ -72,8 +69,6 @@ class Survey(BadRecords):
             if tokenizer:
                 marked = " (counted tokens in [[ ]])" if row.labels is not None else ""
                 lines.append(f"as text{marked}: {_marked_text(row, tokenizer)!r}")
-        if self.left_out:
-            lines.append(f"left out when this was prepared, as malformed: {self.left_out} records")
         return "\n".join([*lines, f"problems: {len(self.problems)}"])
 
 
@@ -90,16 +85,6 @@ def _marked_text(row: Row, tokenizer: str) -> str:
 def survey(files: FileSet, recipe: Recipe, seq_len: int | None = None) -> Survey:
     """Read a whole data set, past every malformed record; each row must have a target within ``seq_len``."""
     result = Survey(skip=True, seq_len=seq_len, kind=files.kind.plural.capitalize())
-    if files.files[0].kind == "tokens":
-        rows = open_token_rows(files, recipe, max_bad=1)
-        report = rows.report()
-        result.kind, result.files, result.left_out = "Prepared tokens", report["shards"], report["left_out"]
-        for index in range(len(rows)):
-            try:
-                result.count_row(rows.name(index), rows.row(index))
-            except DataError as error:
-                result.problems.append(str(error))
-        return result
     maker = recipe.open()
     with_labels: dict[bool, str] = {}
     """The first file with labels, and the first without."""

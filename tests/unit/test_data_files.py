@@ -177,15 +177,10 @@ def test_texts_next_to_other_records(tmp_path, caplog):
     assert "*.md" in caplog.text
 
 
-def test_prepared_tokens(tmp_path):
-    put(tmp_path, "a.tok", "a.idx", "b.tok", "b.idx")
-    fileset = list_files(str(tmp_path))
-    assert fileset.kind == TOKENS
-    assert [(file.name, file.kind) for file in fileset.files] == [
-        (name, "tokens") for name in ("a.idx", "a.tok", "b.idx", "b.tok")
-    ]
-    put(tmp_path, "c.jsonl")
-    refuses(tmp_path, "holds prepared tokens", "keep one kind in a folder")
+def test_token_files_are_no_records(tmp_path):
+    put(tmp_path, "a.tok", "a.idx")
+    refuses(tmp_path, "no file that matches", "1 *.tok")
+    refuses(tmp_path / "a.tok", "no file that matches")
 
 
 # --- splits

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from smp_train.data import convert, token_file
+from smp_train.data import convert
 from smp_train.data import tokenizer as tokenizers
 from smp_train.data.convert import open_token_rows
 from smp_train.data.files import list_files
@@ -19,7 +19,6 @@ from smp_train.data.prepare.cli import MANIFEST, SPLITS, main
 from smp_train.data.prepare.shards import SplitWriter, entropy, is_held_out
 from smp_train.data.rows import Recipe
 from smp_train.data.source import Row
-from smp_train.data.survey import survey
 from smp_train.data.token_rows import TokenRows
 from smp_train.errors import ConfigError, DataError
 
@@ -200,6 +199,7 @@ BAD_CALLS = {
     "nowhere": ("--input /nowhere --output o --train_tokenizer 400", DataError, "/nowhere: "),
     "short rows": ("--input {here} --output o --train_tokenizer 400 --seq_len 1", ConfigError, "--seq_len: 1: must"),
     "fraction": ("--input {here} --output o --tokenizer t --validation_fraction 1", ConfigError, "--validation_f"),
+    "output": ("--input i --output o --tokenizer t --output_type cache", ConfigError, "--output_type cache: training"),
     "special": ("--input i --output o --tokenizer t --special_tokens <x>", ConfigError, "--train_tokenizer"),
     "many special": ("--input {here} --output {out} --train_tokenizer 258 --special_tokens a b", ConfigError, "259"),
 }
@@ -260,23 +260,6 @@ def test_a_killed_preparation_continues(texts, made, tmp_path, monkeypatch, limi
     monkeypatch.setattr(convert, "write_group", None)
     assert prepare(texts, output, *limits) == 0
     assert contents(output) == contents(whole)
-
-
-def test_prepared_tokens_are_the_same_rows(texts, made, tmp_path, capsys, monkeypatch):
-    output = tmp_path / "out"
-    assert prepare(texts, output, "--output_type", "cache") == 0
-    for split in SPLITS:
-        files = list_files(str(output / split))
-        rows = rows_in(output / split, cache_dir=str(tmp_path / "cache"))
-        ids = [rows.row(number).input_ids for number in range(len(rows))]
-        assert np.array_equal(np.concatenate(ids), read_split(made / split))
-        assert not survey(files, Recipe(files.kind, 400)).problems
-    assert prepare(texts, output, "--output_type", "cache") == 0
-    assert "already prepared" in capsys.readouterr().out
-    # Token files of another version are neither read nor continued.
-    monkeypatch.setattr(token_file, "VERSION", token_file.VERSION + 1)
-    with pytest.raises(ConfigError, match=r"of another version; give another folder, or --overwrite 1"):
-        prepare(texts, output, "--output_type", "cache")
 
 
 def test_the_committed_sample_is_what_its_manifest_says():

@@ -9,10 +9,7 @@ import pytest
 
 from smp_train.data import cli
 from smp_train.data.blend import BLOCK, apportion, sources_of_block
-from smp_train.data.convert import open_token_rows
-from smp_train.data.files import list_files
 from smp_train.data.order import Order
-from smp_train.data.rows import Recipe
 from smp_train.errors import ConfigError, DataError
 from smp_train.telemetry.audit import DataAudit
 from tests.training import SAMPLE
@@ -71,19 +68,6 @@ def test_verify_reads_text_and_chats(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n')
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: .*preference pair"):
         cli.main(["verify", str(tmp_path / "pairs.jsonl")])
-
-
-def test_verify_prepared_tokens(tmp_path, capsys):
-    (tmp_path / "a.json").write_text('{"input_ids": [1, 2, 3]}\n' * 5)
-    files = list_files(str(tmp_path))
-    open_token_rows(files, Recipe(files.kind, 9), cache_dir=str(tmp_path / "cache"))
-    (tok,) = (tmp_path / "cache").rglob("*.tok")
-    assert cli.main(["verify", str(tok.parent)]) == 0
-    content = bytearray(tok.read_bytes())
-    content[13] ^= 1
-    tok.write_bytes(content)
-    assert cli.main(["verify", str(tok.parent)]) == 3
-    assert "row 2 (a.json:3) does not match its checksum" in capsys.readouterr().out
 
 
 def test_mistakes_of_use(tmp_path):

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smp_train.data import token_file
 from smp_train.data.arrays_file import atomic_file
 from smp_train.data.chats import Chats
 from smp_train.data.convert import open_token_rows, processes_for
@@ -46,7 +45,7 @@ TOKENIZER_SAMPLE_PER_ENTRY = 512
 BYTES_PER_TOKEN = 8
 """Bytes of input for each token of --max_rows that are converted at a time: more than tokens have."""
 NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
-OUTPUT_FILES = re.compile(r"\.?(train|test)-\d{5}\.(json|json\.gz|tok|idx)(\..*\.partial)?")
+OUTPUT_FILES = re.compile(r"\.?(train|test)-\d{5}\.json(\.gz)?(\..*\.partial)?")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     # An unusable tokenizer or template is refused before anything is written.
     recipe = Recipe(files.kind, tokenizer=args.tokenizer, chat_template=args.chat_template, eos_token=args.eos_token)
     identity = recipe.open().identity if args.tokenizer else open_path(args.chat_template or os.devnull).read_text()
-    contents = [identity, [(file.name, file.size, file.version) for file in files.files], token_file.VERSION, FORMAT]
+    contents = [identity, [(file.name, file.size, file.version) for file in files.files], FORMAT]
     flags = {key: value for key, value in vars(args).items() if key not in NOT_IN_REQUEST}
     request = {**flags, "contents": hashlib.sha256(json.dumps(contents).encode()).hexdigest()}
     output = Path(args.output)

@@ -16,7 +16,6 @@ import numpy as np
 from smp_train.data.arrays_file import atomic_file
 from smp_train.data.readers import open_gzip_writer
 from smp_train.data.source import IGNORED, Row
-from smp_train.data.writer import writing
 
 try:
     import orjson
@@ -95,21 +94,15 @@ class SplitWriter:
         return [Row(ids) for ids in np.concatenate(parts).reshape(number, self.seq_len)]
 
     def _write_shard(self, rows: list[Row]) -> None:
-        path = self.folder / f"{self.folder.name}-{len(self.shards):05d}"
-        if self.args.output_type == "cache":
-            with writing(str(path), self.counts.size) as writer:
-                writer.add(path.name, 0, "", enumerate(rows, 1))
-            path = path.with_suffix(".tok")
-            content = path.read_bytes()
-        else:
-            path, content = path.with_suffix(".json"), b"".join(map(_line, rows))
-            if self.args.zip:
-                buffer = io.BytesIO()
-                with open_gzip_writer(buffer) as stream:
-                    stream.write(content)
-                path, content = path.with_suffix(".json.gz"), buffer.getvalue()
-            with atomic_file(str(path)) as file:
-                file.write(content)
+        path = self.folder / f"{self.folder.name}-{len(self.shards):05d}.json"
+        content = b"".join(map(_line, rows))
+        if self.args.zip:
+            buffer = io.BytesIO()
+            with open_gzip_writer(buffer) as stream:
+                stream.write(content)
+            path, content = path.with_suffix(".json.gz"), buffer.getvalue()
+        with atomic_file(str(path)) as file:
+            file.write(content)
         sha256 = hashlib.sha256(content).hexdigest()
         self.shards.append({"name": path.name, "rows": len(rows), "bytes": len(content), "sha256": sha256})
 
