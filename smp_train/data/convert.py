@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from smp_train import distributed
@@ -26,7 +25,7 @@ from smp_train.data.files import DataFile, FileSet
 from smp_train.data.rows import Recipe, RowMaker, read_rows
 from smp_train.data.samples import Samples, make_table, needs_tables, table_ranges
 from smp_train.data.source import Source
-from smp_train.data.token_file import VERSION, TokenFile, TokenRows, dtype_for, read_index
+from smp_train.data.token_file import VERSION, TokenRows, dtype_for
 from smp_train.data.writer import writing
 from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError, DataError, SmpTrainError, first_few
@@ -62,8 +61,6 @@ def open_token_rows(
 ) -> TokenRows:  # fmt: skip
     """Return the rows of a file set, converted first where necessary; collective.
 
-    Token files that prepare made are opened as they are.
-
     Args:
         files: the same on every rank.
         recipe: makes rows of records.
@@ -73,9 +70,6 @@ def open_token_rows(
         processes: number of processes of this rank.
     """
     reading = f"reading {files.location}"
-    if files.files[0].kind == "tokens":
-        with distributed.together(reading):
-            return _open_prepared(files, recipe.vocab_size, max_bad, cache_dir)
     with distributed.together(reading):
         cache = TokenCache(files, recipe.identity(), cache_dir)
         missing = cache.missing(files.files)
@@ -100,7 +94,9 @@ def open_token_rows(
             raise DataError(f"{shard.shown}: its token cache vanished; is something clearing the --data_cache_dir?")
         rows = TokenRows(shards, [stored for stored in map(cache.stored, shards) if stored is not None])
         rows.cache = cache
-        _judge(rows, max_bad)
+        headers = zip(shards, rows.headers, strict=True)
+        bad = [(shard, header.skipped, header.first_bad_number, header.first_bad) for shard, header in headers]
+        judge_bad_records(bad, len(rows), max_bad)
         return rows
 
 
@@ -305,37 +301,3 @@ def _work(base: str, group: Group) -> None:
             raise SmpTrainError("the conversion was stopped")
 
     write_group(base, group, maker, vocab_size, tick, skip_bad)
-
-
-def _open_prepared(files: FileSet, vocab_size: int, max_bad: float | None, cache_dir: str | None) -> TokenRows:
-    """Open prepared token files, ordered by the names of the shards they were made of. Raises DataError."""
-    if files.files[0].remote:
-        raise DataError(f"{files.location}: prepared tokens are read from disk; copy the folder to a disk of each node")
-    stored: list[tuple[str, TokenFile, int]] = []
-    for base in sorted({os.path.splitext(file.path)[0] for file in files.files}):
-        file = read_index(base)
-        if file is None:
-            raise DataError(f"{base}.idx: damaged, of another version, or without its .tok; make or copy both again")
-        for number, header in enumerate(file.headers):
-            if header.vocab_size > vocab_size:
-                raise DataError(
-                    f"{base}.idx: was made for a vocabulary of {header.vocab_size}, the model has {vocab_size}; "
-                    "use the tokenizer of the model, or set --vocab_size"
-                )
-            stored.append((header.source, file, number))
-    stored.sort(key=lambda each: (each[0], each[1].base))
-    for (name, file, _), (next_name, other, _) in pairwise(stored):
-        if name == next_name:
-            raise DataError(f"{file.path}: {other.path} holds the same shard, {name}; remove one of the two")
-    shards = [DataFile(file.path, name, 0, "", "tokens") for name, file, _ in stored]
-    rows = TokenRows(shards, [(file, number) for _, file, number in stored], "copy or make it again")
-    rows.cache = TokenCache(files, "prepared", cache_dir)
-    _judge(rows, max_bad, "; such records were left out when this was made: accept that with --bad_rows skip")
-    return rows
-
-
-def _judge(rows: TokenRows, max_bad: float | None, remedy: str = "") -> None:
-    """Raise DataError where more records were left out than --max_bad allows."""
-    headers = zip(rows.files, rows.headers, strict=True)
-    bad = [(file, header.skipped, header.first_bad_number, header.first_bad) for file, header in headers]
-    judge_bad_records(bad, len(rows), max_bad, remedy)

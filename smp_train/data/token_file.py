@@ -37,6 +37,7 @@ except ImportError:
     from zlib import crc32
 
 VERSION = 7
+REMEDY = "remove it and start again: it is made anew"
 ARRAYS = {"starts": "<u8", "numbers": "<u8", "crc": "<u4", "first_targets": "<u4"}
 """Arrays of a shard: the first token of each row, and the end; the number of its record, from 1; its checksum; the
 index of its first token that carries loss."""
@@ -141,16 +142,10 @@ def _shapes(headers: Sequence[Header]) -> list[list[Any]]:
 
 
 class TokenRows(Source):
-    """The rows of shards in token files, numbered through the shards in the order of their names.
+    """The rows of shards, numbered in their order; ``stored`` is each shard's token file, and its number in that."""
 
-    ``stored`` are the token file of each shard and the shard's number in it, ``remedy`` what to do about damaged files.
-    """
-
-    def __init__(
-        self, files: Sequence[DataFile], stored: Sequence[tuple[TokenFile, int]],
-        remedy: str = "remove it and start again: it is made anew",
-    ) -> None:  # fmt: skip
-        self.files, self._stored, self.remedy = list(files), list(stored), remedy
+    def __init__(self, files: Sequence[DataFile], stored: Sequence[tuple[TokenFile, int]]) -> None:
+        self.files, self._stored = list(files), list(stored)
         self.cache: TokenCache | None = None
         self.headers = headers = [file.headers[number] for file, number in stored]
         if not any(header.rows for header in headers):
@@ -206,7 +201,7 @@ class TokenRows(Source):
             size = os.preadv(opened.descriptor, [data.data], self._begins[shard] + start * dtype.itemsize)
         except OSError as error:
             path = self._stored[shard][0].path
-            raise DataError(f"{path}: cannot be read ({error.strerror}); {self.remedy}") from None
+            raise DataError(f"{path}: cannot be read ({error.strerror}); {REMEDY}") from None
         if size != data.nbytes or row_checksum(data, tokens) != crc[row]:
             raise self._damaged(shard, row)
         if not header.labelled:
@@ -218,7 +213,7 @@ class TokenRows(Source):
 
     def _damaged(self, shard: int, row: int) -> DataError:
         file, name = self._stored[shard][0], self.name(self._starts[shard] + row)
-        return DataError(f"{file.path}: row {row} ({name}) does not match its checksum; {self.remedy}")
+        return DataError(f"{file.path}: row {row} ({name}) does not match its checksum; {REMEDY}")
 
     def name(self, index: int) -> str:
         """Return ``file:number`` of the row's record."""
