@@ -169,7 +169,8 @@ def data(args: Any) -> list[tuple[str, str]]:
     """Return (flag, folder) of the data that flags name on a file system, without the weights of a blend."""
     test = [args.test_dir] if args.test_dir else []
     sources = {"training_dir": args.training_dir or [], "dataset": args.dataset or [], "test_dir": test}
-    folders = [(flag, folder) for flag, named in sources.items() for folder in read_weights(named)[0]]
+    folders = [(flag, folder) for flag, named in sources.items() for folder in named]
+    folders = [(flag, read_weights([folder])[0][0]) for flag, folder in folders]
     return [(flag, folder) for flag, folder in folders if "://" not in folder and not is_hub_name(folder)]
 
 
