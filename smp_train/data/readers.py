@@ -175,11 +175,9 @@ def parse_object(line: bytes) -> dict[str, Any]:
         # orjson keeps the last of two equal keys. Each key and each string has two quotes, so a dropped key leaves
         # quotes over. Only a line with an escaped backslash before a quote, or with quotes over, is parsed again.
         if b'\\\\"' in line or line.count(b'"') - line.count(b'\\"') != 2 * _count_strings(record):
-            record = json.loads(line, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+            record = json.loads(line, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from None
-    except _RepeatedKey as error:
-        raise ValueError(f"{error} is given twice; keep one") from None
     except (ValueError, RecursionError) as error:
         reason = f"broken JSON ({error}); one whole object per line is needed"
         raise ValueError(array if line.lstrip()[:1] == b"[" else reason) from None
@@ -197,18 +195,10 @@ def _count_strings(value: Any) -> int:
     return sum(map(_count_strings, value)) if isinstance(value, list) else 0
 
 
-class _RepeatedKey(ValueError):
-    """A JSON object has this key twice."""
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for key, value in pairs:
         if key in record:
-            raise _RepeatedKey(key)
+            raise ValueError(f"{key} is given twice")
         record[key] = value
     return record
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
