@@ -13,7 +13,7 @@ from smp_train import distributed, divergence, generation, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.validation import prompts_only
 from smp_train.best import Best
-from smp_train.build_run import Position, Run, build_run, mesh_sizes
+from smp_train.build_run import NO_LIMIT, Position, Run, build_run, mesh_sizes
 from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.tokenizer import from_files
 from smp_train.data.batch import Batch
@@ -154,8 +154,9 @@ def fit(run: Run) -> bool:
     if progress.step == 0:
         run.metrics.event("start", step=0, total_steps=run.total_steps)
     log.info(
-        "Training from step %d to %d, %d samples per step; to stop and save: kill -TERM %d, or touch %s",
-        progress.step, run.total_steps, run.train_data.global_batch, os.getpid(), run.folder.stop,
+        "Training from step %d to %s, %d samples per step; to stop and save: kill -TERM %d, or touch %s",
+        progress.step, run.total_steps if run.total_steps < NO_LIMIT else "the end of the data",
+        run.train_data.global_batch, os.getpid(), run.folder.stop,
     )  # fmt: skip
     if args.evaluate_first and progress.step == 0 and not validate(run):
         return True
