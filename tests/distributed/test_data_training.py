@@ -66,5 +66,5 @@ def test_epochs_of_streams_end_the_run_when_all_ranks_have_ended(tmp_path: Path)
     assert len(LENGTHS) <= done < 100
     harness.run(train, 2, flags(tmp_path, **common, resume_from_checkpoint=tmp_path / "checkpoints"))
     assert steps(tmp_path)[-1]["step"] == done
-    with pytest.raises(harness.RankFailed, match="ConfigError: .*--epochs 2: the length of streamed data"):
+    with pytest.raises(harness.RankFailed, match=r"ConfigError: .*--epochs 2: the length of streamed data"):
         harness.run(train, 1, flags(tmp_path / "other", **{**common, "max_steps": None, "lr_decay_iters": None}))
