@@ -130,7 +130,7 @@ def slower_than_a_collective(_: str):
 
 @pytest.mark.slow
 def test_ranks_wait_longer_than_the_time_out_of_collectives(tmp_path):
-    """C7: a start used to end where one rank fetched or converted for longer than that."""
+    """A start used to end where one rank fetched or converted for longer than that."""
     assert run(slower_than_a_collective, 3, str(tmp_path)) == [[0, 1, 2]] * 3
 
 

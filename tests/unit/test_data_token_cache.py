@@ -166,7 +166,7 @@ def test_several_processes_write_what_one_does(tmp_path, monkeypatch):
 
 
 def test_a_killed_worker_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
-    """C: a conversion process that the kernel kills used to leave BrokenProcessPool and temporary files."""
+    """A conversion process that the kernel kills used to leave BrokenProcessPool and temporary files."""
     monkeypatch.setitem(convert.WORTH_BYTES, "tokens", 0)
     for number in range(2):
         write_shard(tmp_path / f"{number}.json", random_rows("ragged", 50_000))
@@ -307,7 +307,7 @@ def make_old(folder, *names):
 
 
 def test_caches_of_changed_and_removed_shards_are_deleted(tmp_path, monkeypatch):
-    """C6: they used to stay for ever."""
+    """They used to stay for ever."""
     monkeypatch.setattr(convert, "FILE_BYTES", 0)
     write_shard(tmp_path / "b.json", random_rows("ragged", 3))
     for number in range(5):
