@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from smp_train import losses
-from smp_train.data.pipelines.batch import Batch, collate
+from smp_train.data.batch import Batch, collate
+from smp_train.data.samples import Sample
 from smp_train.data.source import Row
 from smp_train.models.attention import Attention
 from smp_train.models.traits import packed_inputs
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
             given: Any = partial(dict, attention_mask=mask if kind == "padded" else None)
             if batch.position_ids is not None:
                 given = partial(packed_inputs, theirs, batch.position_ids)
-            own = partial(how.inputs, batch.input_ids, batch.attention_mask, batch.position_ids, batch.documents)
+            own = partial(how.inputs, batch.input_ids, None, batch.position_ids, batch.documents)
             pairs = [(_pass(theirs, batch, given), _pass(ours, batch, own)) for _ in range(args.rounds + 1)][1:]
             before, after = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))
             ratio = statistics.median(two / one for one, two in pairs)
@@ -69,11 +70,11 @@ def _batch(kind: str, args: Any) -> Batch:
         rows[0] = Row(ids[0][: args.context // 2])
     elif kind == "packed":
         rows = [Row(row, None, np.full(args.documents, args.context // args.documents)) for row in ids]
-    return collate(rows, [""] * args.rows, args.context)
+    return collate([Sample(row, "") for row in rows], args.context)
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
-    for name in ("input_ids", "labels", "attention_mask", "position_ids"):
+    for name in ("input_ids", "labels", "position_ids"):
         tensor = getattr(batch, name)
         setattr(batch, name, None if tensor is None else tensor.to(device))
     if batch.documents is not None:

@@ -25,12 +25,16 @@ import numpy as np
 import torch
 
 from smp_train.data import s3
-from smp_train.data.open_data import open_place
+from smp_train.data.convert import open_token_rows, write_group
+from smp_train.data.files import DataFile, list_files
+from smp_train.data.indexed import TrainingData
 from smp_train.data.order import Order
-from smp_train.data.pipelines.data_pipeline import TrainingData
-from smp_train.data.token_dataset import open_prepared
-from smp_train.data.token_writer import write_rows, writing
-from smp_train.data.utils import Shard, list_shards
+from smp_train.data.rows import Recipe
+from smp_train.data.samples import Samples
+from smp_train.data.stream import Reading
+from smp_train.data.streamed import StreamedData
+from smp_train.data.token_file import TokenRows
+from smp_train.data.tokenizer import train
 
 VOCAB = 32_000
 BATCH = 4
@@ -39,6 +43,7 @@ BYTES_PER_SECOND = 85e6
 """Of one connection: what S3 gives."""
 CUT_ROWS = 16_000
 """Rows read to compare few shards with many."""
+STREAM_FILES, STREAM_RECORDS, STREAM_STEPS = 64, 1000, 20
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,15 +60,18 @@ def main(argv: Sequence[str]) -> int:
         write_shards(folder / "shards", options.rows, options.seq_len)
         tokens = 2 * options.rows * options.seq_len
         loaders: dict[str, Callable[[], Any]] = {
-            "this package": ours(folder / "shards", options.seq_len),
+            "this package": ours(token_rows(folder / "shards"), options.seq_len, 2 * options.rows),
             "original": lambda: original(folder / "shards"),
         }
         peers = {"datasets, torch format": hugging_face(folder), "litdata": lit_data(folder, options.seq_len)}
         loaders |= {name: peer for name, peer in peers.items() if peer is not None}
         print_table("load batches of 4 rows, tokens/s", compare(loaders, options.rounds), tokens)
-        shard = list_shards(str(folder / "shards"))[0]
+        files = list_files(str(folder / "shards"))
+        maker, shard = Recipe(files.kind, VOCAB).open(), files.files[0]
         converters: dict[str, Callable[[], Any]] = {
-            "this package": lambda: convert(shard, str(folder / "converted")),
+            "this package": lambda: write_group(
+                str(folder / "converted"), [(shard, None)], maker, VOCAB, lambda done: None, False
+            ),
             "original, parsing alone": lambda: original_parse(shard.path),
         }
         print_table("convert one json.gz, tokens/s", compare(converters, options.rounds), tokens / 2)
@@ -72,6 +80,10 @@ def main(argv: Sequence[str]) -> int:
             size = options.objects * OBJECT_BYTES
             title = f"fetch {options.objects} objects from an S3-like server (25 ms, 85 MB/s a connection), bytes/s"
             print_table(title, compare(fetchers, options.rounds), size)
+        times = compare(streaming(folder / "text"), options.rounds)
+        for name, seconds in times.items():
+            wall, cpu = (statistics.median(values) for values in zip(*seconds, strict=True))
+            print(f"stream {STREAM_FILES} json.gz files of text: {name} {wall:.2f} s, {cpu:.2f} s of CPU")
         if options.shards:
             cuts = {f"{count} shards": cut(folder / f"cut{count}", count) for count in (8, options.shards)}
             print_table("load batches of 4 rows of 512, tokens/s", compare(cuts, options.rounds), CUT_ROWS * 512)
@@ -90,48 +102,66 @@ def write_shards(folder: Path, rows: int, seq_len: int) -> None:
                 file.write(json.dumps({"input_ids": ids, "attention_mask": mask}) + "\n")
 
 
-def convert(shard: Shard, base: str) -> None:
-    """Convert one shard."""
-    with writing(base) as writer:
-        writer.convert(shard, VOCAB)
+def token_rows(folder: Path) -> TokenRows:
+    """Return the rows of a folder, converted first where necessary."""
+    files = list_files(str(folder))
+    return open_token_rows(files, Recipe(files.kind, VOCAB))
 
 
-def ours(folder: Path, seq_len: int) -> Callable[[], None]:
-    """Return the next epoch over the token cache, in the global shuffle, read when asked, of a run that goes on."""
-    source = open_place(str(folder), vocab_size=VOCAB)
+def ours(rows: TokenRows, seq_len: int, count: int) -> Callable[[], None]:
+    """Return the reading of the next ``count`` rows in the global shuffle, without a thread, of a run that goes on."""
+    samples = Samples(rows, seq_len)
     data = TrainingData(
-        source, Order(len(source)), seq_len=seq_len, micro_batch=BATCH, accumulation=1, dp_rank=0, dp_size=1,
+        samples, Order(len(samples)), seq_len=seq_len, micro_batch=BATCH, accumulation=1, dp_rank=0, dp_size=1,
         prefetch=0, named=False,
     )  # fmt: skip
-
     batches = data.batches(0)
 
-    def epoch() -> None:
-        for _ in range(len(source) // BATCH):
+    def read() -> None:
+        for _ in range(count // BATCH):
             next(batches)
 
-    return epoch
+    return read
 
 
 def cut(folder: Path, shards: int) -> Callable[[], None]:
-    """Return the next epoch over `CUT_ROWS` rows of 512 tokens in so many converted shards, in the global shuffle."""
+    """Return the reading of `CUT_ROWS` rows of 512 tokens from so many shards."""
     folder.mkdir()
-    rows = -(-CUT_ROWS // shards)
-    block = np.random.default_rng(0).integers(0, VOCAB, (rows, 512))
+    block = np.random.default_rng(0).integers(0, VOCAB, (-(-CUT_ROWS // shards), 512))
+    lines = "".join(json.dumps({"input_ids": ids}) + "\n" for ids in block.tolist())
     for number in range(shards):
-        write_rows(f"{number:06}", str(folder / f"{number:06}"), VOCAB, block)
-    source = open_prepared(str(folder), VOCAB)
-    data = TrainingData(
-        source, Order(len(source)), seq_len=512, micro_batch=BATCH, accumulation=1, dp_rank=0, dp_size=1,
-        prefetch=0, named=False,
-    )  # fmt: skip
-    batches = data.batches(0)
+        (folder / f"{number:06}.json").write_text(lines)
+    return ours(token_rows(folder), 512, CUT_ROWS)
 
-    def epoch() -> None:
-        for _ in range(CUT_ROWS // BATCH):
-            next(batches)
 
-    return epoch
+def streaming(folder: Path) -> dict[str, Callable[[], None]]:
+    """Return the first step of a streamed set of text like C4, and `STREAM_STEPS` more of the same run."""
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    words = ["".join(chr(97 + letter) for letter in draw.integers(0, 26, draw.integers(2, 9))) for _ in range(5000)]
+    for number in range(STREAM_FILES):
+        with gzip.open(folder / f"{number:05}.json.gz", "wt", compresslevel=6) as file:
+            for size in draw.lognormal(5.3, 1.0, STREAM_RECORDS).astype(int) + 1:  # words of a page in C4
+                indices = np.minimum(draw.zipf(1.2, size), len(words)) - 1
+                file.write(json.dumps({"text": " ".join(words[index] for index in indices), "url": "x"}) + "\n")
+    train((" ".join(words) for _ in range(20)), 8000).save(str(folder.parent / "tokenizer.json"))
+    recipe = Recipe(list_files(str(folder)).kind, tokenizer=str(folder.parent / "tokenizer.json"))
+    recipe.open()
+    steps: list[Iterator[Any]] = []
+
+    def first_step() -> None:
+        reading = Reading([list_files(str(folder))], [recipe.open()], 4096)
+        share: Any = {"seq_len": 4096, "micro_batch": BATCH, "accumulation": 1, "dp_rank": 0, "dp_size": 1}
+        data = StreamedData(reading, prefetch=0, **share)
+        data.check()
+        steps[:] = [data.batches()]
+        next(steps[0])
+
+    def more_steps() -> None:
+        for _ in range(STREAM_STEPS):
+            next(steps[0])
+
+    return {"first step": first_step, f"{STREAM_STEPS} steps": more_steps}
 
 
 def original_parse(path: str) -> int:
@@ -173,7 +203,7 @@ def hugging_face(folder: Path) -> Callable[[], None] | None:
         print("datasets is not installed: left out")
         return None
     disable_progress_bars()
-    source = open_place(str(folder / "shards"), vocab_size=VOCAB)
+    source = token_rows(folder / "shards")
     rows = [source.row(index).input_ids.astype(np.int32) for index in range(len(source))]
     Dataset.from_dict({"input_ids": rows}).save_to_disk(str(folder / "arrow"))
     found = load_from_disk(str(folder / "arrow")).with_format("torch", columns=["input_ids"])
@@ -193,7 +223,7 @@ def lit_data(folder: Path, seq_len: int) -> Callable[[], None] | None:
     except ImportError:
         print("litdata is not installed: left out")
         return None
-    source = open_place(str(folder / "shards"), vocab_size=VOCAB)
+    source = token_rows(folder / "shards")
     rows = np.concatenate([source.row(index).input_ids for index in range(len(source))]).astype(np.int32)
     np.save(folder / "rows.npy", rows)
     made = str(folder / "litdata")
@@ -234,14 +264,15 @@ def staging(folder: Path, objects: int) -> dict[str, Callable[[], None]] | None:
         AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.server_address[1]}",
         AWS_ACCESS_KEY_ID="none", AWS_SECRET_ACCESS_KEY="none", AWS_DEFAULT_REGION="us-east-1",
     )  # fmt: skip
-    shards = [Shard(f"s3://bucket/{n}", str(n), OBJECT_BYTES, 0, "etag") for n in range(objects)]
+    files = [DataFile(f"s3://bucket/{n}", str(n), OBJECT_BYTES, "etag", "lines") for n in range(objects)]
     scratch = folder / "fetched"
     scratch.mkdir()
 
     def fetching(at_once: int) -> Callable[[], None]:
         def fetch() -> None:
-            for _, copy in s3.staged(shards, str(scratch), at_once=at_once):
-                os.unlink(copy)
+            with s3.fetch(files, str(scratch), at_once=at_once) as copies:
+                for _, copy in copies:
+                    os.unlink(copy)
 
         return fetch
 

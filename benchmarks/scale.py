@@ -38,8 +38,8 @@ from smp_train.checkpoints.dcp import parsed_index
 from smp_train.checkpoints.manifest import META, Committed, FileRecord, RunId, checksum_of
 from smp_train.checkpoints.save_planner import SavePlanner
 from smp_train.data import audit
+from smp_train.data.loader import Loader
 from smp_train.data.order import Order
-from smp_train.data.pipelines.loader import Loader
 from smp_train.distributed import Runtime, group
 from smp_train.distributed.heartbeat import PHASES
 from smp_train.models.build import build_meta

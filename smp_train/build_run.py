@@ -19,8 +19,9 @@ from smp_train.best import Best
 from smp_train.checkpoints import Checkpoint, CheckpointManager, Policy, RunId, tokenizer
 from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, is_node_local
+from smp_train.data.indexed import ValidationData
+from smp_train.data.loader import Loader
 from smp_train.data.open_data import open_data
-from smp_train.data.pipelines.data_pipeline import Loader, ValidationData
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.distributed.degrees import plan
 from smp_train.distributed.host_memory import free_host_bytes
@@ -47,6 +48,9 @@ from smp_train.telemetry.screen import Screen
 from smp_train.telemetry.step_times import StepTimes
 
 log = get_logger()
+
+NO_LIMIT = 10**9
+"""Steps of a run that ends when its data ends."""
 
 
 @dataclass
@@ -99,6 +103,12 @@ class Run:
     """What --auto chose."""
     stopped: bool = False
     """Whether the run ended on request, before its last step."""
+    data_ended: bool = False
+    """Whether no rank has a sample after the last completed step: all epochs of streamed data have ended."""
+    truncated: int = 0
+    """Rows that lost their end in this start (--long truncate)."""
+    truncated_targets: int = 0
+    """Tokens with loss that these rows lost."""
     saved_step: int = 0
     """Step of the newest checkpoint that this run wrote or resumed from; step 0 is never saved."""
     saved_path: str | None = None
@@ -155,15 +165,22 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         choose_loss(resolved.own.loss, backend, spec)
     check_memory(args, backend, spec, ranks)
     checkpoints = open_checkpoints(args, ranks, backend, spec, start.run, opened)
-    with resume.tokenizer_to_read_with(args, spec, start):
+    of_text: list[str | None] = []
+
+    def tokenizer_for_text() -> str | None:
+        if not of_text:
+            of_text.append(text_tokenizer.enter_context(resume.tokenizer_for_text(args, spec, start)))
+        return of_text[0]
+
+    with ExitStack() as text_tokenizer:
         train_data, validation = open_data(
-            args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks,
-            dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda", own=resolved.own,
+            args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks, dp_rank=topology.dp_rank,
+            dp_size=topology.dp_size, pin_memory=device.type == "cuda", own=resolved.own, tokenizer=tokenizer_for_text,
         )  # fmt: skip
     found = resume.look_for_checkpoint(args, spec, start, topology.mesh)
     with distributed.together("reading the tokenizer"):
         if ranks.is_main:
-            checkpoints.tokenizer = resume.tokenizer_of(args, spec, found)
+            checkpoints.tokenizer = resume.tokenizer_of(args, spec, found, reads_text=bool(of_text))
             if spec.pretrained is None and (found is None or names_model(args)):
                 tokenizer.set_ends(spec.config, checkpoints.tokenizer)
             if args.prompt and not checkpoints.tokenizer:
@@ -334,7 +351,13 @@ def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) 
     args = resolved.args
     if args.epochs is None:
         return args.max_steps
-    assert training.end is not None, "checked by arguments.validate"
+    if training.end is None:  # streams, whose length is unknown before their end
+        if args.lr_decay_iters is None and not resolved.given("max_steps"):
+            raise ConfigError(
+                f"--epochs {args.epochs}: the length of streamed data is unknown before its end; give --max_steps, or "
+                "the length of the schedule by --lr_decay_iters"
+            )
+        return args.max_steps if resolved.given("max_steps") else NO_LIMIT
     done = consumed = 0
     if found is not None:
         done = found.step
@@ -370,7 +393,8 @@ def write_run(run: Run, parameters: int) -> None:
         run=run.start.run.to_json(), config=asdict(run.args), sources=run.resolved.sources,
         mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh}, backend=run.backend.name,
         model=run.spec.name, own=run.own.names(), parameters=parameters, total_steps=run.total_steps,
-        samples=run.train_data.sizes(), **({"auto": run.choice} if run.choice else {}),
+        samples=run.train_data.sizes(), streams=getattr(run.train_data, "streams", 0),
+        **({"auto": run.choice} if run.choice else {}),
     )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from smp_train.arguments.groups import flags
 from smp_train.arguments.model_flags import ParallelArguments
 from smp_train.arguments.validation import check_values, refuse_natively
 from smp_train.arguments.verb_parser import beside_train
-from smp_train.data.open_data import long_rows, open_evaluation, open_own
-from smp_train.data.pipelines.data_pipeline import ValidationData
+from smp_train.data.indexed import ValidationData
+from smp_train.data.open_data import Opener, open_evaluation
 from smp_train.data.source import Source
 from smp_train.errors import ConfigError
 from smp_train.models.hugging_face import trust_code
@@ -32,7 +32,7 @@ from smp_train.telemetry.logging_utils import perplexity, setup_logging
 if TYPE_CHECKING:
     import torch
 
-    from smp_train.data.pipelines.batch import Batch
+    from smp_train.data.batch import Batch
 
 OF_THE_RUN = ("max_context_width", "short", "long", "text_column", "bf16", "attn_implementation", "chunked_loss")
 """Flags whose default is what the checkpoint's run was given."""
@@ -43,8 +43,8 @@ INSTEAD = {
 """Flags of ``train`` in whose place this verb has others."""
 READ = {
     *OF_THE_RUN, "trust_remote_code", "seed", "dataset_type", "zipped_data", "data_num_workers", "bad_rows", "max_bad",
-    "data_cache_dir", "dataset_config_name", "tokenizer", "chat_template", "val_batch_size", "config", "smp_config",
-    "debug", "distributed_backend", "distributed_timeout_minutes",
+    "data_cache_dir", "dataset_config_name", "streaming", "tokenizer", "chat_template", "val_batch_size", "config",
+    "smp_config", "debug", "distributed_backend", "distributed_timeout_minutes",
 }  # fmt: skip
 """Flags with an effect here, besides those of parallelism."""
 
@@ -172,20 +172,23 @@ def evaluate(
     spec, seq_len = described.spec, args.max_context_width
     assert seq_len is not None
     backend.check(spec, seq_len=seq_len)
-    if args.tokenizer is None:
-        with distributed.together("reading the tokenizer"):
-            args.tokenizer = opened.enter_context(described.tokenizer_folder())
+    tokenizer: list[str | None] = [args.tokenizer] if args.tokenizer else []
+
+    def tokenizer_for_text() -> str | None:
+        if not tokenizer:
+            tokenizer.append(opened.enter_context(described.tokenizer_folder()))
+        return tokenizer[0]
+
     topology = backend.topology
     data = {}
-    vocab_size = spec.config.vocab_size
+    opener = Opener(
+        args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks, tokenizer=tokenizer_for_text
+    )  # fmt: skip
     for name, place in places.items():
-        if isinstance(place, Source):
-            source = open_own(args, place, name, vocab_size=vocab_size, seq_len=seq_len)
-        else:
-            source = open_evaluation(args, place, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks)
+        samples = opener.program_rows(place, name) if isinstance(place, Source) else open_evaluation(opener, place)
         with distributed.together(f"preparing {name}"):
             data[name] = ValidationData(
-                source, seq_len=seq_len, micro_batch=args.val_batch_size, max_batches=most, long=long_rows(args),
+                samples, seq_len=seq_len, micro_batch=args.val_batch_size, max_batches=most,
                 dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda",
             )  # fmt: skip
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=False)

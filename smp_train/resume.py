@@ -8,12 +8,12 @@ from typing import Any
 
 from smp_train import distributed
 from smp_train.arguments import Arguments
+from smp_train.arguments.sources import is_hub_name, training_sources
 from smp_train.checkpoints import Checkpoint, foreign, tokenizer
 from smp_train.checkpoints.discovery import is_checkpoint_folder, newest_readable, open_checkpoint
 from smp_train.checkpoints.node_local import find_newest, is_node_local
 from smp_train.checkpoints.runs import runs_in
-from smp_train.data.blend import read_weights
-from smp_train.data.pipelines.data_pipeline import Loader
+from smp_train.data.loader import Loader
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError, first_few
 from smp_train.models.configuration import changes_from
@@ -57,14 +57,17 @@ def tokenizer_in_checkpoint(spec: ModelSpec, found: Checkpoint | None) -> dict[s
     return {} if found is None else found.tokenizer()
 
 
-def tokenizer_of(args: Arguments, spec: ModelSpec, found: Checkpoint | None) -> dict[str, bytes]:
+def tokenizer_of(
+    args: Arguments, spec: ModelSpec, found: Checkpoint | None, *, reads_text: bool = False
+) -> dict[str, bytes]:
     """Return the files of the run's tokenizer, for its checkpoints; empty where none is known. Not collective.
 
-    It is --tokenizer, that of the weights, or of the checkpoint to resume or finetune; that of the prepared training
-    data where there is no other, or where it is the same with a chat template.
+    It is --tokenizer, the tokenizer of the weights, that of the model's name where the run reads text, or the tokenizer
+    of the checkpoint to resume or finetune; the tokenizer of prepared training data where no other is known, or where
+    it is the same with a chat template.
     """
     where = args.tokenizer or tokenizer.beside(spec.pretrained)
-    if where is None and args.dataset:
+    if where is None and reads_text:
         where = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
     files = _tokenizer_files(args, where)
     if not files:
@@ -72,8 +75,9 @@ def tokenizer_of(args: Arguments, spec: ModelSpec, found: Checkpoint | None) -> 
         if files and args.chat_template:
             with tokenizer.written(files) as folder:
                 files = tokenizer.tokenizer_files(folder, args.chat_template)
-    if args.training_dir and not args.tokenizer:
-        of_data = tokenizer.beside_data(read_weights(args.training_dir)[0])
+    locations = [location for location in training_sources(args)[0] if not is_hub_name(location)]
+    if locations and not args.tokenizer:
+        of_data = tokenizer.beside_data(locations)
         known = _tokenizer_files(args, of_data)
         if known and (not files or tokenizer.speaks_for(known, files)):
             where, files = of_data, known
@@ -96,27 +100,24 @@ def _tokenizer_files(args: Arguments, where: str | None) -> dict[str, bytes]:
 
 
 @contextmanager
-def tokenizer_to_read_with(args: Arguments, spec: ModelSpec, start: Start) -> Iterator[None]:
-    """Where --tokenizer does not say with which to read --dataset, set it meanwhile; collective.
+def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterator[str | None]:
+    """Yield the location of the tokenizer that makes tokens of text; None where none is known; not collective.
 
-    It is that beside the weights, else that of the checkpoint, where the model has no name to look for one under.
+    It is --tokenizer, the tokenizer of the weights, or of the model by its name, or else of the checkpoint to resume or
+    finetune, whose files are then in a temporary folder.
     """
-    if args.dataset is None or args.tokenizer:
-        yield
+    named = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
+    known = args.tokenizer or tokenizer.beside(spec.pretrained) or named
+    if known:
+        yield known
         return
-    files: dict[str, bytes] = {}
-    with distributed.together("looking for the tokenizer"):
-        beside = tokenizer.beside(spec.pretrained)
-        if not (beside or args.hf_pretrained_model_name_or_dir or args.pretrained_model_name):
-            found = None if start.origin is None else newest_readable(start.origin.place, start.origin.run)
-            files = tokenizer_in_checkpoint(spec, found)
-            if not files:
-                where = args.resume_from_checkpoint or spec.pretrained
-                raise ConfigError(f"--dataset {args.dataset} needs --tokenizer: there is none in {where}")
+    found = None if start.origin is None else newest_readable(start.origin.place, start.origin.run)
+    files = tokenizer_in_checkpoint(spec, found)
+    if not files:
+        yield None
+        return
     with tokenizer.written(files) as folder:
-        args.tokenizer = folder if files else beside
-        yield
-    args.tokenizer = None
+        yield folder
 
 
 def look_for_checkpoint(args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]) -> Checkpoint | None:

@@ -13,10 +13,10 @@ from smp_train import distributed, divergence, generation, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.validation import prompts_only, runs_natively
 from smp_train.best import Best
-from smp_train.build_run import Position, Run, build_run, mesh_sizes
+from smp_train.build_run import NO_LIMIT, Position, Run, build_run, mesh_sizes
 from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.tokenizer import from_files
-from smp_train.data.pipelines.data_pipeline import Batch
+from smp_train.data.batch import Batch
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import ConfigError, DataError
 from smp_train.naming import how_to_resume, output
@@ -143,17 +143,19 @@ def data_position(run: Run, found: Checkpoint) -> int:
 def fit(run: Run) -> bool:
     """Train to the last step or until asked to stop; return whether the run was stopped; collective."""
     args, progress = run.args, run.progress
-    if progress.step >= run.total_steps:
+    over = progress.step >= run.total_steps or run.train_data.exhausted
+    if over:
         log.info("Nothing left to do: step %d of %d is done", progress.step, run.total_steps)
-    if progress.step >= run.total_steps or ended_early(run):
+    if over or ended_early(run):
         save(run, force=True)  # it may be on the nodes' own disks only
         return False
     distributed.on_main("opening the run again", run.folder.reopen)
     if progress.step == 0:
         run.metrics.event("start", step=0, total_steps=run.total_steps)
     log.info(
-        "Training from step %d to %d, %d samples per step; to stop and save: kill -TERM %d, or touch %s",
-        progress.step, run.total_steps, run.train_data.global_batch, os.getpid(), run.folder.stop,
+        "Training from step %d to %s, %d samples per step; to stop and save: kill -TERM %d, or touch %s",
+        progress.step, run.total_steps if run.total_steps < NO_LIMIT else "the end of the data",
+        run.train_data.global_batch, os.getpid(), run.folder.stop,
     )  # fmt: skip
     if args.evaluate_first and progress.step == 0 and not validate(run):
         return True
@@ -163,17 +165,17 @@ def fit(run: Run) -> bool:
     if run.runtime.is_main:
         run.screen.open(progress.step, run.total_steps, bar=args.progress_bar)
     first, compiled = progress.step, run.backend.compiled
-    while progress.step < run.total_steps and not (stopped or ended):
+    while not (is_last(run) or stopped or ended):
         shown = run.runtime.is_main and progress.step == first
         with (
             profiler.step(progress.step + 1),
             Progress(f"First step{', with compilation' * compiled}", shown=shown),
         ):
             # A request during the last step changes nothing: the run is finished.
-            stopped = step(run, batches) and progress.step < run.total_steps
+            stopped = step(run, batches) and not is_last(run)
         run.screen.step(progress.step)
         train_utils.collect_garbage(progress.step)
-        last = stopped or progress.step == run.total_steps
+        last = stopped or is_last(run)
         better = False
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
             try:
@@ -181,7 +183,7 @@ def fit(run: Run) -> bool:
             except DataError:
                 save_last(run)
                 raise
-            stopped = given_up and progress.step < run.total_steps
+            stopped = given_up and not is_last(run)
             better = args.keep_best and run.best.step == progress.step
             ended = ended_early(run)
             last = last or stopped or ended
@@ -216,8 +218,6 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
             if run.audit is not None:
                 run.audit.check()
             micro_batches = next(batches)
-            for batch in micro_batches:
-                run.backend.check_rows(batch.attention_mask, batch.samples)
         except Exception as error:
             # The other ranks enter this step's collectives: take part with an empty batch, then stop together.
             failure = error
@@ -225,12 +225,18 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
             micro_batches *= args.gradient_accumulation_steps
     while True:
         heartbeat.at(heartbeat.VOTE)
-        vote = train_utils.Vote(
-            run.backend,
+        truncated, truncated_targets = (
+            sum(getattr(batch, name) for batch in micro_batches) for name in ("truncated", "truncated_targets")
+        )
+        ballot = train_utils.Ballot(
             tokens=sum(batch.counted_tokens() for batch in micro_batches),
             stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
             failed=failure is not None,
+            remaining=not run.train_data.exhausted,
+            truncated=truncated,
+            truncated_targets=truncated_targets,
         )
+        vote = train_utils.Vote(run.backend, ballot)
         # Where the step before turns out to be left out, this one must not have changed the weights.
         held = vote.held if run.unread is None else vote.held + divergence.left_out(run, run.unread.result)
         train_utils.seed_for(run.backend, args, progress.step)
@@ -240,28 +246,27 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
             hold_spikes=run.spikes.held,
         )  # fmt: skip
         heartbeat.at(heartbeat.OUTCOME)
-        tokens, stopped, failed = vote.outcome()
+        total = vote.outcome()
         heartbeat.at(heartbeat.LOG)
         if not settle(run):
             break
-    if failed or tokens == 0:
+    if total.failed:
         save_last(run)
-    if failed:
         with distributed.together("reading the training data"):
             if failure is not None:
                 raise failure
-    if tokens == 0:
-        samples = f"samples {progress.consumed} to {progress.consumed + taken - 1}"
-        raise DataError(f"step {progress.step + 1}: {samples} have no counted token; is --max_context_width too short?")
     run.result = result
     progress.step += 1
     progress.consumed += taken
-    progress.tokens += tokens
+    progress.tokens += total.tokens
+    run.data_ended = not total.remaining
+    count_truncated(run, total)
     run.throughput.add(samples=taken, tokens=taken * run.train_data.seq_len)
     if run.audit is not None:
-        run.audit.step(progress.step, [name for batch in micro_batches for name in batch.samples if name])
+        names = [name for batch in micro_batches for name in batch.samples if name]
+        run.audit.step(progress.step, names, truncated=truncated, truncated_targets=truncated_targets)
     # Also before a save: what diverged must not replace good checkpoints.
-    now = stopped or progress.step == run.total_steps or run.checkpoints.due(progress.step)
+    now = total.stop > 0 or is_last(run) or run.checkpoints.due(progress.step)
     logged = now or progress.step % args.logging_freq == 0
     if logged and run.times is not None:
         run.times.gather()
@@ -272,7 +277,24 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     validates = args.validation_freq and progress.step % args.validation_freq == 0
     if now or validates or run.backend.topology.device.type not in READ_LATER:
         settle(run)
-    return stopped
+    return total.stop > 0
+
+
+def count_truncated(run: Run, total: train_utils.Ballot) -> None:
+    """Add up the tokens that --long truncate cuts off, and warn of the first."""
+    if total.truncated and not run.truncated and run.runtime.is_main:
+        log.warning(
+            "Step %d: %d rows longer than %d tokens lose their end, with %d tokens that carry loss (--long truncate; "
+            "metrics.jsonl has the sums); --long split keeps them, --long error refuses such rows", run.progress.step,
+            total.truncated, run.train_data.seq_len, total.truncated_targets,
+        )  # fmt: skip
+    run.truncated += total.truncated
+    run.truncated_targets += total.truncated_targets
+
+
+def is_last(run: Run) -> bool:
+    """Return whether the step just made is the last of the run: by its number, or because its data has ended."""
+    return run.progress.step == run.total_steps or run.data_ended
 
 
 READ_LATER = {"cuda"}
@@ -310,6 +332,7 @@ def write_log(run: Run, unread: train_utils.Unread, loss: float, grad_norm: floa
         "memory_gib": memory_gib(run.backend.topology.device),
         "tokens": unread.tokens,
         "consumed": unread.consumed,
+        **({"truncated_rows": run.truncated, "truncated_targets": run.truncated_targets} if run.truncated else {}),
         **(run.times.fields() if run.times is not None else {}),
     }
     log.info(batch_line(record))
@@ -394,7 +417,12 @@ def finish(run: Run) -> None:
         how = how_to_resume(run.resolved, run.runtime)
         log.info("Stopped at step %d of %d on request; %s", at, run.total_steps, how)
     else:
-        log.info("Finished: step %d of %d", at, run.total_steps)
+        log.info("Finished: step %d%s", at, ", the data has ended" if run.data_ended else f" of {run.total_steps}")
+        if run.truncated:
+            log.info(
+                "%d rows lost their end, with %d tokens that carry loss (--long truncate)", run.truncated,
+                run.truncated_targets,
+            )  # fmt: skip
         if run.args.keep_best and run.best.step is not None:
             log.info("Best checkpoint: that of step %d, validation loss %.5f", run.best.step, run.best.loss)
     log.info(output(run.args))

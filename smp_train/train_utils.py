@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from smp_train import distributed
 from smp_train.backends.base import Backend
-from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
+from smp_train.data.batch import Batch
+from smp_train.data.indexed import ValidationData
 from smp_train.distributed import heartbeat
 from smp_train.distributed.to_host import ToHost
 from smp_train.errors import DataError
@@ -80,30 +81,48 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+class Ballot(NamedTuple):
+    """What a rank votes on in a step; in the sum over all ranks, of the global batch."""
+
+    tokens: int
+    """Counted tokens."""
+    stop: int = 0
+    """Ranks that were asked to stop."""
+    failed: int = 0
+    """Ranks whose data failed."""
+    remaining: int = 0
+    """Ranks that have samples after this step."""
+    truncated: int = 0
+    """Rows that lost their end."""
+    truncated_targets: int = 0
+    """Tokens with loss that these rows lost."""
+
+
 class Vote:
-    """One all-reduce per step of three sums: counted tokens, ranks asked to stop, ranks that failed.
+    """One all-reduce per step, of a `Ballot` of each rank.
 
     A stop or a failure on one rank so reaches every rank within the step, and no rank waits in a collective alone. The
     token count stays on the device. The rest is copied to the host asynchronously and read after the whole step is
     queued, so that the device is never idle.
     """
 
-    def __init__(self, backend: Backend, *, tokens: int, stop: bool, failed: bool) -> None:
+    def __init__(self, backend: Backend, ballot: Ballot) -> None:
         """Cast this rank's vote; collective."""
         device = backend.topology.device
-        counted = tokens if _counts_its_rows(backend) else 0
-        values = torch.tensor([counted, int(stop), int(failed)], dtype=torch.int64)
+        if not _counts_its_rows(backend):
+            ballot = ballot._replace(tokens=0, truncated=0, truncated_targets=0)
+        values = torch.tensor(ballot, dtype=torch.int64)
         if device.type == "cuda":
             values = values.pin_memory().to(device, non_blocking=True)
         dist.all_reduce(values)
-        self.tokens, self._read = values[0], ToHost(values)
+        self.tokens, self._read = values[0].clamp(min=1), ToHost(values)
+        """Divisor of the loss on the device: counted tokens of the global batch, at least 1."""
         self.held = ((values[2] > 0) | (values[0] == 0)).float()
         """float32 scalar on the device: 1 where a rank failed or no token counts, and the update is skipped."""
 
-    def outcome(self) -> tuple[int, bool, bool]:
-        """Return (counted tokens of the global batch, stop, failed); waits for the sum, not for the step."""
-        tokens, stop, failed = self._read.tolist()
-        return int(tokens), stop > 0, failed > 0
+    def outcome(self) -> Ballot:
+        """Return the sum of all ballots; waits for the sum, not for the step."""
+        return Ballot(*map(int, self._read.tolist()))
 
 
 @dataclass
@@ -211,7 +230,7 @@ class Unread(NamedTuple):
     first: int
     """Position of its first sample in the order."""
     consumed: int
-    """Position behind its last one."""
+    """Position after its last sample."""
     tokens: int
     """Counted tokens up to its end."""
     logged: bool
@@ -290,8 +309,6 @@ def read_together(
         before()
         with distributed.together(what):
             some = list(islice(batches, READ_TOGETHER))
-            for batch in some:
-                backend.check_rows(batch.attention_mask, batch.samples)
         yield from some
 
 
@@ -311,9 +328,8 @@ def loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    mask = None if batch.attention_mask is None else move(batch.attention_mask)
     positions = None if batch.position_ids is None else move(batch.position_ids)
     documents = None if batch.documents is None else (move(batch.documents[0]), batch.documents[1])
     ids = move(batch.input_ids)
     labels = ids if batch.labels is batch.input_ids else move(batch.labels)
-    return backend.loss_sum(model, ids, labels, mask, positions, documents)
+    return backend.loss_sum(model, ids, labels, None, positions, documents)

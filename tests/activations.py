@@ -25,7 +25,7 @@ def train(
     import torch
 
     from smp_train import train_utils
-    from smp_train.data.pipelines.data_pipeline import Batch
+    from smp_train.data.batch import Batch
 
     args, backend, spec = built(ranks, device, **{**DEEP, **changes})
     model = backend.build(spec, seed=args.seed, seq_len=args.max_context_width)
@@ -38,7 +38,7 @@ def train(
         micro_batches = []
         for _ in range(args.gradient_accumulation_steps):
             tokens = torch.randint(0, 256, (args.train_batch_size, args.max_context_width), generator=generator)
-            micro_batches.append(Batch(input_ids=tokens, labels=tokens, attention_mask=None, samples=[]))
+            micro_batches.append(Batch(input_ids=tokens, labels=tokens))
         if step < first:
             continue
         train_utils.seed_step(args.seed, step, ranks.rank)

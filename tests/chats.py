@@ -48,7 +48,7 @@ def write_tokenizer(folder: Path, template: str | None = PLAIN) -> Path:
     """Write a byte-level tokenizer of 300 entries, with a chat template."""
     from transformers import PreTrainedTokenizerFast
 
-    from smp_train.data.prepare import tokenizer as tokenizers
+    from smp_train.data import tokenizer as tokenizers
 
     texts = [one["content"] for number in range(40) for one in chat(number)]
     made = PreTrainedTokenizerFast(

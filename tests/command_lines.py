@@ -65,7 +65,7 @@ LINES: dict[str, Line] = {
         "--dataset=allenai/c4 --dataset_config_name=en --resume_from_checkpoint=./checkpoints "
         "--train_batch_size=1 --val_batch_size=1 --sharding_strategy=full --offload_activations=1",
         {
-            "dataset": "allenai/c4", "dataset_config_name": "en", "tokenizer": "hf-internal-testing/llama-tokenizer",
+            "dataset": ["allenai/c4"], "dataset_config_name": "en", "tokenizer": "hf-internal-testing/llama-tokenizer",
             "sharding_strategy": "full_shard", "sm_activation_offloading": True,
         },
         refused="--dataset", off="--dataset None --dataset_config_name None --tokenizer None",

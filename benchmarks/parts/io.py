@@ -16,12 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.cells import Cell
-from benchmarks.data import write_shards
+from benchmarks.data import token_rows, write_shards
 from benchmarks.parts import Setting
 from benchmarks.parts.ladder import LLAMA_1B
 from benchmarks.program import STEADY, TINY, Flags, below, command, logged, opened, scratch, stepping, words
 from smp_train.checkpoints import find
-from smp_train.data.open_data import open_place
 from smp_train.errors import ConfigError
 from smp_train.saving import report_saves, save
 
@@ -122,7 +121,7 @@ def shard(rows: int, length: int) -> dict[str, Any]:
     with scratch() as folder:
         write_shards(folder / "shards", rows, length)
         began = time.perf_counter()
-        source = open_place(str(folder / "shards"), vocab_size=32_000)
+        source = token_rows(folder / "shards")
         converted = time.perf_counter() - began
         began = time.perf_counter()
         for index in range(len(source)):

@@ -148,7 +148,6 @@ COUNT = None
 REFUSED = "refused"
 """As the note of a name: none of its values is accepted."""
 READ_AHEAD = "batches are read ahead by themselves"
-AS_READ = "text is tokenised as it is read"
 BOOLEAN = "give 0 or 1"
 
 # Names of the Trainer's that set nothing here: the values that are accepted, the note on them, the advice on others.
@@ -172,7 +171,6 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
     "overwrite_cache": (ANY, "a cache that does not fit the data is made again", BOOLEAN),
     "use_fast_tokenizer": (ANY, "tokenizers are fast ones", BOOLEAN),
     "logging_first_step": (ANY, "--logging_steps says when", BOOLEAN),
-    "streaming": (ON, f"1: {AS_READ}", AS_READ),
     "keep_linebreaks": (ON, "1: text is read as it is", "text is read as it is"),
     "save_safetensors": (ON, "1: a final model is in safetensors", "a final model is always in safetensors"),
     "prediction_loss_only": (ON, "1: validation measures the loss", "validation always measures the loss alone"),

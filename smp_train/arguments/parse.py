@@ -296,6 +296,10 @@ def _resolved(given: list[list[Given]], environ: Mapping[str, str], notes: list[
         for name, (value, source) in layer.items():
             values[name] = value
             sources[name] = source
+    if sources["training_dir"] == flags()["training_dir"].variable and sources["dataset"] != DEFAULT:
+        notes.append(f"{sources['training_dir']} is not read: --dataset names the training data")
+        del values["training_dir"]
+        sources["training_dir"] = DEFAULT
     args = Arguments(**values)
     _explain_settled(args, values, sources, notes)
     return Resolved(args, sources, list(dict.fromkeys(notes)))

@@ -58,10 +58,16 @@ class DataArguments:
     """Data: what is read, in which order, and what is validated on."""
 
     training_dir: list[str] | None = flag(
-        None, "Folder of the training shards; several, as a:0.7 b:0.3, are blended by weight",
+        None, "Training data: files, folders, s3:// prefixes or names on the hub, of token rows, text, chats, or "
+        "prompts with completions; several, as a:0.7 b:0.3, are blended by weight",
         variable="SM_CHANNEL_TRAIN", fsdp="dataset_path", profiling="data_path", minimal="train_data")
+    dataset: list[str] | None = flag(
+        None, "The same: its sources are added to those of --training_dir", trainer="dataset_name train_file")
+    streaming: bool | None = flag(
+        None, "Read the data as it comes, with nothing on disk (1), or convert all of it to a token cache first (0)",
+        shown="1 for names on the hub, else 0")
     test_dir: str | None = flag(
-        None, "Folder of the validation shards", variable="SM_CHANNEL_TEST",
+        None, "Validation data, as --training_dir", variable="SM_CHANNEL_TEST",
         minimal="val_data", trainer="validation_file")
     use_synthetic_data: bool = flag(False, "Train on random tokens that depend on seed and position alone")
     dataset_type: str = flag(
@@ -73,32 +79,27 @@ class DataArguments:
     data_num_workers: int | None = flag(
         None, "Processes per rank that convert shards, once", shown="the cores over the ranks", must=">=0")
     shuffle: str = flag(
-        "global", "Order of an epoch: global (a permutation), none (as stored), window:K (K shards at a time, two "
-        "windows on disk)")
+        "global", "Order of an epoch: global (a permutation; of streams, in blocks) or none (as stored)")
     long: str | None = flag(
         None, "Of a longer row: its beginning (truncate), all pieces (split), a random window (crop), or an error",
         choices=("truncate", "split", "crop", "error"), shown="truncate; split with --short concat or pack")
-    short: str = flag(
-        "pad", "A shorter row is padded, joined end to end with others (concat), or packed whole beside others",
-        choices=("pad", "concat", "pack"))
+    short: str | None = flag(
+        None, "A shorter row is padded, joined end to end with others (concat), or packed whole beside others",
+        choices=("pad", "concat", "pack"), shown="concat for text, else pad")
     bad_rows: str = flag(
         "stop", "A malformed row, or one with nothing to learn: stop, or skip it", choices=("stop", "skip"))
     max_bad: float = flag(0.001, "Fraction of all rows that --bad_rows skip may skip, as 0.1%", must=">=0 <=1")
     allow_data_change: bool = flag(False, "Resume although the training data has changed")
-    data_cache_dir: str | None = flag(None, "Folder for the shards' index", shown="beside the data", must="folder")
+    data_cache_dir: str | None = flag(
+        None, "Folder of the token cache", shown="in the data's folder, else ~/.cache", must="folder")
     data_audit: bool = flag(False, "Write every consumed sample's identity to data_audit-rank<r>.jsonl")
-    dataset: str | None = flag(
-        None, "Text, chats, or prompts with completions to tokenise on the fly: jsonl, parquet or text in a file, "
-        "folder or s3://, or a name on the hub, such as allenai/c4", trainer="dataset_name train_file")
-    dataset_config_name: str | None = flag(None, "Its configuration on the hub, such as en", needs="dataset")
+    dataset_config_name: str | None = flag(None, "Configuration of data sets on the hub, such as en")
     tokenizer: str | None = flag(
-        None, "Tokenizer of that text: tokenizer.json, a folder, or a name on the hub", shown="the model's own",
-        trainer="tokenizer_name")
+        None, "Tokenizer of text, chats and completions: tokenizer.json, a folder, or a name on the hub",
+        shown="the model's own", trainer="tokenizer_name")
     text_column: str | None = flag(
-        None, "Field of that text or of the chats; or two, PROMPT,COMPLETION", idle_without="dataset",
-        shown="text, messages or prompt,completion")
-    chat_template: str | None = flag(
-        None, "File with a chat template, for the tokenizer's own", idle_without="dataset")
+        None, "Field of text or of chats; or two, PROMPT,COMPLETION", shown="text, messages or prompt,completion")
+    chat_template: str | None = flag(None, "File with a chat template, for the tokenizer's own")
     validation_freq: int | None = flag(
         None, "Steps between validations", shown="never", must=">=1", trainer="eval_steps")
     validation_batches: int = flag(10, "Batches of one validation", must=">=1")

@@ -11,18 +11,19 @@ from smp_train.arguments.groups import Arguments, flags
 from smp_train.arguments.own import Own
 from smp_train.arguments.parse import Resolved
 from smp_train.arguments.run_name import CHECKPOINT_NAME, CHECKPOINTS, is_run_name
+from smp_train.arguments.sources import is_streamed, may_be_held_out, training_sources
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed import smp_installed
 from smp_train.distributed.degrees import divisors, plan
 from smp_train.errors import ConfigError
 
-OF_FILES = (
-    "training_dir", "test_dir", "dataset_type", "zipped_data", "data_num_workers", "data_cache_dir", "bad_rows", "long",
-    "short",
+OF_DATA = (
+    "training_dir", "dataset", "streaming", "test_dir", "dataset_type", "zipped_data", "data_num_workers",
+    "data_cache_dir", "bad_rows", "long", "short",
 )  # fmt: skip
-"""Flags of data in files."""
-OF_STORED = ("dataset_type", "zipped_data", "data_num_workers", "data_cache_dir")
-"""Those of them that are about how rows are stored."""
+"""Flags of data that is read."""
+OF_CACHE = ("data_num_workers", "data_cache_dir")
+"""Flags of the conversion to a token cache."""
 
 
 def validate(
@@ -231,59 +232,48 @@ def prompts_only(args: Arguments) -> bool:
 
 
 def _data(args: Arguments, own: Own) -> Iterator[str]:
-    name, _, shards = args.shuffle.partition(":")
-    if args.shuffle not in ("global", "none") and not (name == "window" and shards.isdigit() and int(shards)):
-        yield f"--shuffle {args.shuffle}: is not one of global, none, window:K (K shards)"
-    if args.short != "pad" and args.long == "crop":
+    if args.shuffle.startswith("window"):
+        yield f"--shuffle {args.shuffle} is no longer available; for data larger than the disk, give --streaming 1"
+    if args.shuffle not in ("global", "none"):
+        yield f"--shuffle {args.shuffle}: is not one of global, none"
+    if args.short in ("concat", "pack") and args.long == "crop":
         yield f"--long crop leaves tokens out, --short {args.short} keeps all; use --long split"
+    if args.short == "concat" and args.long not in (None, "split"):
+        yield f"--short concat joins whole rows, --long {args.long} cuts them before; use --long split"
     if prompts_only(args):
         return
-    if args.dataset:
-        yield from _text(args)
     yield from _own_data(args, own)
-    on_hub = args.dataset and not args.dataset.startswith("s3://") and not os.path.exists(args.dataset)
-    if args.use_synthetic_data or on_hub:  # the hub's data sets have a split of their own to validate on
+    if args.use_synthetic_data:
         return
-    if not (args.training_dir or args.dataset or own.training_data is not None or args.evaluate_only):
-        yield (
-            "no training data: give --training_dir (or the SageMaker channel train), --dataset, "
-            "or --use_synthetic_data 1"
-        )
-    if (args.validation_freq or args.evaluate_only) and not (args.test_dir or own.validation_data is not None):
+    locations, weights = training_sources(args)
+    if is_streamed(args, locations):
+        yield from _streamed(args, own, weights)
+    if not (locations or own.training_data is not None or args.evaluate_only):
+        yield "no training data: give --training_dir (or the SageMaker channel train), or --use_synthetic_data 1"
+    held_out = args.test_dir or own.validation_data is not None or any(map(may_be_held_out, locations))
+    if (args.validation_freq or args.evaluate_only) and not held_out:
         cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
         yield f"{cause} needs --test_dir (or the SageMaker channel test) to validate on"
 
 
 def _own_data(args: Arguments, own: Own) -> Iterator[str]:
-    """Refuse rows of a program's own beside a flag that names others."""
+    """Refuse a program's rows, or synthetic ones, together with a flag that names other data."""
+    read = [("--training_dir (or the SageMaker channel train)", args.training_dir), ("--dataset", args.dataset)]
+    synthetic = ("--use_synthetic_data", args.use_synthetic_data)
     if own.training_data is not None:
-        yield from _both(
-            "say what to train on", ("training_data", True), ("--training_dir", args.training_dir),
-            ("--dataset", args.dataset), ("--use_synthetic_data", args.use_synthetic_data),
-        )  # fmt: skip
+        yield from _both("name the training data", ("training_data", True), *read, synthetic)
     if own.validation_data is not None:
-        yield from _both("say what to validate on", ("validation_data", True), ("--test_dir", args.test_dir))
-        if args.dataset:
-            yield f"validation_data does not go with --dataset {args.dataset}; give --test_dir, or training_data"
+        yield from _both("name the validation data", ("validation_data", True), ("--test_dir", args.test_dir))
 
 
-def _text(args: Arguments) -> Iterator[str]:
-    """Streamed text is the only data of its run, its documents joined end to end."""
-    yield from _both(
-        "say what to train on", (f"--dataset {args.dataset}", True), ("--use_synthetic_data", args.use_synthetic_data),
-        ("--training_dir (or the SageMaker channel train)", args.training_dir),
-    )  # fmt: skip
-    named = args.tokenizer or args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
-    if not named and not args.resume_from_checkpoint and not args.finetune:  # checkpoints have their tokenizers
-        yield f"--dataset {args.dataset} needs --tokenizer: a tokenizer.json, a folder, or a name"
-    if args.epochs is not None:
-        yield f"--epochs {args.epochs}: the length of streamed text is unknown before its end; give --max_steps alone"
-    if args.shuffle.startswith("window"):
-        yield f"--shuffle {args.shuffle} is for shards; streamed text knows global and none"
-    if args.zipped_data is not None:
-        yield f"--zipped_data {int(args.zipped_data)} is for shards; of text, leave it out"
-    if args.long == "crop":
-        yield "--long crop does not go with --dataset; make shards with smp-train prepare"
+def _streamed(args: Arguments, own: Own, weights: list[float] | None) -> Iterator[str]:
+    """Refuse flags that do not go with streams, whose length is unknown."""
+    if own.training_data is not None:
+        yield "--streaming 1: training_data has random access; leave it out"
+    if weights is not None:
+        yield "--streaming 1 reads all sources alike; leave out the weights, or give --streaming 0"
+    if args.steps_per_epoch is not None:
+        yield "--steps_per_epoch does not go with streamed data; give --max_steps"
 
 
 def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
@@ -303,7 +293,7 @@ def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
             idle[name] = why
     idle |= _idle_data(args)
     if resolved.own.training_data is not None and not args.test_dir:
-        idle |= dict.fromkeys(OF_STORED, "training_data gives its rows itself")
+        idle |= dict.fromkeys(("dataset_type", "zipped_data", *OF_CACHE), "training_data gives its rows itself")
     if args.activation_checkpointing == checkpointing.NONE and args.selective_checkpointing not in (0, 1):
         idle["selective_checkpointing"] = "--activation_checkpointing is none"
     given = {name: show(getattr(args, name)) for name in idle if resolved.given(name)}
@@ -319,14 +309,12 @@ def _is_off(args: Arguments, name: str) -> bool:
 def _idle_data(args: Arguments) -> dict[str, str]:
     """Return the flags of the data that change nothing beside the others, and why."""
     idle: dict[str, str] = {}
-    if args.dataset:
-        idle |= dict.fromkeys(("data_cache_dir", "data_num_workers", "dataset_type"), "streamed text is not cached")
     if args.use_synthetic_data:
-        idle |= dict.fromkeys(OF_FILES, "--use_synthetic_data 1 trains on random tokens")
+        idle |= dict.fromkeys(OF_DATA, "--use_synthetic_data 1 trains on random tokens")
+    elif is_streamed(args, training_sources(args)[0]):
+        idle |= dict.fromkeys(OF_CACHE, "streamed data is not cached")
     if args.bad_rows != "skip":
         idle["max_bad"] = "it needs --bad_rows skip"
-    elif args.dataset:
-        idle["max_bad"] = "the number of documents of streamed text is not known"
     if not (args.validation_freq or args.evaluate_only):
         of_validation = ("test_dir", "validation_batches", "val_batch_size", "fast_validation")
         idle |= dict.fromkeys(of_validation, "nothing is validated without --validation_freq")

@@ -7,7 +7,7 @@ unsupported models in `Backend.check`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,12 +70,6 @@ class Backend(ABC):
 
         Without ``initial`` the weights are left uninitialised, for `load_state`: pretrained weights that a run started
         from may be gone when it resumes.
-        """
-
-    def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:  # noqa: B027
-        """Raise `DataError` for a batch, on the host, that the backend cannot compute; not collective.
-
-        ``attention_mask`` is int64 ``[batch, seq]`` or None, ``samples`` the names of the rows, or empty.
         """
 
     @abstractmethod

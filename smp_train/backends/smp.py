@@ -9,7 +9,7 @@ import importlib
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from smp_train.checkpoints.saver import LibrarySaver, Saver
 from smp_train.checkpoints.state import gather_state
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.degrees import check_model_on_smp, plan
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.initialization import module_initialiser
@@ -160,19 +160,6 @@ class SmpBackend(Backend):
     def saver(self) -> Saver:
         """See `Backend.saver`."""
         return self._saver
-
-    def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:
-        """See `Backend.check_rows`: without a mask, causal attention hides only padding after the tokens."""
-        if attention_mask is None or not self.transforms:
-            return
-        in_front = (attention_mask[:, 1:] > attention_mask[:, :-1]).any(dim=1)
-        if bool(in_front.any()):
-            row = int(in_front.nonzero()[0])
-            name = samples[row] if row < len(samples) and samples[row] else "a row"
-            raise DataError(
-                f"{name} has padding in front of its tokens, which SMP's own implementation of the model cannot mask; "
-                "pad rows behind, or use --backend native"
-            )
 
     def loss_sum(
         self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,

@@ -20,7 +20,7 @@ def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool
     args = meta.get("arguments") or {}
     base = (meta.get("adapter") or {}).get("base") or _base(args)
     base = base and hub_name(str(base))
-    data = [str(place) for place in [*(args.get("training_dir") or ()), args.get("dataset")] if place]
+    data = [str(place) for place in [*(args.get("training_dir") or ()), *(args.get("dataset") or ())] if place]
     data = ["synthetic"] if args.get("use_synthetic_data") else data
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     header += [f"base_model: {json.dumps(base)}"] if base and base.count("/") == 1 and not base.startswith("/") else []

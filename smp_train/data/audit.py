@@ -1,4 +1,4 @@
-"""Proof by a run's ``data_audit`` files that it used each sample once per epoch and left no step out."""
+"""Proof from a run's ``data_audit`` files that it used each sample once per epoch and left out no step."""
 
 from __future__ import annotations
 
@@ -10,238 +10,228 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smp_train.data.blend import BLOCK, apportion, read_weights, sources_of
-from smp_train.errors import ConfigError, DataError
+from smp_train.arguments.sources import read_weights
+from smp_train.data.blend import BLOCK, apportion, sources_of_block
+from smp_train.errors import ConfigError, DataError, first_few
 
 SHOWN = 100
-SHOWN_NAMES = 10
-SPAN = re.compile(r"(.+?)\[(\d+):(\d+)\](?:\+|$)")
+PART = re.compile(r"(.+?:\d+)(?:\[(\d+):(\d+)\])?(?:\+|$)")
+"""A record in the name of a sample: whole, or tokens of it."""
+WINDOW = re.compile(r"\[\d+:\d+\](?=\+|$)")
+END = float("inf")
+"""End of a record that a sample has as a whole."""
 
 
-def audit(run: Path, rows: int | None = None) -> int:
-    """Check that a run used each sample once per epoch and left no step out; print it, and return the exit code.
+class StepRecord(NamedTuple):
+    """Samples that one rank consumed in one step; rows that lost their end, and the tokens with loss in these ends."""
 
-    Of a run with --epochs that came to its end, each sample must have been used so many times. ``rows`` is the number
-    of samples in the data set, by default that of run.json.
-    """
-    facts = _facts(run)
-    config: dict[str, Any] = facts.get("config") or {}
-    sizes: dict[str, int] = facts.get("samples") or {}
-    records, skipped = _records(run)
-    if not records:
-        print(f"{run}: no step was recorded yet")
-        return 0
-    first, last = min(records), max(records)
-    problems = [f"step {step} is missing" for step in range(first, last) if step not in records]
-    steps: dict[int, list[str]] = {}
-    for step, ranks in records.items():
-        # Ranks that share a model read the same rows: those of the first count.
-        of_peers = {one.dp_rank: one.samples for one in reversed(ranks)}
-        steps[step] = [sample for dp_rank in sorted(of_peers) for sample in of_peers[dp_rank]]
-        # Of a run that was killed, a rank's last step may be missing.
-        if _absent(ranks) and step < last:
-            problems.append(f"step {step}: the records of some ranks are missing")
-        if strays := ", ".join(f"rank {one.rank}" for one in ranks if one.samples != of_peers[one.dp_rank]):
-            problems.append(f"step {step}: {strays} read other samples than the ranks they share a model with")
-    places, weights = read_weights(config.get("training_dir") or [""])
-    by_place: dict[str, list[tuple[int, str]]] = {}
-    for step, samples in steps.items():
-        for name in samples:
-            if config.get("long") == "crop":  # the windows of a row are of one sample
-                name = name.rpartition("[")[0] or name
-            place = max((p for p in places if name.startswith(p + "/")), key=len, default="") if weights else ""
-            by_place.setdefault(place, []).append((step, name))
-    used = "each once per epoch"
-    if config.get("dataset"):
-        problems += torn(steps)
-        used = "no token of a document twice or left out"
-    else:
-        for place, seen in by_place.items():
-            problems += _repeats(place, seen, (rows if not place else None) or sizes.get(place))
-        if weights:
-            # A last step that only some ranks recorded is no beginning of the order.
-            whole = last - _absent(records[last])
-            drawn = {place: sum(step <= whole for step, _ in by_place.get(place, ())) for place in places}
-            problems += _shares(drawn, weights, config.get("seed") if first == 1 else None)
-            print(f"{run}: drawn from " + ", ".join(f"{place}: {number}" for place, number in drawn.items()))
-        elif (size := rows or sizes.get("")) and first == 1 and "" in by_place:
-            left_over, used = _left_over(Counter(name for _, name in by_place[""]), size, config.get("epochs"))
-            if _used_all_epochs(facts, config, last):
-                problems += left_over
-            else:  # no fault where a flag has ended the run before, or where it is not at its end
-                print("".join(f"{line}\n" for line in left_over), end="")
-    for problem in problems[:SHOWN]:
-        print(problem)
-    if skipped:
-        shown = f"{', '.join(map(str, skipped[:SHOWN]))}{', ...' if len(skipped) > SHOWN else ''}"
-        print(f"{run}: {len(skipped)} steps are not in the weights (--on_spike): {shown}")
-    verdict = f"{len(problems)} problems" if problems else f"{used}, no step left out"
-    names = [name for seen in by_place.values() for _, name in seen]
-    print(f"{run}: steps {first} to {last}, {len(names)} samples, {len(set(names))} different: {verdict}")
-    return DataError.exit_code if problems else 0
-
-
-def _facts(run: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((run / "run.json").read_text()))
-    except (OSError, ValueError):
-        return {}
-
-
-class _Record(NamedTuple):
-    """What one rank consumed in one step."""
-
-    rank: int
-    attempt: int
     dp_rank: int
     dp_size: int | None
     samples: list[str]
+    truncated: int
+    truncated_targets: int
 
 
-def _records(run: Path) -> tuple[dict[int, list[_Record]], list[int]]:
-    """Return, by step in order, what each rank consumed in it, by rank, of the newest attempt that took the step.
+def audit(folder: Path, rows: int | None = None) -> int:
+    """Check that a run used each sample once per epoch and left out no step; print the result, return the exit code.
 
-    And the steps whose updates --on_spike left out of the weights.
+    Every sample must have been used E times in a run that came to the end of its --epochs E. ``rows`` is the number of
+    samples in the data set, by default the number in run.json.
     """
-    files = sorted(run.glob("data_audit-rank*.jsonl"))
-    if not files:
-        raise ConfigError(f"{run}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
-    begins: dict[int, int] = {}
-    found: list[tuple[int, _Record]] = []
-    skips: set[tuple[int, int]] = set()
-    for path in files:
+    records, skipped = _read_records(folder)
+    if not records:
+        print(f"{folder}: no step was recorded yet")
+        return 0
+    try:
+        facts = dict(json.loads((folder / "run.json").read_text()))
+    except (OSError, ValueError):
+        facts = {}
+    problems = _missing_records(records)
+    steps = {step: [name for r in _peers(ranks).values() for name in r.samples] for step, ranks in records.items()}
+    if (facts.get("config") or {}).get("long") == "crop":  # all windows in a row count as the same sample
+        steps = {step: [WINDOW.sub("", name) for name in names] for step, names in steps.items()}
+    if facts.get("streams"):
+        verdict = _audit_streams(steps, facts, problems)
+    else:
+        verdict = _audit_indexed(steps, facts, problems, rows)
+    print("".join(f"{problem}\n" for problem in problems[:SHOWN]), end="")
+    if skipped:
+        numbers = first_few([str(step) for step in skipped], most=SHOWN)
+        print(f"{folder}: {len(skipped)} steps are not in the weights (--on_spike): {numbers}")
+    recorded = [record for ranks in records.values() for record in _peers(ranks).values()]
+    if cut := sum(record.truncated for record in recorded):
+        targets = sum(record.truncated_targets for record in recorded)
+        print(f"{folder}: {cut} rows lost their end, and with it {targets} tokens that carry loss (--long truncate)")
+    names = [name for samples in steps.values() for name in samples]
+    verdict = f"{len(problems)} problems" if problems else f"{verdict}, no step left out"
+    first, last = min(steps), max(steps)
+    print(f"{folder}: steps {first} to {last}, {len(names)} samples, {len(set(names))} different: {verdict}")
+    return DataError.exit_code if problems else 0
+
+
+def _read_records(folder: Path) -> tuple[dict[int, dict[int, StepRecord]], list[int]]:
+    """Return the record of each rank in each step, by the newest attempt at it, and the steps that were skipped."""
+    paths = sorted(folder.glob("data_audit-rank*.jsonl"))
+    if not paths:
+        raise ConfigError(f"{folder}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
+    attempts: dict[int, dict[int, dict[int, StepRecord]]] = {}
+    skips: dict[int, set[int]] = {}
+    for path in paths:
         rank = int(path.stem.rpartition("rank")[2])
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                record = json.loads(line)
-                if "skipped" in record:
-                    first, last = record["skipped"]
-                    skips.update((step, int(record["attempt"])) for step in range(first, last + 1))
+                entry = json.loads(line)
+                attempt = int(entry.get("attempt", 0))
+                if "skipped" in entry:
+                    skips.setdefault(attempt, set()).update(range(entry["skipped"][0], entry["skipped"][1] + 1))
                     continue
-                step, samples = int(record["step"]), list(record["samples"])
-                attempt, dp_rank = int(record.get("attempt", 0)), int(record.get("dp_rank", rank))
+                dp = entry.get("dp_rank", rank), entry.get("dp_size")
+                lost = entry.get("truncated", 0), entry.get("truncated_targets", 0)
+                record = StepRecord(*dp, entry["samples"], *lost)
+                attempts.setdefault(attempt, {}).setdefault(int(entry["step"]), {})[rank] = record
             except (ValueError, KeyError, TypeError):
                 continue  # the last line of a run that was killed
-            begins[attempt] = min(step, begins.get(attempt, step))
-            found.append((step, _Record(rank, attempt, dp_rank, record.get("dp_size"), samples)))
-
-    def superseded(step: int, by: int) -> bool:
-        # An attempt supersedes all earlier ones from its first step on.
-        return any(attempt > by and step >= first for attempt, first in begins.items())
-
-    steps: dict[int, dict[int, _Record]] = {}
-    for step, one in found:
-        if not superseded(step, one.attempt):
-            steps.setdefault(step, {})[one.rank] = one
-    skipped = sorted({step for step, attempt in skips if step in steps and not superseded(step, attempt)})
-    return {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in sorted(steps.items())}, skipped
+    steps: dict[int, dict[int, StepRecord]] = {}
+    skipped: set[int] = set()
+    for attempt, records in sorted(attempts.items()):
+        # An attempt supersedes all earlier attempts from its first step on.
+        first = min(records)
+        steps = {step: ranks for step, ranks in steps.items() if step < first} | dict(sorted(records.items()))
+        skipped = {step for step in skipped if step < first} | skips.get(attempt, set())
+    return steps, sorted(skipped & steps.keys())
 
 
-def _absent(ranks: list[_Record]) -> bool:
-    """Return whether nothing is known of what some data-parallel rank read."""
-    return ranks[0].dp_size is not None and len({one.dp_rank for one in ranks}) < ranks[0].dp_size
+def _peers(ranks: dict[int, StepRecord]) -> dict[int, StepRecord]:
+    """Return the record of each data-parallel rank, in order: of ranks that share a model, the first."""
+    peers = {record.dp_rank: record for _, record in sorted(ranks.items(), reverse=True)}
+    return dict(sorted(peers.items()))
 
 
-def _used_all_epochs(facts: dict[str, Any], config: dict[str, Any], last_step: int) -> bool:
-    """Return whether a run was at the end of its --epochs, and no other flag has ended it."""
-    total, epochs = facts.get("total_steps"), config.get("epochs")
-    given = (facts.get("sources") or {}).get("max_steps", "default") != "default"
-    ended_by = [config["max_steps"]] if given else []
-    if epochs and config.get("steps_per_epoch"):
-        ended_by.append(epochs * config["steps_per_epoch"])
-    return bool(epochs and total and last_step >= total and total not in ended_by)
+def _missing_records(records: dict[int, dict[int, StepRecord]]) -> list[str]:
+    """Return where records are missing or contradict each other; delete an incomplete last step."""
+    last = max(records)
+    problems = [f"step {step} is missing" for step in range(min(records), last) if step not in records]
+    for step, ranks in list(records.items()):
+        peers = _peers(ranks)
+        if len(peers) < (next(iter(peers.values())).dp_size or 0):
+            if step < last:
+                problems.append(f"step {step}: the records of some ranks are missing")
+            elif len(records) > 1:  # a kill came between the writes of two ranks
+                del records[last]
+                break
+        problems += [
+            f"step {step}: rank {rank} read other samples than the ranks they share a model with"
+            for rank, record in sorted(ranks.items())
+            if record.samples != peers[record.dp_rank].samples
+        ]
+    return problems
 
 
-def _left_over(times: Counter[str], size: int, epochs: int | None) -> tuple[list[str], str]:
-    """Return which samples were not used as often as others, and how often all were, in words.
+def _audit_indexed(
+    steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str], rows: int | None
+) -> str:  # fmt: skip
+    """Append the problems of an indexed run, and return the verdict on a run without problems."""
+    config: dict[str, Any] = facts.get("config") or {}
+    sizes: dict[str, int] = facts.get("samples") or {}
+    locations, weights = read_weights([*(config.get("training_dir") or ()), *(config.get("dataset") or ())])
+    used: dict[str, list[tuple[int, str]]] = {}
+    """(step, sample) by source of a blend; by an empty name without weights."""
+    for step, samples in steps.items():
+        for name in samples:
+            sources = [source for source in locations if weights and name.startswith(source + "/")]
+            used.setdefault(max(sources, key=len, default=""), []).append((step, name))
+    for source, names in used.items():
+        problems += _repeats(source, names, (rows if not source else None) or sizes.get(source))
+    first, last = min(steps), max(steps)
+    if weights:
+        counts = [len(used.get(source, ())) for source in locations]
+        print("drawn from " + ", ".join(f"{name}: {count}" for name, count in zip(locations, counts, strict=True)))
+        if first == 1 and (seed := config.get("seed")) is not None:
+            blocks, rest_of_block = divmod(sum(counts), BLOCK)
+            slots = apportion(weights, BLOCK)
+            block = sources_of_block(blocks, slots, seed)[:rest_of_block]
+            expected = blocks * np.array(slots) + np.bincount(block, minlength=len(slots))
+            problems += [
+                f"{source}: was drawn from {count} times, its weight gives it {share}"
+                for source, count, share in zip(locations, counts, expected.tolist(), strict=True)
+                if count != share
+            ]
+    elif (size := rows or sizes.get("")) and first == 1 and "" in used:
+        times, epochs = Counter(name for _, name in used[""]), config.get("epochs") or 0
+        begun = -(-times.total() // size)
+        unused = []
+        if missing := begun * size - times.total():
+            short = sorted(name for name, number in times.items() if number < begun)
+            which = f"; not: {first_few(short, most=10)}" if len(times) == size else ""
+            unused.append(f"epoch {begun} is not whole: {missing} of {size} samples were not used in it{which}")
+        if epochs > begun:
+            unused.append(f"{epochs - begun} of {epochs} epochs were not begun")
+        max_steps_set = (facts.get("sources") or {}).get("max_steps", "default") != "default"
+        by_epochs = epochs and not max_steps_set and not config.get("steps_per_epoch")
+        if by_epochs and last >= (facts.get("total_steps") or END):
+            problems += unused
+        else:  # another flag has ended the run, or it has not ended
+            print("".join(f"{line}\n" for line in unused), end="")
+        if not missing:
+            return f"each {begun} times" if begun > 1 else "each once"
+    return "each once per epoch"
 
-    Args:
-        times: how often each sample was used.
-        size: samples of an epoch.
-        epochs: how many there were to be; None for whatever there are.
-    """
-    begun = -(-times.total() // size)
-    short = begun * size - times.total()
-    found = []
-    if short:
-        # Of samples that were never used, the names are not known.
-        names = sorted(name for name, number in times.items() if number < begun) if len(times) == size else []
-        which = f": {', '.join(names[:SHOWN_NAMES])}{', ...' if len(names) > SHOWN_NAMES else ''}" if names else ""
-        found.append(f"epoch {begun} is not whole: {short} of {size} samples were not used in it{which}")
-    if epochs and epochs > begun:
-        found.append(f"{epochs - begun} of {epochs} epochs were not begun")
-    return found, "each once per epoch" if short else f"each {begun} times" if begun > 1 else "each once"
 
-
-def _repeats(place: str, seen: list[tuple[int, str]], rows: int | None) -> list[str]:
+def _repeats(source: str, used: list[tuple[int, str]], rows: int | None) -> list[str]:
     """Return what contradicts one use per epoch, where an epoch is ``rows`` samples (default: the different ones)."""
-    size = rows or len({name for _, name in seen})
-    steps = np.array([step for step, _ in seen])
-    # Within a step the ranks' order is not recorded: only its first and last position are known.
+    size = rows or len({name for _, name in used})
+    steps = np.array([step for step, _ in used])
+    # Within a step the ranks' order is not recorded: only the first and last position of the step are known.
     firsts, lasts = np.searchsorted(steps, steps, side="left"), np.searchsorted(steps, steps, side="right") - 1
     times: Counter[str] = Counter()
     problems = []
-    for (step, name), first, last in zip(seen, firsts.tolist(), lasts.tolist(), strict=True):
+    for (step, name), first, last in zip(used, firsts.tolist(), lasts.tolist(), strict=True):
         epoch = times[name]
         times[name] += 1
         if last < epoch * size:
             problems.append(f"step {step}: {name} comes again before the epoch of {size} samples is over")
         elif first >= (epoch + 1) * size:
             problems.append(f"step {step}: {name} comes late: it was left out of an epoch of {size} samples")
-    if rows is not None and len(seen) >= rows and len(times) < rows:
-        problems.append(f"{place or 'the data'}: {rows - len(times)} of {rows} samples were never used")
+    if rows is not None and len(used) >= rows and len(times) < rows:
+        problems.append(f"{source or 'the data'}: {rows - len(times)} of {rows} samples were never used")
     return problems
 
 
-def _shares(drawn: dict[str, int], weights: list[float], seed: int | None) -> list[str]:
-    """Return which sources of a blend were drawn from less or more often than its order requires.
+def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str]) -> str:
+    """Append the problems of a streamed run, and return the verdict on a run without problems.
 
-    Every block of positions has equally many of each place. With the ``seed`` of a run that is audited from its
-    beginning, the rest is known too; without, not even where in a block the audit begins.
+    A record must continue at the token at which the sample before ended; it may begin again after its end, which is
+    known when another record follows it in a sample.
     """
-    blocks, rest = divmod(sum(drawn.values()), BLOCK)
-    slots = apportion(weights, BLOCK)
-    least, most = [max(0, blocks - 1) * n for n in slots], [(blocks + 2) * n for n in slots]
-    if seed is not None:
-        within = np.bincount(sources_of(blocks, slots, seed)[:rest], minlength=len(slots))
-        least = most = [blocks * n + int(more) for n, more in zip(slots, within, strict=True)]
-    return [
-        f"{place}: was drawn from {number} times, its weight gives it "
-        + (f"{low}" if low == high else f"{low} to {high}")
-        for (place, number), low, high in zip(drawn.items(), least, most, strict=True)
-        if not low <= number <= high
-    ]
-
-
-def torn(steps: dict[int, list[str]]) -> list[str]:
-    """Return where documents of streamed text do not continue at the token where the sample before ended.
-
-    Samples are ``document[begin:end]``, joined by ``+``. A document may begin again when it was read to its end, which
-    is known when another has followed it in a sample.
-    """
-    pieces: dict[int, dict[str, list[tuple[int, int]]]] = {}
-    ends: dict[str, int] = {}
+    times: Counter[str] = Counter()
+    ends: dict[str, float] = {}
+    next_tokens: dict[str, float] = {}
+    by_step: dict[int, dict[str, list[tuple[int, float]]]] = {step: {} for step in steps}
     for step, samples in steps.items():
         for sample in samples:
-            spans = [(name, int(begin), int(end)) for name, begin, end in SPAN.findall(sample)]
-            ends.update((name, end) for name, _, end in spans[:-1])
-            for name, begin, end in spans:
-                pieces.setdefault(step, {}).setdefault(name, []).append((begin, end))
-    problems = []
-    at: dict[str, int] = {}
-    known_from_start = min(steps) == 1
-    for step in sorted(pieces):
-        for name, places in pieces[step].items():
-            # Within a step the order of ranks is not recorded; of one document it is that of its places, but that a
-            # short one may end and begin again.
-            waiting = sorted(places)
-            while waiting:
-                left = at.get(name, 0)
-                again = left == ends.get(name, left)
-                fits = [p for p in waiting if p[0] == left] or [p for p in waiting if again and p[0] == 0] or waiting
-                begin, end = fits[0]
-                waiting.remove((begin, end))
-                if begin != left and not (again and begin == 0) and (name in at or known_from_start):
-                    problems.append(f"step {step}: {name} goes on at token {begin}, but was left at {left}")
-                at[name] = end
-    return problems
+            spans = [(record, int(begin or 0), float(end or END)) for record, begin, end in PART.findall(sample)]
+            ends.update((record, end) for record, _, end in spans[:-1])
+            for record, begin, end in spans:
+                times[record] += not begin
+                by_step[step].setdefault(record, []).append((begin, end))
+    for step, records in by_step.items():
+        for record, remaining in records.items():
+            # The order of ranks in a step is not recorded, but the spans of a record follow each other.
+            remaining.sort()
+            while remaining:
+                token = next_tokens.get(record, 0)
+                may_begin = token in (ends.get(record, token), END)
+                fitting = [span for span in remaining if span[0] == token or (may_begin and not span[0])]
+                span = (fitting or remaining)[0]
+                remaining.remove(span)
+                if not fitting and (record in next_tokens or min(steps) == 1):
+                    problems.append(f"step {step}: {record} goes on at token {span[0]}, but was left at {token:.0f}")
+                next_tokens[record] = span[1]
+    epochs = (facts.get("config") or {}).get("epochs")
+    if not epochs:
+        return "no token of a record twice or left out"
+    repeated = [f"{record} ({number} times)" for record, number in sorted(times.items()) if number > epochs]
+    if repeated:
+        problems.append(f"used more than {epochs} times: {first_few(repeated, most=10)}")
+    complete = sum(number == epochs for number in times.values())
+    return f"{complete} of {len(times)} records {epochs} times, no token twice or left out"

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
 from smp_train.arguments.own import Own, Rows
-from smp_train.data import hf_dataset, manifest, s3
-from smp_train.data.blend import BlendOrder, Joined, read_weights
-from smp_train.data.conversion import processes_for
-from smp_train.data.formats import ARROW, PREPARED, SHARDS, kind_of, refuse_zipped
-from smp_train.data.layout import lay_out
-from smp_train.data.learnable import leave_out_unlearnable
-from smp_train.data.order import Order, read_shuffle
+from smp_train.arguments.sources import is_streamed, training_sources
+from smp_train.data.blend import BlendOrder, Joined
+from smp_train.data.convert import open_samples, open_token_rows, processes_for
+from smp_train.data.files import HELD_OUT, FileSet, Selection, list_sources
+from smp_train.data.indexed import TrainingData, ValidationData
+from smp_train.data.kinds import Kind
+from smp_train.data.loader import Loader
+from smp_train.data.order import Order
 from smp_train.data.own_rows import Checked
-from smp_train.data.pipelines.data_pipeline import Loader, TrainingData, ValidationData
-from smp_train.data.rounds import in_rounds
-from smp_train.data.s3_cache import bring
-from smp_train.data.source import Source, shards
+from smp_train.data.rows import Recipe
+from smp_train.data.samples import Samples, check_layout
+from smp_train.data.streamed import first_samples, open_streams
 from smp_train.data.synthetic import Synthetic
-from smp_train.data.text.opening import open_text, open_text_rows, text_at
-from smp_train.data.token_cache import TokenCache
-from smp_train.data.token_dataset import convert, open_converted, open_prepared
-from smp_train.data.utils import list_shards
-from smp_train.data.windowed import open_windowed, refuse_different
+from smp_train.data.token_file import TokenRows
 from smp_train.distributed import ALL_RANKS
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -36,187 +31,205 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.data")
 
-
-def long_rows(args: Arguments) -> str:
-    """Return what becomes of long rows: --long, or by default what goes with --short."""
-    # Samples joined or packed of rows are to keep every token.
-    return args.long or ("truncate" if args.short == "pad" else "split")
+ALL_SAMPLES = 1 << 40
 
 
-def open_data(
-    args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime, dp_rank: int, dp_size: int,
-    pin_memory: bool = False, own: Own | None = None,
-) -> tuple[Loader, ValidationData | None]:
-    """Open the training and the validation data as this rank sees them; collective.
+def layout(args: Arguments, kind: str) -> tuple[str, str]:
+    """Return --long and --short, with their defaults for a kind of record."""
+    short = args.short or ("concat" if kind == "text" and args.long in (None, "split") else "pad")
+    long = args.long or ("truncate" if short == "pad" else "split")
+    check_layout(long, short)
+    return long, short
+
+
+class Opener:
+    """Opens the sources of one run; its methods are collective.
 
     Args:
         args: the flags of the run.
         vocab_size: ids must be below it.
         seq_len: tokens of a sample.
-        ranks: this rank among all, which share the conversion.
-        dp_rank: this rank among the data-parallel ones, which share the rows.
-        dp_size: data-parallel ranks.
-        pin_memory: make batches in page-locked memory.
-        own: rows that a program gives in place of places.
+        ranks: this rank among all ranks, which share the conversion.
+        tokenizer: returns the tokenizer's location, called only for records that need one; None where none is known.
+    """
+
+    def __init__(
+        self, args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime,
+        tokenizer: Callable[[], str | None],
+    ) -> None:  # fmt: skip
+        self.args, self.vocab_size, self.seq_len, self.ranks = args, vocab_size, seq_len, ranks
+        self._tokenizer = tokenizer
+        self.max_bad = args.max_bad if args.bad_rows == "skip" else None
+
+    def list(self, locations: Sequence[str], flag: str, **options: Any) -> list[FileSet]:
+        """Return the files of some locations."""
+        args = self.args
+        return list_sources(
+            locations,
+            Selection(column=args.text_column, config=args.dataset_config_name, zipped=args.zipped_data, flag=flag),
+            ranks=self.ranks, **options,
+        )  # fmt: skip
+
+    def recipe(self, kind: Kind) -> Recipe:
+        """Return how records of a kind become rows."""
+        with distributed.together("reading the tokenizer"):
+            tokenizer = None if kind.name == "tokens" else self._tokenizer()
+        args = self.args
+        return Recipe(
+            kind, self.vocab_size, tokenizer, args.chat_template, trust_remote_code=args.trust_remote_code
+        )  # fmt: skip
+
+    def samples(self, files: FileSet) -> Samples:
+        """Return the samples of a location, converted first where necessary."""
+        args, location = self.args, files.location
+        long, short = layout(args, files.kind.name)
+        rows = open_token_rows(
+            files, self.recipe(files.kind), cache_dir=args.data_cache_dir, max_bad=self.max_bad, ranks=self.ranks,
+            processes=processes_for(args.data_num_workers, self.ranks.local_world_size),
+        )  # fmt: skip
+        with distributed.together(f"checking {location}"):
+            totals = rows.report()
+            logger.info(
+                "%s: %d rows in %d files, %d tokens of which %d count%s, the longest row of %d",
+                location, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],
+                " by their labels" if totals["labelled"] else "", totals["longest"],
+            )  # fmt: skip
+            if long == "truncate" and totals["latest_target"] >= self.seq_len:
+                _refuse_unlearnable(rows, self.seq_len, self.max_bad)
+        _refuse_different(location, rows.fingerprint)
+        return open_samples(rows, self.seq_len, long=long, short=short, ranks=self.ranks)
+
+    def program_rows(self, rows: Rows, keyword: str) -> Samples:
+        """Return the samples of a program's rows."""
+        long, short = layout(self.args, "tokens")
+        with distributed.together(f"opening {keyword}"):
+            source = Checked(rows, keyword, self.vocab_size)
+        _refuse_different(keyword, (source.fingerprint, len(source)))
+        return open_samples(source, self.seq_len, long=long, short=short)
+
+    def held_out(self, files: FileSet, most: int) -> Samples:
+        """Return the samples of a location to validate on; of a streamed location the first ``most``, in memory."""
+        if not is_streamed(self.args, [files.location]):
+            return self.samples(files)
+        long, short = layout(self.args, files.kind.name)
+        sources = [(files, self.recipe(files.kind))]
+        with distributed.together(f"reading {files.location}"):
+            source = first_samples(self.args, sources, short=short, long=long, seq_len=self.seq_len, most=most)
+            return Samples(source, self.seq_len)
+
+    def streams(self, filesets: Sequence[FileSet], **share: Any) -> Loader:
+        """Return the streams of a run."""
+        layouts = {layout(self.args, files.kind.name) for files in filesets}
+        if len(layouts) > 1:
+            raise ConfigError("the sources hold text and other records; choose one --short for all of them")
+        ((long, short),) = layouts
+        sources = [(files, self.recipe(files.kind)) for files in filesets]
+        local_ranks = self.ranks.local_world_size
+        return open_streams(self.args, sources, long=long, short=short, local_ranks=local_ranks, **share)
+
+
+def open_data(
+    args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime, dp_rank: int, dp_size: int,
+    pin_memory: bool = False, own: Own | None = None, tokenizer: Callable[[], str | None] = lambda: None,
+) -> tuple[Loader, ValidationData | None]:  # fmt: skip
+    """Return the training and the validation data for this rank; collective.
+
+    ``args``, ``vocab_size``, ``seq_len``, ``ranks`` and ``tokenizer`` are those of `Opener`; ``dp_rank`` is one of
+    ``dp_size`` data-parallel ranks, which share the samples; ``own`` has rows that a program passes.
     """
     own = own or Own()
-    opened = partial(open_rows, args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks)
-    long = long_rows(args)
+    opener = Opener(args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks, tokenizer=tokenizer)
     share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
-    if args.dataset is not None:
-        return open_text(args, vocab_size=vocab_size, ranks=ranks, shards=opened, **share)
-    source: Source
-    held_out: Source | None = None
-    order: Order | BlendOrder | None = None
-    test_dir = None if args.use_synthetic_data else args.test_dir
-    if (own.validation_data is not None or test_dir) and (args.validation_freq or args.evaluate_only):
-        if own.validation_data is not None:
-            held_out = open_own(args, own.validation_data, "validation_data", vocab_size=vocab_size, seq_len=seq_len)
-        elif test_dir is not None:
-            held_out = opened(test_dir)
+    read = own.training_data is None and not args.use_synthetic_data
+    with distributed.together("reading the flags of the data"):
+        locations, weights = training_sources(args) if read else ([], None)
+        streamed = bool(locations) and is_streamed(args, locations)
+    filesets = opener.list(locations, "--training_dir" if args.training_dir else "--dataset") if locations else []
+    training: Loader | None = opener.streams(filesets, **share) if streamed else None
+    samples: Samples | Joined | None = None
     if own.training_data is not None:
-        source = open_own(args, own.training_data, "training_data", vocab_size=vocab_size, seq_len=seq_len)
+        samples = opener.program_rows(own.training_data, "training_data")
     elif args.use_synthetic_data:
-        source = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
-        # Another seed, not another part: synthetic rows have no end.
-        held_out = held_out or Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
-    elif args.training_dir is None:
-        assert held_out is not None, "checked by arguments.validate"
-        source = held_out  # with --evaluate_only, which draws no batch to train on
-    else:
-        places, weights = read_weights(args.training_dir)
-        sources = [opened(place, shuffle=args.shuffle) for place in places]
-        source = sources[0] if len(sources) == 1 else Joined(sources, places)
-        if weights is not None and isinstance(source, Joined):
-            order = BlendOrder(source, weights, args.seed, args.shuffle)
-            logger.info("Samples are drawn %s", order.shares())
+        samples = Samples(Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed), seq_len)
+    elif filesets and not streamed:
+        sources = [opener.samples(files) for files in filesets]
+        samples = sources[0] if len(sources) == 1 else Joined(sources, locations)
+    held_out = None
+    if args.validation_freq or args.evaluate_only:
+        held_out = _open_held_out(opener, own, locations, args.validation_batches * args.val_batch_size * dp_size)
+    if training is None and samples is None:
+        samples = held_out  # with --evaluate_only, which draws no batch to train on
     with distributed.together("preparing the data"):
-        training = TrainingData(
-            source, order or Order(len(source), args.seed, args.shuffle, shards(source)), long=long,
-            micro_batch=args.train_batch_size, accumulation=args.gradient_accumulation_steps, named=args.data_audit,
-            epochs=args.epochs, **share,
+        if samples is not None:
+            order: Order | BlendOrder = Order(len(samples), args.seed, args.shuffle)
+            if weights is not None and isinstance(samples, Joined):
+                order = BlendOrder(samples, weights, args.seed, args.shuffle)
+                logger.info("Samples are drawn %s", order.shares())
+            training = TrainingData(
+                samples, order, named=args.data_audit, epochs=args.epochs, micro_batch=args.train_batch_size,
+                accumulation=args.gradient_accumulation_steps, **share,
+            )  # fmt: skip
+        assert training is not None
+        if held_out is None:
+            return training, None
+        rows = held_out.last_shard() if args.fast_validation else None
+        return training, ValidationData(
+            held_out, rows, micro_batch=args.val_batch_size, max_batches=args.validation_batches, **share
+        )  # fmt: skip
+
+
+def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int) -> Samples:
+    """Return what a run validates on; collective."""
+    args = opener.args
+    if own.validation_data is not None:
+        return opener.program_rows(own.validation_data, "validation_data")
+    if args.use_synthetic_data:
+        # Another seed, and not another part: synthetic rows have no end.
+        source = Synthetic(seq_len=opener.seq_len, vocab_size=opener.vocab_size, seed=args.seed + 1)
+        return Samples(source, opener.seq_len)
+    if args.test_dir:
+        filesets = opener.list([args.test_dir], "--test_dir", split=HELD_OUT)
+    else:
+        filesets = opener.list(locations, "--training_dir", held_out=True)
+    if not filesets:
+        cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
+        raise ConfigError(
+            f"{cause} needs --test_dir: {' '.join(locations) or 'training_data'} has no split called validation or test"
         )
-        return training, None if held_out is None else ValidationData(
-            held_out, micro_batch=args.val_batch_size, max_batches=args.validation_batches, fast=args.fast_validation,
-            long=long, **share,
-        )
+    return opener.held_out(filesets[0], most)
 
 
-def open_rows(
-    args: Arguments, place: str, *, vocab_size: int, seq_len: int, ranks: Runtime, shuffle: str = "none"
-) -> Source:
-    """Open one place's rows, laid out as samples of ``seq_len`` tokens; collective."""
-    max_bad, long = args.max_bad if args.bad_rows == "skip" else None, long_rows(args)
-    with distributed.together(f"reading {place}"):
-        manifest.check(place)
-    source = open_place(
-        place, dataset_type=args.dataset_type, vocab_size=vocab_size, cache_dir=args.data_cache_dir,
-        zipped=args.zipped_data, max_bad=max_bad, window=read_shuffle(shuffle), ranks=ranks,
-        processes=processes_for(args.data_num_workers, ranks.local_world_size),
-    )
-    with distributed.together(f"laying out {place}"):
-        say(place, source)
-        source = lay_out(source, seq_len, long=long, short=args.short)
-        source = leave_out_unlearnable(source, seq_len, long=long, max_bad=max_bad, place=place)
-    refuse_different(place, source.fingerprint)
-    return source
+def open_evaluation(opener: Opener, location: str) -> Samples:
+    """Return the samples of a location to evaluate on; collective."""
+    (files,) = opener.list([location], "--data", split=(*HELD_OUT, "train"))
+    return opener.held_out(files, ALL_SAMPLES)
 
 
-def open_own(args: Arguments, rows: Rows, what: str, *, vocab_size: int, seq_len: int) -> Source:
-    """Return a program's own rows, checked as they are read, laid out as samples of ``seq_len`` tokens; collective."""
-    max_bad, long = args.max_bad if args.bad_rows == "skip" else None, long_rows(args)
-    with distributed.together(f"opening {what}"):
-        source: Source = Checked(rows, what, vocab_size)
-    refuse_different(what, (source.fingerprint, len(source)))
-    with distributed.together(f"laying out {what}"):
-        source = lay_out(source, seq_len, long=long, short=args.short)
-        return leave_out_unlearnable(source, seq_len, long=long, max_bad=max_bad, place=what)
+def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) -> None:
+    """Refuse rows that have no token with loss among their first ``seq_len``; with --bad_rows skip only too many.
 
-
-def open_evaluation(args: Arguments, place: str, *, vocab_size: int, seq_len: int, ranks: Runtime) -> Source:
-    """Open rows to evaluate on: token rows, or text, tokenised by --tokenizer and held in memory; collective."""
-    with distributed.together(f"looking at {place}"):
-        text = text_at(place, args)
-        if text and args.tokenizer is None:
-            raise ConfigError(f"{place} is text, and the checkpoint has no tokenizer; give --tokenizer")
-    if not text:
-        return open_rows(args, place, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks)
-    with distributed.together(f"reading {place}"):
-        return open_text_rows(args, text, vocab_size=vocab_size, seq_len=seq_len)
-
-
-def say(place: str, source: Source) -> None:
-    """Log what is in a place, where its source knows."""
-    totals = source.report()
-    if totals is not None:
-        logger.info(
-            "%s: %d rows in %d files, %d tokens of which %d count%s, the longest row of %d",
-            place, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],
-            " by their labels" if totals.get("labelled") else "", totals["longest"],
-        )
-
-
-def open_place(
-    location: str, *, dataset_type: str = "gpt_jsonl", vocab_size: int, cache_dir: str | None = None,
-    zipped: bool | None = None, max_bad: float | None = None, processes: int = 1, window: int = 0,
-    ranks: Runtime | None = None,
-) -> Source:
-    """Open the rows of a place, converted or copied first where that was not done before; collective.
-
-    Args:
-        location: folder, file or ``s3://`` prefix.
-        dataset_type: ``hf`` insists on a Hugging Face data set.
-        vocab_size: ids must be below it.
-        cache_dir: --data_cache_dir.
-        zipped: whether shards must be gzipped; None asks nothing.
-        max_bad: fraction of malformed rows that may be left out; None tolerates none.
-        processes: to convert in.
-        window: shards of a window (--shuffle window:K); below 1 all are kept on disk.
-        ranks: this rank among all, which share the work; None: it is alone.
+    Such rows keep their positions, and train on nothing.
     """
-    reading = f"reading {location}"
-    with distributed.together(reading):
-        kind = kind_of(location, dataset_type)
-        refuse_zipped(location, kind, zipped)
-    refuse_different(location, kind)
-    remote = s3.is_s3(location)
-    if window > 0 and remote and kind == ARROW:
-        logger.warning("%s: a Hugging Face data set is copied whole, whatever --shuffle", location, extra=ALL_RANKS)
-    with distributed.together(reading):
-        cache = TokenCache(location, vocab_size, cache_dir, max_bad is not None)
-        files = list_shards(location, zipped) if kind == SHARDS else []
-        if kind != SHARDS:
-            logger.info("%s: %s", location, kind)
-        if kind == PREPARED and not remote and cache_dir is not None:
-            logger.info("--data_cache_dir %s has no effect on %s: it is prepared already", cache_dir, location)
-    if window > 0 and ranks is not None and (kind == SHARDS or (kind == PREPARED and remote)):
-        source = open_windowed(location, window, cache, files, ranks, max_bad=max_bad, processes=processes)
-        if source is not None:
-            return source
+    count, first = 0, ""
+    for shard in rows.shards or []:
+        late = shard.start + (rows.first_targets(shard) >= seq_len).nonzero()[0]
+        count += late.size
+        first = first or (rows.name(int(late[0])) if late.size else "")
+    problem = f"{first}: none of its first {seq_len} tokens is counted: nothing to learn; raise --max_context_width"
+    if max_bad is None:
+        raise DataError(f"{problem}, or leave such rows out with --bad_rows skip")
+    summary = f"{count} of {len(rows)} rows have nothing to learn; the first is {problem}"
+    if count > max_bad * len(rows):
+        raise DataError(f"{summary}; that is more than --max_bad {max_bad:.4%}")
+    logger.warning("%s (--bad_rows skip)", summary, extra=ALL_RANKS)
 
-    def steps(rank: int, world: int) -> Generator[int, None, None]:
-        if kind == SHARDS:
-            yield from convert(cache, files, rank=rank, world=world, processes=processes)
-        elif remote:
-            yield len(bring(location, cache_dir, rank, world)[1])
-        elif kind == ARROW:
-            yield hf_dataset.check_share(cache, location, rank, world, processes)
 
-    here = (ranks.local_rank, ranks.local_world_size) if ranks is not None else (0, 1)
-    in_rounds(reading, steps(*((ranks.rank, ranks.world_size) if ranks is not None else here)))
-    # Where nodes keep files of their own, the ranks of each do what the other nodes have done for themselves.
-    in_rounds(reading, steps(*here))
-    folder, cure = location, "copy or make it again"
-    if remote and kind != SHARDS:
-        cure = "start again, and it is fetched"
-        with distributed.together(reading):
-            folder = bring(location, cache_dir)[0]
-            if kind == ARROW:
-                cache = TokenCache(folder, vocab_size, cache_dir, max_bad is not None)
-                hf_dataset.check_share(cache, folder, *here, processes)
-    with distributed.together(f"opening {location}"):
-        if kind == ARROW:
-            return hf_dataset.open_hf_dataset(cache, folder, max_bad)
-        if kind == PREPARED:
-            return open_prepared(folder, vocab_size, max_bad, cure)
-        return open_converted(cache, files, max_bad)
+def _refuse_different(location: str, value: Any) -> None:
+    """Raise DataError where a value differs between ranks; collective."""
+    values = distributed.gather(f"comparing {location}", lambda: value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise DataError(
+                f"{location}: rank {rank} reads other rows ({other}) than rank 0 ({values[0]}); give every rank the "
+                "same data"
+            )

@@ -1,107 +1,142 @@
-"""Shards in S3, or anything that speaks its protocol: listed, and fetched many at a time."""
+"""Objects in S3, or in anything with its protocol: listed, opened, and fetched several at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import io
 import os
+import posixpath
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
 
-from smp_train.data.shard import Shard
 from smp_train.errors import DataError
-from smp_train.storage import is_s3, split
-from smp_train.storage.client import AT_ONCE, SCHEME
+from smp_train.storage.client import AT_ONCE, SCHEME, split
 from smp_train.storage.prefetch import prefetched
 from smp_train.storage.ranges import RangeFile
 from smp_train.storage.s3 import UNREADABLE, S3Storage
 
-__all__ = ["AT_ONCE", "is_s3", "list_folder", "open_ranges", "read_small", "staged"]
+if TYPE_CHECKING:
+    from smp_train.data.files import DataFile
 
+COPY_PREFIX, COPY_SUFFIX = ".fetch-", ".tmp"
+"""Names of copies, complete or not; a later fetch of the same version continues an incomplete copy."""
 READ_AHEAD = 1 << 20
-"""Bytes of one request of an object that is read as a file."""
+"""Bytes of one request for an object that is read as a file."""
 
 
-def _object(location: str) -> tuple[S3Storage, str]:
-    """Return the bucket of ``s3://bucket/key``, and the key."""
-    bucket, key = split(location, DataError)
+def _object(path: str) -> tuple[S3Storage, str]:
+    """Return the bucket and the key of ``s3://bucket/key``."""
+    bucket, key = split(path, DataError)
     return S3Storage(SCHEME + bucket, DataError), key
 
 
-def list_folder(location: str, *, deep: bool = False) -> tuple[list[Shard], list[str]]:
-    """List (objects, names of folders) directly below a prefix, or the one object given; in order of keys.
-
-    ``deep`` lists all objects below the prefix, and no folders. Raises DataError when the listing is refused.
-    """
+def list_objects(location: str) -> dict[str, tuple[str, int, str]]:
+    """Return (path, size, ETag) of the objects below a prefix, or of the one object, by their relative names."""
     storage = S3Storage(location, DataError)
-    found, folders = (storage.files(), []) if deep else storage.level()
-    if not found and not folders and not location.endswith("/"):
+    objects = storage.files()
+    if not objects and not location.endswith("/"):
         bucket, key = _object(location)
         entry = bucket.entry(key) if key else None
-        found = {} if entry is None else {os.path.basename(key): entry}
-        storage = S3Storage(os.path.dirname(location), DataError)
-    return [
-        Shard(f"{storage.location}/{name}", name, size, int(modified) * 10**9, etag.strip('"'))
-        for name, (size, modified, etag) in found.items()
-    ], folders
+        objects = {} if entry is None else {posixpath.basename(key): entry}
+        storage = S3Storage(posixpath.dirname(location), DataError)
+    if not objects:
+        raise DataError(f"{location}: no object below this prefix; check the name")
+    return {name: (f"{storage.location}/{name}", size, etag.strip('"')) for name, (size, _, etag) in objects.items()}
 
 
-def read_small(path: str) -> bytes | None:
-    """Return the content of an object; None where it is not there, or this role may not read it.
-
-    Raises DataError when that cannot be found out: ranks must not come to different answers.
-    """
+def read_object(path: str) -> bytes | None:
+    """Return the content of a small object; None if it does not exist or this role may not read it."""
     storage, key = _object(path)
     return storage.read_unless(key, UNREADABLE)
 
 
-def open_ranges(path: str, size: int, etag: str) -> io.BufferedReader:
-    """Return an object as a file of which only what is read is fetched. What is read raises DataError."""
+def open_object(path: str, size: int, etag: str) -> io.BufferedReader:
+    """Return an object as a file; reading requests only the bytes that are read, and raises DataError."""
     storage, key = _object(path)
     file = RangeFile(size, lambda start, length: storage.read_range(key, start, length, f'"{etag}"'))
     return io.BufferedReader(file, READ_AHEAD)
 
 
-def staged(
-    shards: Iterable[Shard], folder: str, *, at_once: int = AT_ONCE, stop: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[Shard, str]]:
-    """Yield (object, local copy) in the order given, ``at_once`` being fetched meanwhile; each the version listed.
+@contextmanager
+def fetch(
+    files: Iterable[DataFile], folder: str, *, at_once: int = AT_ONCE, tick: Callable[[int], None] = lambda done: None
+) -> Iterator[Iterator[tuple[DataFile, str]]]:
+    """Yield an iterator of (file, path of its local copy), in order; several objects are fetched ahead.
 
-    Copies are temporary files in ``folder``: whoever takes one removes it. Never more than ``at_once`` lie there
-    untaken; those go when the iterator is closed. Raises DataError, also when ``folder`` is full, and InterruptedError
-    when ``stop``, asked at every chunk, returns True.
+    A copy that an earlier process began is continued if the object still has the same version. The caller deletes the
+    copies that it takes; other copies stay for the next fetch. ``tick`` is called with the bytes fetched since its
+    last call, from any thread; an exception that it raises ends the fetch. Raises DataError.
     """
     closing = threading.Event()
 
-    def get(shard: Shard) -> tuple[Shard, str]:
-        storage, key = _object(shard.path)
+    def count(done: int) -> None:
+        if closing.is_set():
+            raise InterruptedError
+        tick(done)
+
+    def take(copies: Iterable[tuple[DataFile, IO[bytes]]]) -> Iterator[tuple[DataFile, str]]:
+        for file, copy in copies:
+            # Under its new name no other process continues, or deletes, the copy.
+            name = _new_file(folder)
+            with copy:
+                os.replace(copy.name, name)
+            yield file, name
+
+    try:
+        work = lambda file: (file, _fetch_object(file, folder, count))  # noqa: E731
+        with contextlib.closing(prefetched(work, files, at_once, lambda result: result[1].close())) as copies:
+            yield take(copies)
+    finally:
+        closing.set()
+
+
+def _fetch_object(file: DataFile, folder: str, tick: Callable[[int], None]) -> IO[bytes]:
+    """Return the complete copy of an object, open and locked. Raises DataError."""
+    storage, key = _object(file.path)
+    with contextlib.ExitStack() as on_error:
         try:
-            handle, path = tempfile.mkstemp(prefix=".stage.", suffix=".tmp", dir=folder)
-            try:
-                with os.fdopen(handle, "wb") as file:
+            copy = on_error.enter_context(_open_copy(file, folder))
+            done = copy.seek(0, os.SEEK_END)
+            if done > file.size:
+                done = copy.truncate(0)
 
-                    def write(chunk: bytes) -> None:
-                        if closing.is_set() or stop():
-                            raise InterruptedError
-                        file.write(chunk)
+            def write(chunk: bytes) -> None:
+                copy.write(chunk)
+                tick(len(chunk))
 
-                    write(b"")
-                    storage.receive(key, write, 0, shard.size, f'"{shard.etag}"')
-            except BaseException:
-                os.unlink(path)
-                raise
-            return shard, path
-        except InterruptedError:
-            raise
+            tick(done)
+            storage.receive(key, write, done, file.size, f'"{file.version}"')
+            copy.flush()
         except OSError as error:
+            if isinstance(error, InterruptedError):
+                raise
             raise DataError(
-                f"{folder}: cannot hold a copy of {shard.path} ({error.strerror or error}); "
-                "free some space or give a --data_cache_dir that can be written"
+                f"{folder}: cannot hold a copy of {file.path} ({error.strerror or error}); "
+                "free some space or give another --data_cache_dir"
             ) from None
+        on_error.pop_all()
+    return copy
 
-    with contextlib.closing(prefetched(get, shards, at_once, lambda found: os.unlink(found[1]))) as copies:
-        try:
-            yield from copies
-        finally:
-            closing.set()
+
+def _open_copy(file: DataFile, folder: str) -> IO[bytes]:
+    """Open the copy that an earlier process began, locked, or a new one if another process writes it."""
+    version = hashlib.blake2b(f"{file.path} {file.size} {file.version}".encode(), digest_size=16).hexdigest()
+    path = os.path.join(folder, f"{COPY_PREFIX}{version}{COPY_SUFFIX}")
+    copy: IO[bytes] = open(path, "ab+")  # noqa: SIM115
+    with contextlib.suppress(OSError):
+        fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(copy.fileno()), os.stat(path)):  # else another process has just taken it
+            return copy
+    copy.close()
+    return open(_new_file(folder), "ab+")
+
+
+def _new_file(folder: str) -> str:
+    handle, path = tempfile.mkstemp(prefix=COPY_PREFIX, suffix=COPY_SUFFIX, dir=folder)
+    os.close(handle)
+    return path

@@ -1,173 +1,107 @@
-"""What is in a data set, and all that is wrong with it."""
+"""Counts of a data set's rows, and everything that is wrong with it."""
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from smp_train.data import formats, hf_dataset, manifest, s3
-from smp_train.data.lines import read_lines
-from smp_train.data.rows import RowParser
-from smp_train.data.s3_cache import bring
-from smp_train.data.source import Row, Source, trimmed
-from smp_train.data.token_cache import own_folder
-from smp_train.data.token_dataset import open_prepared, refuse_mixed
-from smp_train.data.utils import list_shards
+from smp_train.data.bad_records import BadRecords
+from smp_train.data.files import DataFile, FileSet
+from smp_train.data.rows import Recipe, read_rows
+from smp_train.data.source import IGNORED, Row
+from smp_train.data.tokenizer import load
 from smp_train.errors import DataError
 from smp_train.progress import Progress
 
-ANY_VOCABULARY = 1 << 31
-SAMPLE_TOKENS = 512
+SAMPLE_TOKENS, SHOWN_TOKENS = 512, 24
 
 
 @dataclass
-class Survey:
-    """What was seen of a data set."""
+class Survey(BadRecords):
+    """Counts and problems of the rows of a data set, in which each row must have a target within ``seq_len``."""
 
-    kind: str
     seq_len: int | None = None
-    """Context length at which rows must have something to learn."""
-    shards: int = 0
-    rows: int = 0
-    tokens: int = 0
+    kind: str = ""
+    files: int = 0
+    lengths: array[int] = field(default_factory=lambda: array("Q"))
     counted: int = 0
     labelled: int = 0
-    """Rows with labels."""
-    lowest: int = ANY_VOCABULARY
-    highest: int = -1
-    left_out: int = 0
-    """Lines that were left out when prepared tokens were made."""
-    lengths: Counter[int] = field(default_factory=Counter)
+    ids: tuple[int, int] = (1 << 62, -1)
+    """The lowest and the highest token id."""
     problems: list[str] = field(default_factory=list)
-    sample: Row | None = None
-    sample_name: str = ""
+    sample: tuple[str, Row] | None = None
+    """Name and beginning of the first row."""
 
-    def add(self, name: str, row: Row, folder: str = "") -> None:
-        """Count one row; the first is the sample."""
-        ids, targets, most = row.input_ids, row.targets(), self.seq_len
-        self.rows += 1
-        self.tokens += ids.size
-        self.counted += ids.size if targets is None else int(targets.sum())
+    def add(self, file: DataFile, number: int, problem: str) -> None:
+        """Keep the problem of a malformed record."""
+        self.problems.append(f"{file.at(number)}: {problem}")
+
+    def count_row(self, name: str, row: Row) -> None:
+        """Count a row."""
+        size = row.input_ids.size
+        self.lengths.append(size)
+        self.counted += int(np.count_nonzero(row.targets() != IGNORED))
         self.labelled += row.labels is not None
-        if most is not None and ids.size > most and not trimmed(row).cut(0, most).has_target():
-            self.problems.append(f"{folder}{name}: none of its first {most} tokens is counted: nothing to learn")
-        self.lowest, self.highest = min(self.lowest, int(ids.min())), max(self.highest, int(ids.max()))
-        self.lengths[ids.size] += 1
-        if self.sample is None:
-            self.sample, self.sample_name = row.cut(0, SAMPLE_TOKENS), name
-
-    def quantile(self, part: float) -> int:
-        """Return the length that ``part`` of all rows do not exceed."""
-        wanted, seen = part * self.rows, 0
-        for length in sorted(self.lengths):
-            seen += self.lengths[length]
-            if seen >= wanted:
-                return length
-        return 0
+        if self.seq_len is not None and size > self.seq_len and row.first_target() >= self.seq_len:
+            self.problems.append(f"{name}: none of its first {self.seq_len} tokens carries loss: nothing to learn")
+        self.ids = min(self.ids[0], int(row.input_ids.min())), max(self.ids[1], int(row.input_ids.max()))
+        self.sample = self.sample or (name, row.cut(0, SAMPLE_TOKENS))
 
     def text(self, tokenizer: str | None) -> str:
-        """Return the report that ``data inspect`` prints."""
-        lines = [f"{self.kind}: {self.rows} rows, {self.tokens} tokens in {self.shards} files"]
+        """Return the report of ``data inspect``."""
+        rows, tokens = len(self.lengths), sum(self.lengths)
+        lines = [f"{self.kind}: {rows} rows, {tokens} tokens in {self.files} files"]
         if self.sample is not None:
+            name, row = self.sample
+            least, median, most_of, most = np.quantile(self.lengths, (0, 0.5, 0.95, 1), method="inverted_cdf")
             lines += [
-                f"counted: {self.counted} tokens ({self.counted / self.tokens:.2%})",
-                f"labels: in {self.labelled} of {self.rows} rows",
-                f"length: {self.quantile(0)} to {self.quantile(1)}, median {self.quantile(0.5)}, "
-                f"95 % up to {self.quantile(0.95)}",
-                f"token ids: {self.lowest} to {self.highest}: --vocab_size must be at least {self.highest + 1}",
-                f"{self.sample_name} begins: {' '.join(map(str, self.sample.input_ids[:24]))} ...",
+                f"counted: {self.counted} tokens ({self.counted / tokens:.2%})",
+                f"labels: in {self.labelled} of {rows} rows",
+                f"length: {least} to {most}, median {median}, 95 % up to {most_of}",
+                f"token ids: {self.ids[0]} to {self.ids[1]}: --vocab_size must be at least {self.ids[1] + 1}",
+                f"{name} begins: {' '.join(map(str, row.input_ids[:SHOWN_TOKENS]))} ...",
             ]
+            if self.seq_len is not None:
+                longer = sum(size > self.seq_len for size in self.lengths)
+                lines.append(f"longer than {self.seq_len} tokens: {longer} rows")
             if tokenizer:
-                marked = " (counted tokens in [[ ]])" if self.sample.targets() is not None else ""
-                lines.append(f"as text{marked}: {marked_text(self.sample, tokenizer)!r}")
-        if self.left_out:
-            lines.append(f"left out when this was made, as no rows: {self.left_out} lines")
-        lines.append(f"problems: {len(self.problems)}")
-        return "\n".join(lines)
+                marked = " (counted tokens in [[ ]])" if row.labels is not None else ""
+                lines.append(f"as text{marked}: {_marked_text(row, tokenizer)!r}")
+        return "\n".join([*lines, f"problems: {len(self.problems)}"])
 
 
-def marked_text(row: Row, tokenizer: str) -> str:
-    """Return the text of a row; where not all of it is counted, with what is in double brackets."""
-    from smp_train.data.prepare.tokenizer import load
-
-    loaded, targets = load(tokenizer), row.targets()
-    if targets is None:
-        return str(loaded.decode(row.input_ids.tolist(), skip_special_tokens=False))
-    edges = np.flatnonzero(np.diff(targets)) + 1
-    runs = zip(np.split(row.input_ids, edges), np.split(targets, edges), strict=True)
-    texts = [(loaded.decode(ids.tolist(), skip_special_tokens=False), bool(counted[0])) for ids, counted in runs]
-    return "".join(f"[[{text}]]" if counted else text for text, counted in texts)
+def _marked_text(row: Row, tokenizer: str) -> str:
+    """Return the text of a row, with double brackets around tokens that carry loss if others do not."""
+    decode = load(tokenizer).decode
+    counted = np.zeros(row.input_ids.size, bool) if row.labels is None else row.labels != IGNORED
+    edges = np.flatnonzero(np.diff(counted)) + 1
+    runs = zip(np.split(row.input_ids, edges), np.split(counted, edges), strict=True)
+    texts = [(decode(ids.tolist(), skip_special_tokens=False), bool(run[0])) for ids, run in runs]
+    return "".join(f"[[{text}]]" if in_loss else text for text, in_loss in texts)
 
 
-def look(path: str, vocab_size: int, cache_dir: str | None = None, seq_len: int | None = None) -> Survey:
-    """Read a whole data set, going on after each problem. Raises DataError when it cannot even be listed."""
-    manifest.refuse_root(path)
-    survey = Survey(formats.kind_of(path), seq_len)
-    if survey.kind == formats.SHARDS:
-        _look_at_shards(survey, path, vocab_size, cache_dir)
-        return survey
-    here = bring(path, cache_dir)[0] if s3.is_s3(path) else path
-    if survey.kind == formats.ARROW:
-        source: Source | None = _check_hf_dataset(survey, here, vocab_size)
-    else:
-        source = prepared = open_prepared(here, vocab_size, max_bad=1)
-        survey.shards = len(prepared.files)
-        survey.left_out = sum(header.skipped for header in prepared.headers)
-    if source is None:
-        return survey
-    for index in range(len(source)):
-        try:
-            survey.add(source.name(index), source.row(index))
-        except DataError as error:
-            survey.problems.append(str(error))
-    return survey
-
-
-def _check_hf_dataset(survey: Survey, folder: str, vocab_size: int) -> Source | None:
-    """Look for problems in a Hugging Face data set; return its good rows, or None when it cannot be opened."""
-    files = hf_dataset.files_of(folder)
-    checked = []
-    for shard in files:
-        survey.shards += 1
-
-        def bad(row: int, why: str, path: str = shard.path) -> None:
-            survey.problems.append(f"{path}: row {row}: {why}")
-
-        try:
-            checked.append(hf_dataset.check(shard.path, vocab_size, bad))
-        except DataError as error:
-            survey.problems.append(str(error))
-    return hf_dataset.HfRows(files, checked) if len(checked) == len(files) else None
-
-
-def _look_at_shards(survey: Survey, path: str, vocab_size: int, cache_dir: str | None) -> None:
-    shards = list_shards(path)
-    folder = cache_dir or own_folder()
-    if s3.is_s3(path):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    coming = s3.staged(shards, folder) if s3.is_s3(path) else ((shard, None) for shard in shards)
-    labelled: list[tuple[str, bool]] = []
-    with Progress("reading", sum(shard.size for shard in shards), "B") as progress:
-        for shard, copy in coming:
-            survey.shards += 1
-            rows = survey.rows
+def survey(files: FileSet, recipe: Recipe, seq_len: int | None = None) -> Survey:
+    """Read a whole data set, past every malformed record; each row must have a target within ``seq_len``."""
+    result = Survey(skip=True, seq_len=seq_len, kind=files.kind.plural.capitalize())
+    maker = recipe.open()
+    with_labels: dict[bool, str] = {}
+    """The first file with labels, and the first without."""
+    with Progress("reading", files.size, "B") as progress:
+        for file in files.files:
+            result.files += 1
+            before, labelled = len(result.lengths), result.labelled
             try:
-                parse = RowParser(vocab_size)
-                for number, line in read_lines(copy or shard.path, progress.update, shown=shard.path):
-                    try:
-                        survey.add(f"{shard.name}:{number}", parse(line), shard.path[: -len(shard.name)])
-                    except ValueError as error:
-                        survey.problems.append(f"{shard.path}:{number}: {error}")
-                if survey.rows == rows:
-                    survey.problems.append(f"{shard.path}: empty shard (no row in it); write it again or remove it")
-                if parse.labelled is not None:
-                    refuse_mixed([*labelled[:1], (shard.path, parse.labelled)])
-                    labelled.append((shard.path, parse.labelled))
+                for number, row in read_rows(file, maker, result, tick=progress.update):
+                    result.count_row(file.at(number), row)
             except DataError as error:
-                survey.problems.append(str(error))
-            finally:
-                if copy:
-                    Path(copy).unlink()
+                result.problems.append(str(error))
+                continue
+            if len(result.lengths) > before:
+                with_labels.setdefault(result.labelled > labelled, file.shown)
+            elif file.kind != "text":
+                result.problems.append(f"{file.shown}: no row in this file; write it again or remove it")
+    if len(with_labels) > 1:
+        result.problems.append(f"{with_labels[True]}: has labels, {with_labels[False]} has none; give both or neither")
+    return result

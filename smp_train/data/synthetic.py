@@ -1,4 +1,4 @@
-"""Rows made from a seed: for measuring, and for trying a configuration without data."""
+"""Rows drawn from a seed: for measuring, and for trying a configuration without data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ from smp_train.data.source import Row, Source
 class Synthetic(Source):
     """Uniform random tokens; row i depends on (seed, i) alone, on every machine.
 
-    The bits come from Philox (Salmon et al. 2011), counter-based, keyed by (seed, i). NumPy promises the
-    raw stream of a bit generator across versions, which it does not for the distributions drawn from it.
-
-    Args:
-        seq_len: tokens per row.
-        vocab_size: ids are in [0, vocab_size).
-        seed: names the data set.
-        size: rows in one epoch.
+    The bits come from Philox (Salmon et al. 2011), which is counter-based, keyed by (seed, i). NumPy guarantees the raw
+    stream of a bit generator across versions, but not the distributions drawn from it.
     """
 
     def __init__(self, *, seq_len: int, vocab_size: int, seed: int = 0, size: int = 1_000_000) -> None:
@@ -28,7 +22,7 @@ class Synthetic(Source):
         return self.size
 
     def row(self, index: int) -> Row:
-        """Return row ``index``: int64 ids, all counted."""
+        """Return row ``index``: int64 ids."""
         if not 0 <= index < self.size:
             raise IndexError(f"row {index} of {self.size}")
         key = np.array([self.seed & ((1 << 64) - 1), index], dtype=np.uint64)
@@ -36,6 +30,10 @@ class Synthetic(Source):
         draws = raw.astype("<u8").view("<u4")[: self.seq_len].astype(np.uint64)
         # Multiply and shift: 32 random bits onto [0, vocab_size), uneven by less than vocab_size / 2**32.
         return Row(((draws * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64))
+
+    def lengths(self, rows: range) -> np.ndarray:
+        """Return ``seq_len`` for each row."""
+        return np.full(len(rows), self.seq_len, dtype=np.int64)
 
     def name(self, index: int) -> str:
         """Return ``synthetic:<index>``."""

@@ -19,9 +19,11 @@ from smp_train.distributed.agree import (
 )
 from smp_train.distributed.environment import Runtime, detect, expand_hostlist, is_sagemaker, smp_installed
 from smp_train.distributed.group import start, start_attempted, started, stop
+from smp_train.distributed.long_work import finish_together
 
 __all__ = [
-    "ALL_RANKS", "Runtime", "alone", "any_rank", "detect", "exchange", "expand_hostlist", "gather", "is_sagemaker",
+    "ALL_RANKS", "Runtime", "alone", "any_rank", "detect", "exchange", "expand_hostlist",
+    "finish_together", "gather", "is_sagemaker",
     "largest", "on_main", "rank", "smp_installed", "start", "start_attempted", "started", "stop", "together",
     "world_size",
 ]  # fmt: skip

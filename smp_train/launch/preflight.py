@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import glob
 import os
-import re
 import shutil
 import socket
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved
+from smp_train.arguments.sources import is_hub_name, read_weights
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.arguments.validation import prompts_only
 from smp_train.distributed.degrees import before_launch, check_model, check_model_on_smp
@@ -168,9 +168,11 @@ def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
 
 def data(args: Any) -> list[tuple[str, str]]:
     """Return (flag, folder) of the data that flags name on a file system, without the weights of a blend."""
-    folders = {"training_dir": args.training_dir or [], "test_dir": [args.test_dir] if args.test_dir else []}
-    local = [(flag, folder) for flag, named in folders.items() for folder in named if "://" not in folder]
-    return [(flag, one if Path(one).exists() else re.sub(r":[0-9.eE+-]+$", "", one)) for flag, one in local]
+    test = [args.test_dir] if args.test_dir else []
+    sources = {"training_dir": args.training_dir or [], "dataset": args.dataset or [], "test_dir": test}
+    folders = [(flag, folder) for flag, named in sources.items() for folder in named]
+    folders = [(flag, read_weights([folder])[0][0]) for flag, folder in folders]
+    return [(flag, folder) for flag, folder in folders if "://" not in folder and not is_hub_name(folder)]
 
 
 def check_data(args: Any) -> None:

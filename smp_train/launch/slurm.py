@@ -68,7 +68,7 @@ OPTIONS = (
 HEADER = ("partition", "account", "qos", "time", "nodelist", "exclude", "dependency")
 READ = (
     "config", "smp_config", "resume_from_checkpoint", "hf_pretrained_model_name_or_dir", "pretrained_model_name",
-    "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "tokenizer", "chat_template", "dataset",
+    "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "tokenizer", "chat_template",
 )  # fmt: skip
 WRITTEN = ("checkpoint_dir", "data_cache_dir", "tensorboard_dir", "model_dir")
 

@@ -13,7 +13,7 @@ from torch import nn
 from smp_train import train_utils
 from smp_train.arguments import Arguments
 from smp_train.backends.base import Backend
-from smp_train.data.pipelines.data_pipeline import Batch
+from smp_train.data.batch import Batch
 from smp_train.models.build import decoder_layers
 from smp_train.planning import work
 from smp_train.planning.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, LiveMemory
@@ -82,7 +82,7 @@ class MicroBatches(list[Batch]):
         self.planned, self.counter = args.gradient_accumulation_steps, counter
         shape = (args.train_batch_size, seq_len)
         batches = min(args.gradient_accumulation_steps, MICRO_BATCHES)
-        super().__init__(Batch(ids, ids, None) for ids in torch.zeros(batches, *shape, dtype=torch.int64))
+        super().__init__(Batch(ids, ids) for ids in torch.zeros(batches, *shape, dtype=torch.int64))
 
     def __iter__(self) -> Iterator[Batch]:
         for index, batch in enumerate(super().__iter__()):

@@ -30,9 +30,12 @@ class DataAudit:
         except OSError as failure:
             raise self._unwritable(failure) from None
 
-    def step(self, step: int, samples: Sequence[str]) -> None:
-        """Record the samples of one finished update; raises nothing, as other ranks go on: see `check`."""
-        self._write({"step": step, "samples": list(samples)})
+    def step(self, step: int, samples: Sequence[str], **counts: int) -> None:
+        """Record the samples of one finished update, and the ``counts`` that are not 0.
+
+        Raises nothing, as other ranks go on: see `check`.
+        """
+        self._write({"step": step, "samples": list(samples), **{name: n for name, n in counts.items() if n}})
 
     def skip(self, first: int, last: int) -> None:
         """Record that the updates of the steps ``first`` to ``last`` are not in the weights; raises nothing."""

@@ -21,12 +21,13 @@ print(copies("cuda"))
 BATCHES = """
 import itertools, threading
 import numpy as np, torch
-from smp_train.data.pipelines.batch import collate
-from smp_train.data.rows import Row
+from smp_train.data.batch import collate
+from smp_train.data.samples import Sample
+from smp_train.data.source import Row
 
 def make():
     torch.cuda.set_device(0)
-    made.append(collate([Row(np.arange(8)), Row(np.arange(5))], ["a", "b"], 8, pin_memory=True))
+    made.append(collate([Sample(Row(np.arange(size)), str(size)) for size in (8, 5)], 8, pin_memory=True))
 
 made = []
 thread = threading.Thread(target=make)

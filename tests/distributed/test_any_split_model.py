@@ -79,7 +79,7 @@ def train_one(family: str, mesh: str, ranks: Any, device: Any) -> list[tuple[flo
 
     from smp_train import arguments, train_utils
     from smp_train.backends.native import NativeBackend
-    from smp_train.data.pipelines.data_pipeline import Batch
+    from smp_train.data.batch import Batch
     from smp_train.models.resolve import ModelSpec
 
     own = MODELS.get(family) or REFUSED.get(family, ("", {}))[1]
@@ -97,7 +97,7 @@ def train_one(family: str, mesh: str, ranks: Any, device: Any) -> list[tuple[flo
         tokens = torch.tensor(ids.numel() - ROWS)
         ids = ids.chunk(backend.topology.dp_size)[backend.topology.dp_rank]
         result = train_utils.train_step(
-            backend, model, optimizer, [Batch(ids, ids, None)], tokens=tokens, lr=1e-2, max_grad_norm=1.0
+            backend, model, optimizer, [Batch(ids, ids)], tokens=tokens, lr=1e-2, max_grad_norm=1.0
         )
         results.append((backend.sum_over_data(result.loss.clone()).item(), result.grad_norm.item()))
     return results

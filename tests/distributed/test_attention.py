@@ -28,7 +28,8 @@ def batch_of(kind: str, step: int, rank: int = 0, count: int = ROWS) -> Any:
     """Return this rank's rows of a batch: whole, short or packed."""
     import numpy as np
 
-    from smp_train.data.pipelines.batch import collate
+    from smp_train.data.batch import collate
+    from smp_train.data.samples import Sample
     from smp_train.data.source import Row
 
     random = np.random.default_rng(step)
@@ -38,7 +39,7 @@ def batch_of(kind: str, step: int, rank: int = 0, count: int = ROWS) -> Any:
         rows = [Row(row[: WIDTH - 3 * number]) for number, row in enumerate(ids)]
     elif kind == "packed":
         rows = [Row(row, None, random.multinomial(WIDTH - 3, [1 / 3] * 3) + 1) for row in ids]
-    return collate(rows[rank * count : (rank + 1) * count], [""] * count, WIDTH)
+    return collate([Sample(row, "") for row in rows[rank * count : (rank + 1) * count]], WIDTH)
 
 
 def waits(families: list[str]) -> dict[tuple[str, str], Any]:

@@ -101,6 +101,7 @@ def test_a_broken_line_of_streamed_text_saves_the_step_before(tmp_path: Path) ->
     text = write_text(tmp_path / "text")
     common = {
         "use_synthetic_data": None, "dataset": text, "tokenizer": text, "vocab_size": 258, "max_steps": 6,
+        "streaming": 1,
         "shuffle": "none", "logging_freq": 1, "max_context_width": 128, "data_audit": 1,
         "gradient_accumulation_steps": 64,
     }  # fmt: skip

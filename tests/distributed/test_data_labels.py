@@ -169,11 +169,11 @@ def test_rows_cut_to_nothing_stop_the_run_at_the_start(tmp_path: Path, world: in
 
 
 @pytest.mark.slow
-def test_rows_cut_to_nothing_are_left_out_alike_on_all_ranks_and_at_every_start(tmp_path: Path) -> None:
+def test_rows_cut_to_nothing_keep_their_positions_and_train_on_nothing(tmp_path: Path) -> None:
     place = prompts(tmp_path / "data")
     common = {
         "use_synthetic_data": None, "training_dir": place, "data_audit": 1, "bad_rows": "skip", "max_bad": 0.25,
-        "epochs": 2, "lr_decay_iters": 16,
+        "epochs": 2, "lr_decay_iters": 20,
     }  # fmt: skip
     one, moved = tmp_path / "one", tmp_path / "moved"
     harness.run(train, 1, flags(one, **common, train_batch_size=4, max_steps=None))
@@ -187,9 +187,11 @@ def test_rows_cut_to_nothing_are_left_out_alike_on_all_ranks_and_at_every_start(
             for record in map(json.loads, path.read_text().splitlines()):
                 by_step.setdefault(record["step"], set()).update(record["samples"])
     assert used[moved] == used[one]
-    assert len(used[one]) == 16
-    learnable = {f"{shard}.jsonl:{line}" for shard in range(2) for line in range(1, 21) if line % 5 != 4}
-    assert set().union(*used[one].values()) == learnable
+    assert len(used[one]) == 20
+    rows = {f"{shard}.jsonl:{line}[0:16]" for shard in range(2) for line in range(1, 21)}
+    assert set().union(*used[one].values()) == rows
+    learnt = sum(16 - max(first, 1) for first in (number % 15 for number in range(40) if number % 5 != 3))
+    assert steps(one)[-1]["tokens"] == 2 * learnt
     assert [record["loss"] for record in steps(moved)] == pytest.approx(
         [record["loss"] for record in steps(one)], rel=1e-4
     )

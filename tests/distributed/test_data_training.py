@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import harness
-from tests.training import flags, train
+from tests.training import flags, steps, train
 
 LENGTHS = [3, 9, 30, 5, 12, 4, 7, 21, 6, 11, 40, 3, 8, 10, 5, 17]
 
@@ -28,7 +28,7 @@ def test_a_blend_resumes_on_other_ranks(tmp_path: Path) -> None:
     """Audited: what is trained on after a resume with another world size is what one uninterrupted process sees."""
     a, b = put(tmp_path / "a", "a", 3), put(tmp_path / "b", "b", 5)
     common = {
-        "use_synthetic_data": None, "short": "concat", "shuffle": "window:1", "data_audit": 1, "max_steps": 6,
+        "use_synthetic_data": None, "short": "concat", "data_audit": 1, "max_steps": 6,
         "training_dir": None,
     }  # fmt: skip
     places = ["--training_dir", f"{a}:0.7", f"{b}:0.3"]
@@ -49,3 +49,22 @@ def test_a_blend_resumes_on_other_ranks(tmp_path: Path) -> None:
 
     assert audit(halves) == audit(tmp_path / "whole")
     assert sorted(audit(halves)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_epochs_of_streams_end_the_run_when_all_ranks_have_ended(tmp_path: Path) -> None:
+    """The rank whose streams end first goes on with blank batches; a resume finds nothing left to do."""
+    put(tmp_path / "data", "a", 3)
+    common = {"use_synthetic_data": None, "training_dir": tmp_path / "data", "streaming": 1, "data_audit": 1}
+    common |= {"epochs": 2, "max_steps": 100, "lr_decay_iters": 20}
+    harness.run(train, 2, flags(tmp_path, **common))
+    names = [name for path in (tmp_path / "run").glob("data_audit-rank*.jsonl")
+             for line in path.read_text().splitlines() for name in json.loads(line)["samples"]]  # fmt: skip
+    assert len(names) == 2 * len(LENGTHS)
+    assert len(set(names)) == len(LENGTHS)
+    assert (tmp_path / "run" / "DONE").exists()
+    done = steps(tmp_path)[-1]["step"]
+    assert len(LENGTHS) <= done < 100
+    harness.run(train, 2, flags(tmp_path, **common, resume_from_checkpoint=tmp_path / "checkpoints"))
+    assert steps(tmp_path)[-1]["step"] == done
+    with pytest.raises(harness.RankFailed, match=r"ConfigError: .*--epochs 2: the length of streamed data"):
+        harness.run(train, 1, flags(tmp_path / "other", **{**common, "max_steps": None, "lr_decay_iters": None}))

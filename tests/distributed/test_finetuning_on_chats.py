@@ -101,15 +101,18 @@ def options(here: Path, **changes: Any) -> dict[str, Any]:
 
 
 CASES = {f"{kind} {how} {short} {world}": (kind, how, short, world) for kind in ("chats", "pairs")
-         for how in ("prepared", "streamed") for short in ("pad", "pack") for world in (1, 2)}  # fmt: skip
+         for how in ("prepared", "indexed", "streamed") for short in ("pad", "pack") for world in (1, 2)}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", core(CASES, {"chats prepared pack 2", "chats streamed pack 2"}.__contains__))
 def test_the_loss_is_that_of_transformers(here: Path, tmp_path: Path, case: str) -> None:
     kind, how, short, world = CASES[case]
-    place = {"dataset": here / kind} if how == "streamed" else {"training_dir": here / f"{kind}_made" / "train"}
-    given = {**place, **STILL, "short": short, "max_steps": 2, "data_audit": 1, "train_batch_size": 4 // world}
+    sources = {
+        "prepared": {"training_dir": here / f"{kind}_made" / "train"}, "indexed": {"dataset": here / kind},
+        "streamed": {"dataset": here / kind, "streaming": 1},
+    }  # fmt: skip
+    given = {**sources[how], **STILL, "short": short, "max_steps": 2, "data_audit": 1, "train_batch_size": 4 // world}
     harness.run(train, world, flags(tmp_path, **options(here, **given)))
     found, numbers, seen = steps(tmp_path), used(tmp_path), 0
     assert len(found) == len(numbers) == 2
@@ -185,10 +188,10 @@ def test_a_checkpoint_has_the_tokenizer_of_its_chats(here: Path, tmp_path: Path)
 @pytest.mark.parametrize("world", [1, 2])
 def test_adapters_on_streamed_chats_resume_bit_for_bit_with_their_best(here: Path, tmp_path: Path, world: int) -> None:
     given = {
-        "dataset": here / "chats", "test_dir": here / "pairs", "short": "pack", "shuffle": "global", "lora_rank": 2,
-        "lora_dropout": 0.1, "lr": 3e-2, "lr_decay_style": "constant", "validation_freq": 1, "validation_batches": 2,
-        "val_batch_size": 2, "keep_best": 1, "early_stopping": 3, "checkpoint_freq": 3, "num_kept_checkpoints": 0,
-        "max_steps": 6, "run_name": "one",
+        "dataset": here / "chats", "test_dir": here / "pairs", "short": "pack", "streaming": 1, "shuffle": "global",
+        "lora_rank": 2, "lora_dropout": 0.1, "lr": 3e-2, "lr_decay_style": "constant", "validation_freq": 1,
+        "validation_batches": 2, "val_batch_size": 2, "keep_best": 1, "early_stopping": 3, "checkpoint_freq": 3,
+        "num_kept_checkpoints": 0, "max_steps": 6, "run_name": "one",
     }  # fmt: skip
     first, again = tmp_path / "first", tmp_path / "again"
     harness.run(train, world, flags(first, **options(here, **given)))
@@ -207,11 +210,12 @@ def test_adapters_on_streamed_chats_resume_bit_for_bit_with_their_best(here: Pat
     same(read_checkpoint(again / "checkpoints" / last), read_checkpoint(first / "checkpoints" / last))
 
 
+@pytest.mark.parametrize("streaming", [0, 1])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_chat_without_an_answer_stops_all_ranks(here: Path, tmp_path: Path, world: int) -> None:
+def test_a_chat_without_an_answer_stops_all_ranks(here: Path, tmp_path: Path, world: int, streaming: int) -> None:
     chats = [{"messages": chat(number)} for number in range(ROWS)]
     chats[5] = {"messages": turns("a question")}
     write_lines(tmp_path / "a.jsonl", chats)
-    given = {"dataset": tmp_path / "a.jsonl", "max_steps": ROWS, "train_batch_size": 1}
+    given = {"dataset": tmp_path / "a.jsonl", "max_steps": ROWS, "train_batch_size": 1, "streaming": streaming}
     with pytest.raises(harness.RankFailed, match=r"DataError: .*a\.jsonl:6: no .* --bad_rows skip"):
         harness.run(train, world, flags(tmp_path, **options(here, **given)))

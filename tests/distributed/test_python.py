@@ -181,7 +181,8 @@ def unreadable() -> Row:
 
 @pytest.mark.parametrize(
     ("then", "named"),
-    [([1, 256, 3], "256"), ([], "empty"), ([7], "one token"), ([0.5, 1.5], "float64"), (unreadable, "KeyError")],
+    [([1, 256, 3], "256"), ([], "nothing to learn"), ([7], "nothing to learn"), ([0.5, 1.5], "float64"),
+     (unreadable, "KeyError")],
     ids=["vocabulary", "empty", "one", "floats", "raises"],
 )
 def test_a_bad_own_row_stops_all_by_name(then: Any, named: str, tmp_path: Path) -> None:

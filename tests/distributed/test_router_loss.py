@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,13 +42,12 @@ def by_transformers(kind: str) -> dict[str, float]:
         optimizer = train_utils.build_optimizer(args, backend, model)
         batch, tokens = rows_of(0, 0, 4)
         counted = torch.tensor(tokens)
-        # As a batch of the data has it where its padding is on the right.
-        some = [replace(batch, attention_mask=None)]
-        result = train_utils.train_step(backend, model, optimizer, some, tokens=counted, lr=0.0, max_grad_norm=0.0)
+        attended = (batch.labels != -100).long()
+        result = train_utils.train_step(backend, model, optimizer, [batch], tokens=counted, lr=0.0, max_grad_norm=0.0)
         optimizer.zero_grad()
         model.config.output_router_logits = asked  # a copy of the run's, in which it is off
-        out = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_router_logits=True)
-        aux, mask = out.aux_loss, batch.attention_mask.flatten().bool()
+        out = model(input_ids=batch.input_ids, attention_mask=attended, output_router_logits=True)
+        aux, mask = out.aux_loss, attended.flatten().bool()
         if asked:
             added = COEFFICIENT * aux
         else:

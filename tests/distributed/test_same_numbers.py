@@ -145,7 +145,7 @@ def rows_of(step: int, dp_rank: int, count: int) -> tuple[Any, int]:
     """
     import torch
 
-    from smp_train.data.pipelines.data_pipeline import Batch
+    from smp_train.data.batch import Batch
     from smp_train.data.source import IGNORED
 
     tokens = torch.randint(64, (ROWS, WIDTH), generator=torch.Generator().manual_seed(step))
@@ -153,8 +153,7 @@ def rows_of(step: int, dp_rank: int, count: int) -> tuple[Any, int]:
     mask = (torch.arange(WIDTH) < (WIDTH if step % 2 else lengths)).long()
     labels = tokens.masked_fill(mask == 0, IGNORED)
     mine = slice(dp_rank * count, (dp_rank + 1) * count)
-    batch = Batch((tokens * mask)[mine], labels[mine], None if step % 2 else mask[mine])
-    return batch, int((labels[:, 1:] != IGNORED).sum())
+    return Batch((tokens * mask)[mine], labels[mine]), int((labels[:, 1:] != IGNORED).sum())
 
 
 @cache

@@ -36,7 +36,7 @@ def watched(
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
     from smp_train import train_lib
-    from smp_train.data.pipelines.batch import Batch
+    from smp_train.data.batch import Batch
 
     counted_tokens = Batch.counted_tokens
 

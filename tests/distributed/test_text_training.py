@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from smp_train.data import tokenizer as tokenizers
 from smp_train.data.audit import audit as check_audit
-from smp_train.data.prepare import tokenizer as tokenizers
 from tests import harness
 from tests.checkpoint_files import tree
 from tests.training import flags, records, steps, train
@@ -44,7 +44,7 @@ def test_streamed_text_resumes_exactly_on_other_ranks(tmp_path: Path, capsys: py
     text = write_text(tmp_path / "text")
     common = {
         "use_synthetic_data": None, "dataset": text, "tokenizer": text, "vocab_size": 258, "data_audit": 1,
-        "max_steps": 6, "lr_decay_iters": 6, "test_dir": tmp_path / "held_out", "validation_freq": 3,
+        "max_steps": 6, "lr_decay_iters": 6, "test_dir": tmp_path / "held_out", "validation_freq": 3, "streaming": 1,
         "val_batch_size": 2, "validation_batches": 2,
     }  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -68,4 +68,4 @@ def test_streamed_text_resumes_exactly_on_other_ranks(tmp_path: Path, capsys: py
     state = json.loads((tree(parts / "checkpoints" / "llama_v2-6steps") / "meta.json").read_text())["data"]
     assert len(state["cursors"]) == 2
     assert check_audit(whole / "run") == 0
-    assert "no token of a document twice or left out" in capsys.readouterr().out
+    assert "no token of a record twice or left out" in capsys.readouterr().out

@@ -108,12 +108,12 @@ def below_a_file(flag: str, name: str) -> Mistake:
 broken_line = damaged("part-1.jsonl", '{"input_ids": [1, 2, 3], "attention_mask": [1, 1, \n', "a")
 LOOKED_AT: dict[str, tuple[Mistake, int, str]] = {
     "missing folder": (
-        lambda folder: on(folder / "nowhere"), DATA, r"FOLDER/nowhere: no such data folder; check --training_dir",
+        lambda folder: on(folder / "nowhere"), DATA, r"FOLDER/nowhere: no such file or folder; check --training_dir",
     ),
-    "empty folder": (empty_folder, DATA, r"FOLDER/data: no shard in this folder \(\*\.json, "),
+    "empty folder": (empty_folder, DATA, r"FOLDER/data: no file that matches \*\.json "),
     "empty shard": (
         damaged("part-1.jsonl", ""), DATA,
-        r"FOLDER/data/part-1\.jsonl: empty shard \(0 bytes\); write it again or remove it",
+        r"FOLDER/data/part-1\.jsonl: is empty \(0 bytes\); write it again or remove it",
     ),
     "blank shard": (
         damaged("part-1.jsonl", "\n\n"), DATA,

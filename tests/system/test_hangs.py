@@ -145,9 +145,6 @@ def train_slowly(command_line: list[str]) -> int:
         time.sleep(late if steps[0] == 1 else 0)
         return train_step(*given, **named)
 
-    def slow_check(attention_mask: Any, samples: Any) -> None:
-        time.sleep(late if steps[0] == 14 else 0)
-
     open_run = train_lib.build_run
 
     def build(resolved: Any, ranks: Any, *given: Any) -> Any:
@@ -155,7 +152,13 @@ def train_slowly(command_line: list[str]) -> int:
         if ranks.rank == 1:
             CheckpointManager.save = slow  # type: ignore[method-assign]
             train_utils.evaluate, train_utils.train_step = slow_validation, slow_first_step  # type: ignore[assignment]
-            run.backend.check_rows = slow_check  # type: ignore[method-assign]
+            hand_over = run.train_data._hand_over
+
+            def slow_data(step: Any) -> Any:
+                time.sleep(late if steps[0] == 14 else 0)
+                return hand_over(step)
+
+            run.train_data._hand_over = slow_data  # type: ignore[method-assign]
         return run
 
     assert saving

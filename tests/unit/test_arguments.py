@@ -39,7 +39,7 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
         "--output_dir out/c4 --overwrite_output_dir --optim adamw_torch --torch_compile "
         "--dataloader_num_workers 4 --ddp_timeout 3600",
         {
-            "hf_pretrained_model_name_or_dir": "meta-llama/Llama-3.1-8B", "dataset": "allenai/c4",
+            "hf_pretrained_model_name_or_dir": "meta-llama/Llama-3.1-8B", "dataset": ["allenai/c4"],
             "train_batch_size": 4, "val_batch_size": 8, "gradient_accumulation_steps": 2, "lr": 2e-5,
             "lr_decay_style": "cosine", "min_lr": 0.0, "warmup": 0.03, "weight_decay": 0.1, "max_steps": 1000,
             "checkpoint_freq": [200], "num_kept_checkpoints": [3], "logging_freq": 10, "validation_freq": 100,
@@ -98,7 +98,7 @@ WITHOUT_EFFECT = {
     "overwrite_output_dir": "True", "save_strategy": "steps", "logging_strategy": "steps",
     "load_best_model_at_end": "False", "dataloader_num_workers": "8", "low_cpu_mem_usage": "True",
     "ddp_find_unused_parameters": "False", "torch_dtype": "auto", "push_to_hub": "False",
-    "preprocessing_num_workers": "4", "overwrite_cache": "True", "use_fast_tokenizer": "True", "streaming": "True",
+    "preprocessing_num_workers": "4", "overwrite_cache": "True", "use_fast_tokenizer": "True",
     "remove_unused_columns": "False", "dataloader_pin_memory": "True", "dataloader_persistent_workers": "True",
     "dataloader_prefetch_factor": "2", "ddp_bucket_cap_mb": "25",
     "logging_first_step": "True", "save_safetensors": "True", "prediction_loss_only": "True",

@@ -105,17 +105,15 @@ COMBINATIONS = {
 
 DATA = {
     "": "--training_dir",
-    "--training_dir d --validation_freq 5": "--validation_freq 5 needs --test_dir",
-    "--training_dir d --max_epochs -1": "--evaluate_only needs --test_dir",
-    "--dataset d --tokenizer t --training_dir s": "both say what to train on",
-    "--dataset d --tokenizer t --use_synthetic_data 1": "--dataset d and --use_synthetic_data both say",
-    "--dataset d": "--dataset d needs --tokenizer",
-    "--dataset d --tokenizer t --epochs 2": "give --max_steps alone",
-    "--dataset d --tokenizer t --shuffle window:2": "streamed text knows global and none",
-    "--dataset d --tokenizer t --zipped_data 1": "--zipped_data 1 is for shards",
-    "--dataset d --tokenizer t --long crop": "--long crop does not go with --dataset",
-    "--dataset s3://b/d --tokenizer t --validation_freq 5": "--validation_freq 5 needs --test_dir",
-    "--dataset_config_name en --training_dir s": "--dataset_config_name en needs --dataset",
+    "--training_dir /d --validation_freq 5": "--validation_freq 5 needs --test_dir",
+    "--training_dir /d --max_epochs -1": "--evaluate_only needs --test_dir",
+    "--training_dir /d --shuffle window:2": "--streaming 1",
+    "--training_dir /d --shuffle sideways": "is not one of global, none",
+    "--training_dir /d --short concat --long truncate": "--short concat joins whole rows",
+    "--training_dir /d:1 /e": "/e: has no weight",
+    "--training_dir /d:1 /e:2 --streaming 1": "leave out the weights",
+    "--training_dir /d --streaming 1 --epochs 2 --steps_per_epoch 9": "--steps_per_epoch does not go with streamed",
+    "--training_dir /d --dataset allenai/c4": "choose with --streaming 1 or --streaming 0",
 }
 
 
@@ -209,9 +207,8 @@ INEFFECTIVE = {
     "--use_synthetic_data 1 --training_dir d --short pack": [
         f"--{flag} has no effect: {SYNTHETIC}" for flag in ("training_dir d", "short pack")
     ],
-    "--dataset d --tokenizer t --data_cache_dir x": ["--data_cache_dir x has no effect: streamed text is not cached"],
-    "--training_dir d --text_column body": ["--text_column body has no effect: it needs --dataset"],
-    "--training_dir d --data_cache_dir x": [],
+    "--dataset allenai/c4 --data_cache_dir x": ["--data_cache_dir x has no effect: streamed data is not cached"],
+    "--training_dir /d --text_column body --data_cache_dir x": [],
     "--training_dir d --max_bad 1%": ["--max_bad 0.01 has no effect: it needs --bad_rows skip"],
     "--training_dir d --max_bad 1% --bad_rows skip --test_dir t --validation_freq 9": [],
     "--training_dir d --test_dir t": ["--test_dir t has no effect: nothing is validated without --validation_freq"],

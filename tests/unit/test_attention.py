@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from smp_train import losses
-from smp_train.data.pipelines.batch import Batch, collate, collate_filled
+from smp_train.data.batch import Batch, collate
+from smp_train.data.samples import Sample
 from smp_train.data.source import Row
 from smp_train.models import attention, traits
 from smp_train.models.attention import Attention
@@ -62,12 +63,14 @@ def rows_of(kind: str) -> Batch:
     if kind == "whole":
         rows = [Row(row) for row in ids]
     elif kind == "short":
-        rows = [Row(ids[0][:20]), Row(ids[1], np.arange(WIDTH) < 9)]
-    elif kind == "holes":
-        rows = [Row(ids[0], np.arange(WIDTH) % 5 > 0), Row(ids[1], np.arange(WIDTH) >= 7)]
+        rows = [Row(ids[0][:20]), Row(ids[1][:9])]
     else:
         rows = [Row(row[: sum(sizes)], None, np.array(sizes)) for row, sizes in zip(ids, DOCUMENTS, strict=True)]
-    return collate(rows, ["", ""], WIDTH)
+    return batch_of(*rows)
+
+
+def batch_of(*rows: Row, size: int | None = None) -> Batch:
+    return collate([Sample(row, "") for row in rows], WIDTH, size=size)
 
 
 def loss_of(model: Any, batch: Batch, inputs: dict[str, Any]) -> Tensor:
@@ -76,7 +79,7 @@ def loss_of(model: Any, batch: Batch, inputs: dict[str, Any]) -> Tensor:
 
 
 def ours_of(how: Attention, batch: Batch) -> dict[str, Any]:
-    return how.inputs(batch.input_ids, batch.attention_mask, batch.position_ids, batch.documents)
+    return how.inputs(batch.input_ids, None, batch.position_ids, batch.documents)
 
 
 def gradients(model: Any, loss: Tensor) -> list[Tensor]:
@@ -84,13 +87,12 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
 
 
 @needs_transformers_5
-@pytest.mark.parametrize("kind", ["whole", "short", "holes", "packed"])
+@pytest.mark.parametrize("kind", ["whole", "short", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_are_those_of_transformers_masks_and_nothing_waits(family: str, kind: str) -> None:
     theirs, ours, how = pair(family)
     batch = rows_of(kind)
-    assert (batch.attention_mask is not None) == (kind == "holes")
-    mask = (torch.arange(WIDTH) < torch.tensor([[20], [9]])).long() if kind == "short" else batch.attention_mask
+    mask = (torch.arange(WIDTH) < torch.tensor([[20], [9]])).long() if kind == "short" else None
     packed = batch.position_ids is not None
     expected = loss_of(
         theirs, batch, traits.packed_inputs(theirs, batch.position_ids) if packed else {"attention_mask": mask}
@@ -269,7 +271,7 @@ def test_documents_reach_the_kernel_by_their_bounds(family: str, kernel: Varlen)
         for ids, sizes in zip(batch.input_ids.numpy(), DOCUMENTS, strict=True)
         for size, end in zip(sizes, np.cumsum(sizes), strict=True)
     ]
-    alone = collate(apart, [""] * len(apart), WIDTH)
+    alone = batch_of(*apart)
     expected = loss_of(ours, alone, {"attention_mask": None})
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(slopes, gradients(ours, expected), rtol=1e-4, atol=1e-5)
@@ -354,10 +356,10 @@ def test_one_compilation_serves_packed_whole_and_short_batches(kernel: Varlen) -
         return Row(random.integers(3, 64, sum(sizes)), None, np.array(sizes))
 
     batches = [
-        collate([packed(9, 7, 8, 8), packed(8, 8, 8, 8)], ["", ""], WIDTH),  # as many bounds as the longest has tokens
-        collate([packed(9, 17, 6), packed(20, 5)], ["", ""], WIDTH), rows_of("whole"),
-        collate([packed(1, 1, 1), packed(4, 28)], ["", ""], WIDTH), rows_of("short"),
-        collate_filled([packed(30, 2)], [""], 2, WIDTH), Batch.blank(2, WIDTH),
+        batch_of(packed(9, 7, 8, 8), packed(8, 8, 8, 8)),  # as many bounds as the longest has tokens
+        batch_of(packed(9, 17, 6), packed(20, 5)), rows_of("whole"),
+        batch_of(packed(1, 1, 1), packed(4, 28)), rows_of("short"),
+        batch_of(packed(30, 2), size=2), Batch.blank(2, WIDTH),
     ]  # fmt: skip
     torch.compiler.reset()
     counters.clear()

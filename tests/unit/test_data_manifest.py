@@ -1,4 +1,4 @@
-"""A preparation is held against its manifest when it is opened: in a folder and in S3."""
+"""A preparation is compared with its manifest when it is listed: in a folder and in S3."""
 
 import gzip
 import json
@@ -7,103 +7,73 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.cli import main
-from smp_train.data import manifest
-from smp_train.data.token_cache import BESIDE
+from smp_train.data.cli import main
+from smp_train.data.files import list_files
 from smp_train.errors import DataError
-
-SAMPLE = Path(__file__).resolve().parents[2] / "data" / "sample"
+from tests.training import SAMPLE
 
 
 @pytest.fixture
 def made(tmp_path):
-    # Other tests train on the sample meanwhile: files in the cache beside it come and go.
-    return Path(shutil.copytree(SAMPLE, tmp_path / "made", ignore=shutil.ignore_patterns(BESIDE)))
+    # Other tests train on the sample meanwhile: files in its cache come and go.
+    return Path(shutil.copytree(SAMPLE, tmp_path / "made", ignore=shutil.ignore_patterns(".smp*")))
 
 
-@pytest.fixture(params=["folder", "s3"])
-def place(request, made, monkeypatch):
-    """Return a function that gives the preparation, as it is now, its place."""
-    if request.param == "folder":
-        yield lambda: str(made)
-        return
+def missing(made):
+    (made / "train" / "train-00001.json.gz").unlink()
+    return "train-00001.json.gz"
+
+
+def foreign(made):
+    content = gzip.decompress((made / "train" / "train-00000.json.gz").read_bytes())
+    (made / "train" / "more.jsonl").write_bytes(content)
+    return "more.jsonl"
+
+
+def changed(made):
+    path = made / "train" / "train-00002.json.gz"
+    content = gzip.decompress(path.read_bytes())
+    path.write_bytes(gzip.compress(content[: content.index(b"\n") + 1]))
+    return path.name
+
+
+@pytest.mark.parametrize("change", [missing, foreign, changed])
+def test_other_files_than_listed(change, made, capsys):
+    assert main(["verify", str(made / "train")]) == 0
+    name = change(made)
+    for location in (made / "train", made):
+        with pytest.raises(DataError, match=rf"made/train: .*{name} "):
+            list_files(str(location))
+    assert main(["verify", str(made / "train")]) == 3
+    assert name in capsys.readouterr().out
+    assert [file.name for file in list_files(str(made), split="test").files] == ["test-00000.json.gz"]
+    list_files(str(made / "train" / "train-00000.json.gz"))  # one file is read alone
+    (made / "_manifest.json").unlink()
+    list_files(str(made / "train"))
+
+
+def test_in_s3(made, monkeypatch, request):
     pytest.importorskip("moto.server")
     from tests import s3_server
 
     with s3_server.serving() as server:
         bucket = s3_server.bucket(server, monkeypatch, request.node.nodeid)
+        from smp_train.storage.client import client
 
-        def put():
-            from smp_train.storage.client import client
-
-            for path in made.rglob("*.*"):
-                key = f"made/{path.relative_to(made)}"
-                client().put_object(Bucket=bucket.removeprefix("s3://"), Key=key, Body=path.read_bytes())
-            return f"{bucket}/made"
-
-        yield put
-
-
-def shard(made, number):
-    return made / "train" / f"train-{number:05}.json.gz"
+        for path in made.rglob("*.*"):
+            key = f"made/{path.relative_to(made)}"
+            client().put_object(Bucket=bucket.removeprefix("s3://"), Key=key, Body=path.read_bytes())
+        assert len(list_files(f"{bucket}/made").files) == 3
+        client().delete_object(Bucket=bucket.removeprefix("s3://"), Key="made/train/train-00001.json.gz")
+        for location in ("made/train/", "made"):
+            with pytest.raises(DataError, match=r"made/train/?: .*train-00001\.json\.gz is missing"):
+                list_files(f"{bucket}/{location}")
 
 
-def missing(made):
-    shard(made, 1).unlink()
-    return "train-00001.json.gz"
-
-
-def foreign(made):
-    (made / "train" / "more.jsonl").write_bytes(gzip.decompress(shard(made, 0).read_bytes()))
-    return "more.jsonl"
-
-
-def changed(made):
-    content = gzip.decompress(shard(made, 2).read_bytes())
-    shard(made, 2).write_bytes(gzip.compress(content[: content.index(b"\n") + 1]))
-    return "train-00002.json.gz"
-
-
-@pytest.mark.parametrize("change", [missing, foreign, changed])
-def test_other_shards_than_listed(change, made, place, tmp_path, capsys):
-    named = change(made)
-    folder = place() + "/train"
-    with pytest.raises(DataError, match=rf"made/train: .*{named} "):
-        manifest.check(folder)
-    assert main(["data", "verify", folder, "--cache_dir", str(tmp_path / "cache")]) == 3
-    assert named in capsys.readouterr().out
-    manifest.check(place() + "/test")
-
-
-def test_what_is_as_listed(place, tmp_path, capsys):
-    for split in ("train", "test"):
-        manifest.check(f"{place()}/{split}")
-    assert main(["data", "verify", f"{place()}/train/", "--cache_dir", str(tmp_path / "cache")]) == 0
-
-
-def test_the_folder_above_the_splits(place, capsys):
-    with pytest.raises(DataError, match=r"made/?: .*made/train and \S*made/test"):
-        manifest.check(place())
-    assert main(["data", "verify", place() + "/"]) == 3
-    assert "made/train" in capsys.readouterr().err
-
-
-def test_without_a_manifest_or_with_another_programs(made):
+def test_manifests_of_other_programs_and_of_unfinished_preparations(made):
     for text in ('{"splits": [1]}', "[]", "{", '{"splits": {"train": {"shards": [{"name": "x"}]}}}'):
         (made / "_manifest.json").write_text(text)
-        manifest.check(str(made / "train"))
-    (made / "_manifest.json").unlink()
-    foreign(made)
-    manifest.check(str(made / "train"))
-
-
-def test_one_shard_of_a_preparation_is_as_it_is_given(made):
-    missing(made)
-    manifest.check(str(shard(made, 0)))
-
-
-def test_an_unfinished_preparation(made):
-    text = json.dumps({"made_by": "smp-train prepare", "complete": False, "request": {}})
-    (made / "_manifest.json").write_text(text)
+        list_files(str(made / "train"))
+    (made / "_manifest.json").write_text(json.dumps({"made_by": "smp-train prepare", "complete": False}))
     with pytest.raises(DataError, match=r"_manifest\.json: .*smp-train prepare"):
-        manifest.check(str(made / "train"))
+        list_files(str(made / "train"))

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from smp_train.data.prepare.tokenizer import load
-from smp_train.data.text.files import find_files
+from smp_train.data.files import list_files
+from smp_train.data.tokenizer import load
 from smp_train.errors import SmpTrainError
 from smp_train.models import hugging_face
 
 
 def of_data(name: str) -> Any:
     pytest.importorskip("datasets")
-    return find_files([name])
+    return list_files(name)
 
 
 @pytest.mark.parametrize(

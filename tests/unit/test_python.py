@@ -62,7 +62,7 @@ def test_keywords_mean_what_flags_mean(given: dict[str, Any], monkeypatch: pytes
     [
         {"max_stepz": 3}, {"lr": "fast"}, {"lr": -1.0}, {"lr_decay_style": "round"}, {"bf16": "perhaps"},
         {"model_size": "7b", "hf_pretrained_model_name_or_dir": "x"}, {"hybrid_shard_degree": 2}, {},
-        {"training_dir": "x", "validation_freq": 5}, {"keep_best": True, "use_synthetic_data": True},
+        {"training_dir": "/x", "validation_freq": 5}, {"keep_best": True, "use_synthetic_data": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -91,7 +91,6 @@ class Rows(Source):
         ({"training_data": Rows(), "training_dir": "x"}, "training_data and --training_dir"),
         ({"training_data": Rows(), "use_synthetic_data": True}, "--use_synthetic_data"),
         ({"use_synthetic_data": True, "validation_data": Rows(), "test_dir": "x"}, "validation_data and --test_dir"),
-        ({"dataset": "x", "tokenizer": "y", "validation_data": Rows()}, "--dataset x"),
         ({"training_data": Rows(), "on_step": "print"}, "on_step"),
         ({"training_data": Rows(), "print_config": True}, "--print_config"),
         ({"training_data": Rows(), "evaluate_only": True}, "--test_dir"),

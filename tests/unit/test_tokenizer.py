@@ -14,14 +14,14 @@ import pytest
 from smp_train import resume
 from smp_train.arguments import parse
 from smp_train.checkpoints import tokenizer
-from smp_train.data.text.fields import Fields
-from smp_train.data.text.opening import open_tokenizer
+from smp_train.data.kinds import Kind
+from smp_train.data.rows import Recipe
 from smp_train.errors import ConfigError
 from smp_train.models.hugging_face import load_tokenizer
 from smp_train.storage.s3 import S3Storage
 from tests.chats import PLAIN, write_tokenizer
 
-CHATS = Fields(("messages",), chat=True)
+CHATS = Kind("chats", ("messages", "tools"))
 
 
 def args_of(*data: Path, **changes: Any) -> Any:
@@ -101,7 +101,7 @@ def test_a_checkpoints_tokenizer_is_named_and_not_the_folder_it_is_copied_to(mad
     """That of any rank: where one fails, all repeat its line."""
     files = tokenizer.tokenizer_files(str(made / "text"))
     with pytest.raises(ConfigError, match=r"^the checkpoint's tokenizer: has"), tokenizer.written(files) as folder:
-        open_tokenizer(folder, None, CHATS)
+        Recipe(CHATS, tokenizer=folder).open()
     broken = {**files, "tokenizer.json": b"{"}
     with pytest.raises(ConfigError, match=r"^the checkpoint's tokenizer cannot"), tokenizer.written(broken) as folder:
         load_tokenizer(folder)
@@ -114,4 +114,4 @@ def test_a_tokenizer_in_s3_is_named_and_not_its_copy(made: Path, s3_place: str) 
         S3Storage(s3_place).put(file.name, file.read_bytes())
     for given in (s3_place, f"{s3_place}/tokenizer.json"):
         with pytest.raises(ConfigError, match=rf"^--tokenizer {given}: has no chat template"):
-            open_tokenizer(given, None, CHATS)
+            Recipe(CHATS, tokenizer=given).open()

@@ -1,4 +1,1 @@
-"""From text to token shards.
-
-`packing` orders and packs documents, `tokenizer` trains or loads, `pipeline` writes shards, `cli` is the verb.
-"""
+"""``smp-train prepare``: records to token shards, with a validation split, a tokenizer and a manifest."""

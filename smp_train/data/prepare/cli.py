@@ -1,209 +1,223 @@
-"""``smp-train prepare``: text or conversations in, token shards out, with a tokenizer and a manifest."""
+"""``smp-train prepare``: text or chats in, token shards out, with a tokenizer and a manifest.
+
+Records are converted as for training, into token files below the output; a later call continues there. Then one pass
+over their rows divides them into splits, fills rows of the wanted length and writes the shards.
+"""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
+import os
 import re
+import shutil
+import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from smp_train.data import token_file
-from smp_train.data.atomic_file import atomic_file
-from smp_train.data.bad_rows import LeftOut
+from smp_train.data.arrays_file import atomic_file
+from smp_train.data.chats import Chats
+from smp_train.data.convert import open_token_rows, processes_for
+from smp_train.data.files import FileSet, Selection, list_files
 from smp_train.data.manifest import MANIFEST
-from smp_train.data.prepare import pipeline, writing
-from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.options import SEQ_LEN, read
-from smp_train.data.prepare.packing import Collector, Position, entropy, held_out, numbered
-from smp_train.data.prepare.pipeline import PROGRESS, SPLITS, Preparation, is_whole, saved_progress
-from smp_train.data.text.conversations import chat_tokenizer
-from smp_train.data.text.detect import find_fields
-from smp_train.data.text.fields import Fields, texts_of
-from smp_train.data.text.files import find_files
-from smp_train.data.text.read import TextFile
+from smp_train.data.prepare.shards import SplitWriter, entropy, is_held_out
+from smp_train.data.readers import records
+from smp_train.data.rows import Recipe
+from smp_train.data.text import object_of
+from smp_train.data.tokenizer import end_token, load, load_for_chats, train
 from smp_train.errors import ConfigError, DataError
 from smp_train.models.hugging_face import trust_code
 from smp_train.progress import Progress
-from smp_train.storage.paths import place
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from smp_train.storage.paths import on_this_machine
+from smp_train.storage.paths import place as open_path
 
 MAKER = "smp-train prepare"
-FORMAT = 1
+FORMAT = 2
+SPLITS = ("train", "test")
+TOKENS = "_tokens"
+"""Folder of the token files, below the output; deleted at the end."""
 TOKENIZER_SAMPLE_PER_ENTRY = 512
-"""Bytes of text a tokenizer is trained on, for each entry of its vocabulary."""
-OURS = re.compile(r"(train|test)-\d{5}\.(json|json\.gz|tok|idx|arrow)|state\.json|dataset_info\.json")
+"""Bytes of text that a tokenizer is trained on, for each entry of its vocabulary."""
+BYTES_PER_TOKEN = 8
+"""Bytes of input for each token of --max_rows that are converted at a time: more than tokens have."""
 NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
+OUTPUT_FILES = re.compile(r"\.?(train|test)-\d{5}\.json(\.gz)?(\..*\.partial)?")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Raises ConfigError and DataError."""
     args = read(argv)
     trust_code(bool(args.trust_remote_code))
-    files = find_files(
-        args.input, args.pattern, args.exclude, config=args.dataset_config_name, split=args.split,
-        column=args.text_column,
-    )  # fmt: skip
+    files = _list_input(args)
+    if files.kind.answers_only and args.seq_len is not None:
+        raise ConfigError(f"--seq_len {args.seq_len}: {files.kind.plural} keep their length; leave it out")
+    args.seq_len = None if files.kind.answers_only else args.seq_len or SEQ_LEN
+    # An unusable tokenizer or template is refused before anything is written.
+    recipe = Recipe(files.kind, tokenizer=args.tokenizer, chat_template=args.chat_template, eos_token=args.eos_token)
+    identity = recipe.open().identity if args.tokenizer else open_path(args.chat_template or os.devnull).read_text()
+    contents = [identity, [(file.name, file.size, file.version) for file in files.files], FORMAT]
+    flags = {key: value for key, value in vars(args).items() if key not in NOT_IN_REQUEST}
+    request = {**flags, "contents": hashlib.sha256(json.dumps(contents).encode()).hexdigest()}
     output = Path(args.output)
-    fields = _settle_fields(args, files)
-    request = _request(args, files)
-    before = _read_manifest(output)
-    if before.get("complete") and before.get("request") == request and all(
-        is_whole(output / split, totals["shards"]) for split, totals in before["splits"].items()
-    ):
-        print(f"{output}: already prepared from the same input")
-        return 0
-    if before.get("complete") and not args.overwrite:
-        raise ConfigError(
-            f"--output {output}: holds a preparation of other input or flags, or of another version; "
-            "give another folder, or --overwrite 1"
-        )
-    _begin(output, before, request)
-    manifest = prepare(args, files, fields, output)
-    writing.write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
-    (output / PROGRESS).unlink(missing_ok=True)
-    _print_summary(output, manifest)
+    earlier = _read_manifest(output)
+    if earlier.get("complete"):
+        shards = [(split, shard) for split in SPLITS for shard in earlier["splits"][split]["shards"]]
+        sizes = {path: shard["bytes"] for split, shard in shards if (path := output / split / shard["name"])}
+        whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+        if whole and earlier.get("request") == request:
+            print(f"{output}: already prepared from the same input")
+            return 0
+        if not args.overwrite:
+            raise ConfigError(
+                f"--output {output}: holds another preparation, or one of another version; give another folder, or "
+                "--overwrite 1"
+            )
+    try:
+        _begin(output, earlier, request)
+        manifest = prepare(args, files, output)
+        _write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written ({error.strerror}); start again, and it continues") from None
+    shutil.rmtree(output / TOKENS, ignore_errors=True)
+    for split, totals in manifest["splits"].items():
+        numbers = ", ".join(f"{number} {name}" for name, number in totals.items() if name != "shards")
+        print(f"{output / split}: {numbers} in {len(totals['shards'])} shards")
+    nats = manifest["unigram_entropy_nats"]["train"]
+    print(f"{output / 'tokenizer.json'}: {manifest['vocab_size']} tokens, unigram entropy {nats:.3f} nats per token")
     return 0
 
 
-def _settle_fields(args: argparse.Namespace, files: list[TextFile]) -> Fields:
-    """Return what the documents are; set the flags that depend on it. Raises ConfigError for those that do not fit."""
-    fields = find_fields(files, args.text_column)
-    args.text_column = ",".join(fields.names)
-    if args.chat_template and not fields.chat:
-        raise ConfigError(f"--chat_template {args.chat_template}: the input holds {fields.kind}; leave it out")
-    if fields.answers:
-        if args.seq_len is not None:
-            raise ConfigError(
-                f"--seq_len {args.seq_len}: {fields.kind} are rows of their own length, which training cuts and packs "
-                "(--max_context_width, --short pack); leave it out"
-            )
-        if args.tokenizer:  # an unusable one is refused before anything is written
-            chat_tokenizer(args.tokenizer, args.chat_template, fields)
-        elif fields.chat and not args.chat_template:
-            raise ConfigError("--train_tokenizer: chats need a chat template; give --chat_template FILE")
-    args.seq_len = args.seq_len or SEQ_LEN
-    return fields
+def _list_input(args: Namespace) -> FileSet:
+    """Return the files of all inputs, ordered by a hash of their names so that the first are a fair sample."""
+    selection = Selection(args.text_column, args.dataset_config_name, args.pattern, args.exclude, flag="--input")
+    inputs = [list_files(location, selection, split=args.split) for location in args.input]
+    if len({fileset.kind for fileset in inputs}) > 1:
+        kinds = ", ".join(f"{fileset.location} holds {fileset.kind.plural}" for fileset in inputs)
+        raise ConfigError(f"--input: {kinds}; prepare one kind at a time")
+    if inputs[0].kind.name == "tokens":
+        raise DataError(f"{inputs[0].location}: holds rows of tokens, which need no preparation; train on them")
+    files = [file for fileset in inputs for file in fileset.files]
+    if len(inputs) > 1:  # names are unique in one input
+        files = [replace(file, name=file.shown) for file in files]
+    files.sort(key=lambda file: hashlib.sha256(file.name.encode(errors="replace")).digest())
+    return replace(inputs[0], files=tuple(files))
 
 
-def prepare(args: argparse.Namespace, files: list[TextFile], fields: Fields, output: Path) -> dict[str, Any]:
-    """Write ``output`` from ``files``; return what the manifest says of it."""
-    tokenizer, text, (end, end_id) = _tokenizer(args, files, fields, output)
-    pipeline.use_tokenizer(str(output), fields, end_id)
-    vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-    with Progress("prepare", args.max_rows, " rows") as progress:
-        try:
-            made = Preparation(args, output, fields, vocab_size, end_id, _left_out(args), progress.update)
-            made.run(files, pipeline.processes_for(args.processes, files))
-        except OSError as error:
-            raise DataError(
-                f"{output}: cannot be written ({error.strerror}); free some space, start again, and it goes on"
-            ) from None
-    train, test = (made.packers[split] for split in SPLITS)
-    little, of, remedy = (
-        (f"too few {fields.kind}", "", "--validation_fraction") if fields.answers
-        else ("too little text", f" of {args.seq_len} tokens", "--seq_len")
-    )  # fmt: skip
-    if train.rows == 0:
-        raise DataError(f"{', '.join(args.input)}: {little} for a row{of}; lower {remedy}")
-    if args.validation_fraction and test.rows == 0:
+def prepare(args: Namespace, files: FileSet, output: Path) -> dict[str, Any]:
+    """Write ``output`` from ``files``; return the counts in its manifest."""
+    end, vocab_size = _write_tokenizer(args, files, output)
+    test_rows = sys.maxsize if args.validation_shards is None else args.validation_shards * args.rows_per_shard
+    train = SplitWriter(args, "train", args.max_rows or sys.maxsize, vocab_size)
+    test = SplitWriter(args, "test", test_rows, vocab_size)
+    # The tokenizer in the output has the chat template.
+    trusted = bool(args.trust_remote_code)
+    recipe = Recipe(files.kind, vocab_size, str(output), eos_token=end, trust_remote_code=trusted)
+    _write_rows(args, files, recipe, train, test)
+    if not (train.rows and (test.rows or not args.validation_fraction or not test.max_rows)):
         raise DataError(
-            f"{', '.join(args.input)}: {little} for one validation row{of}; "
-            "raise --validation_fraction, or set it to 0 for no validation set"
+            f"{', '.join(args.input)}: too few records for a row of each split (--seq_len {args.seq_len}); change "
+            "--validation_fraction (0: no validation set), or give more"
         )
-    if args.output_type == "arrow":
-        for split, shards in made.shards.items():
-            if shards:
-                writing.finish_arrow(output / split, split, shards, ["input_ids", *["labels"] * fields.answers])
     return {
-        "format": FORMAT, "seq_len": _row_tokens(args, made), "vocab_size": vocab_size, "eos_token": end,
-        "tokenizer_sha256": hashlib.sha256(text).hexdigest(),
-        "splits": {
-            split: {**packer.totals(), "shards": made.shards[split]} for split, packer in made.packers.items()
-        },
-        "unigram_entropy_nats": {
-            "train": entropy(train.counts),
-            "test": entropy(test.counts) if test.rows else None,
-            "test_under_train": entropy(test.counts, train.counts) if test.rows else None,
-        },
+        "format": FORMAT, "seq_len": max(train.longest, test.longest), "vocab_size": vocab_size, "eos_token": end,
+        "tokenizer_sha256": hashlib.sha256((output / "tokenizer.json").read_bytes()).hexdigest(),
+        "splits": {"train": train.totals(), "test": test.totals()},
+        "unigram_entropy_nats": {"train": entropy(train.counts)},
     }  # fmt: skip
 
 
-def _row_tokens(args: argparse.Namespace, made: Preparation) -> int:
-    """Return the tokens of the longest row."""
-    return max(packer.longest if isinstance(packer, Collector) else args.seq_len for packer in made.packers.values())
+def _write_rows(args: Namespace, files: FileSet, recipe: Recipe, train: SplitWriter, test: SplitWriter) -> None:
+    """Write the shards of both splits from the first files that suffice."""
+    limited = args.validation_shards is not None
+
+    def has_enough() -> bool:
+        tested = test.full or not args.validation_fraction or (not limited and test.available > 0)
+        return train.full and tested
+
+    most = train.max_rows / (1 - args.validation_fraction) + (test.max_rows if limited else 0)
+    needed = most * (args.seq_len or SEQ_LEN) * BYTES_PER_TOKEN
+    count = 0
+    with Progress("prepare", args.max_rows, " rows") as progress:
+        while count < len(files.files) and not has_enough():
+            first, size = count, 0
+            while count < len(files.files) and size <= needed:
+                size += files.files[count].size or needed + 1
+                count += 1
+            rows = open_token_rows(
+                replace(files, files=files.files[first:count]), recipe, cache_dir=str(Path(args.output, TOKENS)),
+                max_bad=1.0 if args.bad_rows == "skip" else None, processes=processes_for(args.processes, 1),
+            )  # fmt: skip
+            for index in range(len(rows)):
+                if has_enough():
+                    break
+                # Once validation is full, held-out records go to training.
+                held_out = not test.full and is_held_out(rows.name(index), args.validation_fraction)
+                written = train.rows
+                (test if held_out else train).add(rows.row(index))
+                progress.update(train.rows - written)
+        train.write()
+        test.write()
 
 
-def _tokenizer(
-    args: argparse.Namespace, files: list[TextFile], fields: Fields, output: Path
-) -> tuple[Tokenizer, bytes, tuple[str, int]]:
-    """Load or train the tokenizer and write it beside the shards; return (it, its file, its end token with id)."""
-    made = output / "tokenizer.json"
-    if args.tokenizer:
-        tokenizer = tokenizers.load(args.tokenizer)
-    elif made.exists():
-        # Trained by a run that was interrupted.
-        tokenizer = tokenizers.load(str(made))
-    else:
-        tokenizer = tokenizers.train(
-            _training_sample(args, files, fields), args.train_tokenizer, args.special_tokens, args.min_frequency
-        )
-    end, end_id = tokenizers.end_token(tokenizer, args.eos_token, args.tokenizer)
-    text = tokenizer.to_str(pretty=True).encode() + b"\n"
-    # With it transformers loads the folder, end token and all.
+def _write_tokenizer(args: Namespace, files: FileSet, output: Path) -> tuple[str, int]:
+    """Load or train the tokenizer and write it to the output; return its end token and its vocabulary size."""
+    path = output / "tokenizer.json"
+    with on_this_machine(args.tokenizer or "") as location:
+        if args.tokenizer:
+            tokenizer = load(location)
+        elif path.exists():  # trained by a preparation that was interrupted
+            tokenizer = load(str(path))
+        else:
+            texts = _training_sample(args, files)
+            tokenizer = train(texts, args.train_tokenizer, args.special_tokens, args.min_frequency)
+        end, _ = end_token(tokenizer, args.eos_token, location or None)
     loading = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
-    writing.write_json(output / "tokenizer_config.json", loading)
-    with atomic_file(str(made)) as file:
-        file.write(text)
-    if fields.answers:
-        # Whole, with its chat template: it also goes with the models that are trained on these rows.
-        whole = chat_tokenizer(args.tokenizer or str(output), args.chat_template, fields)
-        whole.save_pretrained(str(output))
-        tokenizer, text = whole.backend_tokenizer, made.read_bytes()
-    return tokenizer, text, (end, end_id)
+    _write_json(output / "tokenizer_config.json", loading)  # transformers loads the folder by it
+    with atomic_file(str(path)) as file:
+        file.write(tokenizer.to_str(pretty=True).encode() + b"\n")
+    if files.kind.name == "chats":
+        # The tokenizer of transformers, with its chat template, is also saved with models trained on these rows.
+        name = args.tokenizer or str(output)
+        loaded = load_for_chats(name, bool(args.trust_remote_code))
+        loaded.chat_template = Chats(loaded, files.kind, name, args.chat_template).template
+        loaded.save_pretrained(str(output))
+        tokenizer = load(str(path))
+    return end, tokenizer.get_vocab_size(with_added_tokens=True)
 
 
-def _left_out(args: argparse.Namespace) -> LeftOut | None:
-    return LeftOut() if args.bad_rows == "skip" else None
+def _training_sample(args: Namespace, files: FileSet) -> Iterator[str]:
+    """Yield enough texts for a vocabulary of the size asked for, spread over all files, without held-out records."""
+    missing = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
+    every = max(1, files.size // missing)
+    all_records = ((file, line, record) for file in files.files for _, line, record in records(file, files.kind.fields))
+    for number, (file, line, record) in enumerate(all_records, 1):
+        if number % every or is_held_out(f"{file.name}:{line}", args.validation_fraction):
+            continue
+        try:
+            fields = {"": record} if isinstance(record, str) else object_of(record)
+        except ValueError:
+            continue  # reported by the conversion
+        text = "\n".join(_strings([fields.get(name) for name in ("", *files.kind.fields)]))
+        yield text
+        missing -= len(text)
+        if missing < 0:
+            return
 
 
-def _training_sample(args: argparse.Namespace, files: list[TextFile], fields: Fields) -> Iterator[str]:
-    """Yield as many training documents, spread over all files, as a vocabulary of the wanted size needs."""
-    wanted = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
-    every = max(1, sum(file.size for file in files) // wanted)
-    for (_, _, number), _, document in numbered(files, fields, Position(), _left_out(args)):
-        if number % every == 0 and not held_out(number, args.validation_fraction):
-            text = "\n".join(texts_of(document))
-            yield text
-            wanted -= len(text)
-            if wanted < 0:
-                return
-
-
-def _request(args: argparse.Namespace, files: list[TextFile]) -> dict[str, Any]:
-    """Return what the output depends on; a call that repeats it finds its work done."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name}\0{file.size}\0{file.version}\n".encode())
-    given = {key: value for key, value in vars(args).items() if key not in NOT_IN_REQUEST}
-    template = given.pop("chat_template")
-    if template:
-        given["chat_template_sha256"] = hashlib.sha256(place(template).read_bytes()).hexdigest()
-    tokenizer = Path(args.tokenizer or "")
-    tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if args.tokenizer and tokenizer.is_file():
-        given["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    if args.output_type == "cache":
-        given["token_files"] = token_file.VERSION
-    return {"format": FORMAT, **given, "files": len(files), "files_sha256": digest.hexdigest()}
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the texts in nested lists and objects."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings(inner)
 
 
 def _read_manifest(output: Path) -> dict[str, Any]:
-    """Return the manifest of an earlier preparation, empty without one; ConfigError where something else is."""
+    """Return the manifest of an earlier preparation, empty without one. Raises ConfigError for another folder."""
     try:
         manifest: dict[str, Any] = json.loads((output / MANIFEST).read_text())
         if manifest.get("made_by") == MAKER:
@@ -215,39 +229,20 @@ def _read_manifest(output: Path) -> dict[str, Any]:
     return {}
 
 
-def _begin(output: Path, before: dict[str, Any], request: dict[str, Any]) -> None:
-    """Mark the output as being made, then remove what an earlier preparation left, unless it was of the same."""
-    # Without a malformed document the outcome is the same whether such ones stop the work or are left out.
-    goes_on = not before.get("complete") and before.get("request") in (request, {**request, "bad_rows": "stop"})
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        if not goes_on:
-            for name in (PROGRESS, "tokenizer.json", "chat_template.jinja"):
-                (output / name).unlink(missing_ok=True)
-        writing.write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
-    except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be written ({error.strerror})") from None
-    saved = saved_progress(output)
-    for split in SPLITS:
-        kept = {str(shard["name"]).rpartition(".")[0] for shard in saved[split]["shards"]}
-        for path in (output / split).glob("*"):
-            half_written = path.name.startswith(f".{split}-") and path.suffix == ".tmp"
-            if half_written or (OURS.fullmatch(path.name) and path.stem not in kept):
-                path.unlink()
+def _begin(output: Path, earlier: dict[str, Any], request: dict[str, Any]) -> None:
+    """Mark the output as unfinished; delete an earlier preparation, except token files that this one continues."""
+    output.mkdir(parents=True, exist_ok=True)
+    # Without malformed records --bad_rows makes no difference to the output.
+    if earlier.get("complete") or earlier.get("request") not in (request, {**request, "bad_rows": "stop"}):
+        shutil.rmtree(output / TOKENS, ignore_errors=True)
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            (output / name).unlink(missing_ok=True)
+    _write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
+    for path in [path for split in SPLITS for path in (output / split).glob("*")]:
+        if OUTPUT_FILES.fullmatch(path.name):
+            path.unlink()
 
 
-def _print_summary(output: Path, manifest: dict[str, Any]) -> None:
-    for split, totals in manifest["splits"].items():
-        counted = totals.get("counted_tokens")
-        of = f"{manifest['seq_len']} tokens" if counted is None else (
-            f"{totals['tokens']} tokens in all, {counted} of them counted, the longest of {manifest['seq_len']},"
-        )
-        print(
-            f"{output / split}: {totals['rows']} rows of {of} "
-            f"in {len(totals['shards'])} shards, from {totals['documents']} documents"
-        )
-    nats = manifest["unigram_entropy_nats"]
-    print(
-        f"{output / 'tokenizer.json'}: {manifest['vocab_size']} tokens, "
-        f"unigram entropy {nats['train']:.3f} nats per token"
-    )
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with atomic_file(str(path)) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())

@@ -1,0 +1,90 @@
+"""Files of arrays with a JSON header, mapped into memory: the indexes of token files, and tables of samples.
+
+A file is magic, length and CRC-32 of the header, the header, and the arrays, each at a multiple of 8 bytes. Processes
+that map the same file share its pages.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from smp_train.storage.folder import FolderStorage
+
+MAGIC = b"SMPARRAY"
+PREFIX = struct.Struct("<8sII")
+FIRST_READ = 4096
+DTYPES = ("<u4", "<u8")
+
+
+def atomic_file(path: str) -> AbstractContextManager[BinaryIO]:
+    """Return a context with a file that appears under ``path`` when it is complete and synced."""
+    folder, name = os.path.split(path)
+    return FolderStorage(folder or ".").writer(name)
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def write_arrays(path: str, version: int, header: Any, arrays: Sequence[np.ndarray]) -> None:
+    """Write a header and uint32 or uint64 arrays to a file that appears complete and synced."""
+    shapes = [(array.dtype.str, array.size) for array in arrays]
+    text = json.dumps({"version": version, "arrays": shapes, "header": header}).encode()
+    text += b" " * (_padded(len(text) + PREFIX.size) - len(text) - PREFIX.size)
+    with atomic_file(path) as file:
+        file.write(PREFIX.pack(MAGIC, len(text), zlib.crc32(text)) + text)
+        for array in arrays:
+            file.write(array.tobytes())
+            file.write(bytes(_padded(array.nbytes) - array.nbytes))
+
+
+class ArraysFile:
+    """A file of arrays whose header has been read; ``shapes`` are the type and the number of elements of each array."""
+
+    def __init__(self, path: str, header: Any, shapes: Sequence[tuple[str, int]], begin: int) -> None:
+        self.path, self.header, self.shapes = path, header, shapes
+        sizes = (_padded(np.dtype(dtype).itemsize * count) for dtype, count in shapes)
+        self.begins = list(accumulate(sizes, initial=begin))
+        """Offset of each array in bytes, and the size of the file."""
+
+    def map(self) -> list[np.ndarray]:
+        """Return the arrays, which are views of the mapped file. Raises OSError."""
+        with open(self.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != self.begins[-1]:
+                raise OSError(0, f"has {size} bytes instead of {self.begins[-1]}")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        shapes = zip(self.shapes, self.begins[:-1], strict=True)
+        return [np.frombuffer(mapped, dtype, count, begin) for (dtype, count), begin in shapes]
+
+
+def read_header(path: str, version: int) -> ArraysFile | None:
+    """Return a complete file of this version; None where there is none."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            data, size = file.read(FIRST_READ), os.fstat(file.fileno()).st_size
+            magic, length, crc = PREFIX.unpack_from(data)
+            if magic != MAGIC or PREFIX.size + length > size:
+                return None
+            data += file.read(max(0, PREFIX.size + length - len(data)))
+        text = data[PREFIX.size : PREFIX.size + length]
+        if zlib.crc32(text) != crc:
+            return None
+        content = json.loads(text)
+        shapes = content["arrays"]
+        if content["version"] != version or not all(t in DTYPES and type(n) is int and n >= 0 for t, n in shapes):
+            return None
+        arrays = ArraysFile(path, content["header"], shapes, PREFIX.size + length)
+        return arrays if arrays.begins[-1] == size else None
+    except (OSError, struct.error, ValueError, TypeError, KeyError, RecursionError):
+        return None

@@ -1,0 +1,102 @@
+"""Micro-batches, and how samples become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smp_train.data.samples import Sample
+from smp_train.data.source import IGNORED
+
+
+@dataclass
+class Batch:
+    """One micro-batch of one rank."""
+
+    input_ids: Tensor
+    """int64 [micro_batch, seq_len]; 0 where a short sample is padded on the right."""
+    labels: Tensor
+    """int64 [micro_batch, seq_len], not shifted: the sample's labels, or its ids; `IGNORED` in padding and where a
+    packed document begins. Padding needs no attention mask: no earlier token attends to it. `input_ids` itself where
+    all labels equal the ids: do not write into it."""
+    samples: list[str] = field(default_factory=list)
+    """Name of each sample; empty for a filler."""
+    truncated: int = 0
+    """Rows that lost their end (--long truncate)."""
+    truncated_targets: int = 0
+    """Tokens with loss that these rows lost."""
+    position_ids: Tensor | None = None
+    """int64 [micro_batch, seq_len], from 0 in each packed document and in padding; None when every sample is one
+    document. A token attends to its own document only."""
+    documents: tuple[Tensor, int] | None = None
+    """Set with `position_ids`, for all samples end to end: the index at which each document begins, and the end of the
+    last one, int32 [documents + 1], where padding counts as a document; and the tokens of the longest document."""
+
+    def counted_tokens(self) -> int:
+        """Return the number of labels that the loss counts: those not ignored that have a token before them."""
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
+    @classmethod
+    def blank(cls, micro_batch: int, seq_len: int) -> Batch:
+        """Return a batch without a counted token: a rank without data takes part in a step with it."""
+        shape = (micro_batch, seq_len)
+        return cls(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED))
+
+
+def collate(samples: Sequence[Sample], seq_len: int, *, size: int | None = None, pin_memory: bool = False) -> Batch:
+    """Return samples of at most ``seq_len`` tokens as a batch [size, seq_len], padded on the right.
+
+    Rows of the batch after the last sample are fillers: attended zeros without a label, and without a name.
+    """
+    size = size or len(samples)
+    shape = size, seq_len
+    input_ids = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
+    ids = input_ids.numpy()
+    names = [sample.name for sample in samples] + [""] * (size - len(samples))
+    plain = len(samples) == size
+    for slot, sample in enumerate(samples):
+        row = sample.row
+        length = row.input_ids.size
+        ids[slot, :length] = row.input_ids
+        if length < seq_len or row.labels is not None or row.documents is not None:
+            ids[slot, length:] = 0
+            plain = False
+    ids[len(samples) :] = 0
+    lost = sum(sample.truncated for sample in samples), sum(sample.truncated_targets for sample in samples)
+    if plain:
+        return Batch(input_ids, input_ids, names, *lost)
+    labels = torch.full(shape, IGNORED, dtype=torch.int64, pin_memory=pin_memory)
+    targets = labels.numpy()
+    for slot, sample in enumerate(samples):
+        values = sample.row.targets()
+        targets[slot, : values.size] = values
+    batch = Batch(input_ids, labels, names, *lost)
+    if any(sample.row.documents is not None for sample in samples):
+        positions = _positions(samples, shape)
+        targets[positions == 0] = IGNORED
+        bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+        batch.position_ids = _tensor(positions, pin_memory)
+        batch.documents = _tensor(bounds, pin_memory), int(np.diff(bounds).max())
+    return batch
+
+
+def _tensor(values: np.ndarray, pin_memory: bool) -> Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if pin_memory else tensor
+
+
+def _positions(samples: Sequence[Sample], shape: tuple[int, int]) -> np.ndarray:
+    """Return the position of each token in its document, int64 [size, seq_len]."""
+    size, seq_len = shape
+    positions = np.tile(np.arange(seq_len, dtype=np.int64), (size, 1))
+    for slot, sample in enumerate(samples):
+        row = sample.row
+        documents = [row.input_ids.size] if row.documents is None else row.documents
+        starts = np.concatenate([[0], np.cumsum(documents)])
+        starts = starts[starts < seq_len]
+        positions[slot] -= np.repeat(starts, np.diff(np.append(starts, seq_len)))
+    return positions

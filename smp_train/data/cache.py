@@ -1,0 +1,170 @@
+"""The token cache of a data set: its folder, the token files in it, and the removal of those no longer needed.
+
+There are no locks: the name of a token file depends on its shards alone, and it appears by renaming, so two jobs may
+convert the same shards at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from smp_train.data.files import DataFile, FileSet
+from smp_train.data.s3 import COPY_PREFIX
+from smp_train.data.token_file import VERSION, TokenFile, read_index
+from smp_train.errors import DataError
+from smp_train.storage.folder import PARTIAL, FolderStorage
+from smp_train.storage.paths import private_folder
+
+logger = logging.getLogger("smp_train.data")
+
+FOLDER_NAME = ".smp_train_cache"
+STALE_SECONDS = 3600
+"""Age at which a temporary file, or a token file of removed shards, belongs to no running job."""
+PARTIAL_SECONDS = 24 * 3600
+"""Age at which a partial copy of an object in S3 is no longer continued."""
+
+
+def _digest(*identity: Any) -> str:
+    return hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
+
+
+def _digest_of_files(files: Sequence[DataFile]) -> str:
+    return _digest([[file.name, file.size, file.version] for file in files])
+
+
+class TokenCache:
+    """The token files of one file set: read from any of its folders, written to the first that is writable.
+
+    Args:
+        files: the file set.
+        identity: digest of all that turns its records into tokens.
+        cache_dir: --data_cache_dir; default: a folder in the data's folder, or the user's cache.
+    """
+
+    def __init__(self, files: FileSet, identity: str, cache_dir: str | None) -> None:
+        self.files = files
+        first = files.files[0]
+        # Names of files are relative to this folder, which is a split's folder below the location, say.
+        root = first.path.removesuffix(first.name)
+        key = [VERSION, identity, first.config, first.split]
+        if first.remote:
+            self.folders = [(cache_dir or user_folder(), _digest(*key, root.rstrip("/")))]
+        else:
+            path, root = os.path.realpath(files.location), os.path.realpath(root)
+            folder = path if os.path.isdir(path) else os.path.dirname(path)
+            single = "" if folder == path else os.path.basename(path)
+            elsewhere = cache_dir or user_folder(), _digest(*key, root, single)
+            # In the data's folder its path is no part of the key: the cache stays valid on another mount.
+            inside = os.path.join(folder, FOLDER_NAME), _digest(*key, os.path.relpath(root, folder), single)
+            self.folders = [elsewhere] if cache_dir else [inside, elsewhere]
+        self._scanned: set[str] = set()
+        self._stored: dict[tuple[str, int, str], tuple[TokenFile, int]] = {}
+
+    @cached_property
+    def destination(self) -> tuple[str, str]:
+        """Return (folder, prefix of file names) for new files; creates the folder. Raises DataError."""
+        reasons = []
+        for number, (folder, prefix) in enumerate(self.folders):
+            try:
+                os.makedirs(folder, mode=0o775 if number == 0 else 0o700, exist_ok=True)
+                self._remove_stale(folder, prefix)
+                ignore = Path(folder, ".gitignore")
+                if os.path.basename(folder) == FOLDER_NAME and not ignore.exists():
+                    ignore.write_text("*\n")
+            except OSError as error:
+                reasons.append(f"{folder}: cannot hold the token cache ({error.strerror})")
+                continue
+            if reasons:
+                logger.info("%s; using %s instead (--data_cache_dir chooses)", reasons[0], folder)
+            return folder, prefix
+        raise DataError(f"{reasons[-1]}; give a --data_cache_dir that can be written")
+
+    def base(self, shards: Sequence[DataFile]) -> str:
+        """Return the path without suffix of a new token file of some shards in these versions."""
+        folder, prefix = self.destination
+        return os.path.join(folder, f"{prefix}-{_digest_of_files(shards)}")
+
+    def table(self, fingerprint: str, layout: str, number: int) -> str:
+        """Return the path of a table of samples of the whole file set."""
+        name = _digest(fingerprint, layout, number)
+        return f"{self.base(self.files.files)}-{name}.tab"
+
+    def missing(self, shards: Iterable[DataFile]) -> list[DataFile]:
+        """Return the shards that no token file holds; reads the indexes that have appeared since the last call."""
+        for folder, prefix in self.folders:
+            with contextlib.suppress(OSError):
+                for name in os.listdir(folder):
+                    base = os.path.join(folder, name.removesuffix(".idx"))
+                    if name.startswith(prefix) and name.endswith(".idx") and base not in self._scanned:
+                        file = read_index(base)
+                        if file is not None:
+                            self._scanned.add(base)
+                            for number, header in enumerate(file.headers):
+                                self._stored[header.source, header.size, header.version] = file, number
+        return [shard for shard in shards if self.stored(shard) is None]
+
+    def stored(self, shard: DataFile) -> tuple[TokenFile, int] | None:
+        """Return the token file that holds a shard, and the shard's number in it; None unless `missing` saw it."""
+        return self._stored.get((shard.name, shard.size, shard.version))
+
+    def _remove_stale(self, folder: str, prefix: str) -> None:
+        """Delete what killed conversions left, and files of shards that were changed or removed.
+
+        Ages are by the clock of the file server. Raises OSError where the folder cannot be written.
+        """
+        storage = FolderStorage(folder)
+        now = storage.now()
+        tables = f"{prefix}-{_digest_of_files(self.files.files)}-"
+        pairs: dict[str, bool] = {}
+        for name in os.listdir(folder):
+            stem, suffix = os.path.splitext(os.path.join(folder, name))
+            # Another job may have deleted the file, or another user may own it.
+            with contextlib.suppress(OSError):
+                age = now - os.stat(os.path.join(folder, name)).st_mtime
+                needed = age < (PARTIAL_SECONDS if name.startswith(COPY_PREFIX) else STALE_SECONDS)
+                if name.startswith(tables) and suffix == ".tab":
+                    needed = True
+                elif name.startswith(prefix) and suffix in (".tok", ".idx"):
+                    needed = pairs[stem] if stem in pairs else pairs.setdefault(stem, self._is_needed(stem, needed))
+                elif not name.startswith((prefix, COPY_PREFIX)) and suffix != PARTIAL:
+                    continue
+                if not needed:
+                    os.unlink(os.path.join(folder, name))
+
+    def _is_needed(self, base: str, new: bool) -> bool:
+        """Return whether a token file holds a listed shard, or may still be read by another job.
+
+        A file whose shards are all listed in newer versions is superseded, and not needed however new it is.
+        """
+        file = read_index(base)
+        if file is None:  # damaged, one of two files, or of another version of this program
+            return new
+        listed = {shard.name: (shard.size, shard.version) for shard in self.files.files}
+        if any(listed.get(header.source) == (header.size, header.version) for header in file.headers):
+            return True
+        return new and not all(header.source in listed for header in file.headers)
+
+
+def unwritable(folder: str, error: OSError) -> DataError:
+    """Return the error for a token cache that cannot be written."""
+    advice = "free some space or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
+    return DataError(
+        f"{folder}: cannot write the token cache ({error.strerror}); {advice} a --data_cache_dir that can be written"
+    )
+
+
+def user_folder() -> str:
+    """Return the folder of this user's caches, for data without a writable folder of its own. Raises ConfigError."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.access(base if os.path.isdir(base) else os.path.dirname(base), os.W_OK):
+        return os.path.join(base, "smp_train", "tokens")
+    return os.path.join(private_folder("smp_train"), "tokens")

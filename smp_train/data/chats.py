@@ -1,0 +1,247 @@
+"""Chats as rows of tokens, through the tokenizer's chat template; only the assistant's turns carry loss."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from smp_train.data.kinds import SYSTEM, TOOLS, Kind
+from smp_train.data.readers import Record, not_utf8
+from smp_train.data.source import Problem, Row
+from smp_train.data.text import Span, answer_row, object_of, string, tokens_in_spans, without_nul
+from smp_train.errors import ConfigError, one_line
+from smp_train.storage.paths import place as open_path
+
+ASSISTANT = "assistant"
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT,
+    "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+MAX_TURNS = 512
+"""Most turns of a chat whose template does not mark answers: each answer takes two more renderings of the chat."""
+RENDER_SECONDS, MAX_CHARACTERS = 20.0, 64 << 20
+"""CPU time for a group of chats, and length of a rendered chat: a template may loop without end."""
+SHOWN = 300
+"""Length at which a template's own message is cut."""
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CLOCK = "strftime_now"
+"""The function by which templates write today's date."""
+TODAY = datetime(2024, 7, 26)
+"""The date that templates write: always the same, so that a resumed run trains on the same tokens."""
+FIXED_CLOCK = (
+    "{%- macro strftime_now(format) -%}{{- format"
+    + "".join(f"|replace('%{code}', '{TODAY.strftime('%' + code)}')" for code in (*"dbBmyYaAHMS", "-d", "-m"))
+    + " -}}{%- endmacro %}\n"  # templates are compiled with trim_blocks, which drops this line's end
+)
+"""Prepended to a template that asks for the date: replaces `CLOCK`."""
+
+
+Turns = list[dict[str, Any]]
+"""Each with ``role``, ``content`` (a text, or parts of type text), and other fields of the template."""
+Tools = list[dict[str, Any]] | None
+
+
+class Chats:
+    """Makes rows of chats.
+
+    An answer is the text that the template marks by ``{% generation %}``, else the text that an assistant's turn adds
+    to the rendering of the turns before it with the generation prompt. A token partly in an answer carries loss.
+
+    Args:
+        tokenizer: of transformers, fast.
+        kind: names the fields of a record.
+        name: of the tokenizer, for messages.
+        chat_template: a file that replaces the tokenizer's template.
+
+    Raises ConfigError if the tokenizer has no template, or it does not compile.
+    """
+
+    def __init__(self, tokenizer: Any, kind: Kind, name: str, chat_template: str | None = None) -> None:
+        self._tokenizer, self._kind = tokenizer, kind
+        self.template = compiled_template(tokenizer, name, chat_template)
+        """Text of the template."""
+        self._marked = bool(GENERATION.search(self.template))
+
+    def __call__(self, records: Sequence[Record]) -> list[Row | Problem | None]:
+        """Return the row of each record, or the problem with it."""
+        rows: list[Row | Problem | None] = []
+        while len(rows) < len(records):
+            try:
+                with _limited(RENDER_SECONDS):
+                    rows.extend(map(self._row, records[len(rows) :]))
+            except (EndlessTemplate, MemoryError):
+                seconds = f"{RENDER_SECONDS:.0f} s, or all memory"
+                rows.append(Problem(f"the chat template takes over {seconds}; does it loop? correct the template"))
+        return rows[: len(records)]
+
+    def _row(self, record: Record) -> Row | Problem:
+        try:
+            turns, tools = chat_of(object_of(record), self._kind)
+            parts = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
+            text = "" if self._marked and not parts else self._text(turns, tools)
+            if any(str(content) in text for content in parts):  # as Python shows a list
+                raise ValueError("the chat template knows no content in parts; make it one string")
+            if self._marked:
+                options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+                tokens = self._render(turns, tools, **options, tokenizer_kwargs={"verbose": False})
+                return answer_row(tokens["input_ids"], np.array(tokens["assistant_masks"], dtype=bool))
+            encoding = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+            return answer_row(encoding.ids, tokens_in_spans(encoding.offsets, self._answers(turns, tools, text)))
+        except ValueError as error:
+            return Problem(one_line(error))
+
+    def _answers(self, turns: Turns, tools: Tools, text: str) -> list[Span]:
+        """Return the spans of the assistant's turns in the text of a chat. Raises ValueError."""
+        remedy = "give a template with {% generation %} (--chat_template)"
+        if len(turns) > MAX_TURNS:
+            raise ValueError(f"its {len(turns)} turns are more than {MAX_TURNS}; divide it, or {remedy}")
+        spans = []
+        for number in (number for number, turn in enumerate(turns) if turn["role"] == ASSISTANT):
+            if number == 0:
+                raise ValueError(
+                    "the first turn is the assistant's, so the chat template does not show where it begins; put a "
+                    f"turn before it, or {remedy}"
+                )
+            question = self._text(turns[:number], tools, add_generation_prompt=True)
+            answered = self._text(turns[: number + 1], tools)
+            if not (text.startswith(answered) and answered.startswith(question)):
+                raise ValueError(
+                    f"the chat template writes turn {number + 1} in another way when turns follow, so the answer has "
+                    f"no fixed position; {remedy}"
+                )
+            spans.append((len(question), len(answered)))
+        if not spans:
+            raise ValueError("no turn of the assistant: nothing to learn; remove the record")
+        return spans
+
+    def _text(self, turns: Turns, tools: Tools, **options: Any) -> str:
+        text = str(self._render(turns, tools, **options))
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"the chat template writes over {MAX_CHARACTERS} characters; correct the template")
+        return text
+
+    def _render(self, turns: Turns, tools: Tools, **options: Any) -> Any:
+        options = {"chat_template": self.template, "tokenize": False, "tools": tools, **options}
+        try:
+            return self._tokenizer.apply_chat_template(turns, **options)
+        except (EndlessTemplate, MemoryError):
+            raise
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"the chat template refuses it ({one_line(error)[:SHOWN]}); correct the turns") from None
+
+
+class EndlessTemplate(Exception):
+    """A template takes too much time."""
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise `EndlessTemplate` in the body, which must be Python code, when it has taken so much CPU time."""
+    body, done = threading.get_ident(), threading.Event()
+    thread_clock: Any = getattr(time, "pthread_getcpuclockid", lambda _: time.CLOCK_MONOTONIC)  # macOS lacks it
+    clock = thread_clock(body)
+    end = time.clock_gettime(clock) + seconds
+
+    def watch() -> None:
+        while not done.wait(0.1):
+            if time.clock_gettime(clock) > end:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(body), ctypes.py_object(EndlessTemplate))
+                return
+
+    watchdog = threading.Thread(target=watch, name="template-limit", daemon=True)
+    watchdog.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watchdog.join()
+
+
+def compiled_template(tokenizer: Any, name: str, chat_template: str | None) -> str:
+    """Return the text of the chat template, after a trial rendering. Raises ConfigError."""
+    from jinja2 import TemplateSyntaxError
+
+    location = chat_template or name
+    try:
+        if chat_template is not None:
+            tokenizer.chat_template = open_path(chat_template).read_text(encoding="utf-8")
+        template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+    except (OSError, ValueError) as error:  # ValueError: several templates without a default
+        raise ConfigError(
+            f"chat template of {location}: cannot be read ({one_line(error)}); give --chat_template FILE"
+        ) from None
+    if not template:
+        raise ConfigError(
+            f"--tokenizer {name}: has no chat template, and the data holds chats; give --chat_template FILE"
+        )
+    template = FIXED_CLOCK + template if CLOCK in template else template
+    try:
+        with _limited(RENDER_SECONDS):
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], chat_template=template, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"chat template of {location}: line {error.lineno}: {one_line(error)}; correct it") from None
+    except Exception:  # the template may refuse this chat and accept the data's chats
+        pass
+    return template
+
+
+def chat_of(fields: dict[str, Any], kind: Kind) -> tuple[Turns, Tools]:
+    """Return the turns and the tools in a record. Raises ValueError: "reason; what to do"."""
+    name = kind.fields[0]
+    turns = _cleaned(fields.get(name))
+    if not isinstance(turns, list):
+        raise ValueError(f'no "{name}" list of turns in this record; set --text_column')
+    if not turns:
+        raise ValueError(f"{name} is empty: nothing to learn; remove the record")
+    keys = ("from", "value") if kind.style == "sharegpt" else ("role", "content")
+    for number, turn in enumerate(turns):
+        role, content = (turn.get(key) if isinstance(turn, dict) else None for key in keys)
+        if not isinstance(role, str):
+            raise ValueError(
+                f'{name}[{number}] has no "{keys[0]}" string; write each turn with {keys[0]} and {keys[1]}'
+            )
+        if kind.style == "sharegpt":
+            if role not in SHAREGPT_ROLES:
+                known = ", ".join(SHAREGPT_ROLES)
+                raise ValueError(f"{name}[{number}]: from is {role[:40]!r}, not one of {known}; rename it")
+            turns[number] = {"role": SHAREGPT_ROLES[role], "content": content}
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                shown = str(part.get("type") if isinstance(part, dict) else part)[:40]
+                raise ValueError(
+                    f"{name}[{number}]: content[{index}] is {shown!r}, not a part of type text with its text; only "
+                    "text is trained on: correct or remove the record"
+                )
+        if not isinstance(content, str | list) and not turn.get("tool_calls"):
+            raise ValueError(
+                f'{name}[{number}] has no "{keys[1]}" string; write each turn with {keys[0]} and {keys[1]}'
+            )
+    if kind.style == "sharegpt" and fields.get(SYSTEM):
+        turns.insert(0, {"role": "system", "content": string(fields, SYSTEM)})
+    tools = fields.get(TOOLS)
+    if isinstance(tools, str):  # JSON in a string, as in data sets for TRL, whose tools have different fields
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools or "null")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f'"{TOOLS}" is no list of objects, nor JSON of one; write them as transformers takes them')
+    return turns, _cleaned(tools) or None
+
+
+def _cleaned(value: Any) -> Any:
+    """Return a value without nulls: in tables all turns have all fields. Raises ValueError for unusable text."""
+    if isinstance(value, dict):
+        return {key: _cleaned(part) for key, part in value.items() if part is not None}
+    if isinstance(value, UnicodeDecodeError):
+        raise ValueError(not_utf8(value))
+    if isinstance(value, str):
+        return without_nul(value)
+    return [_cleaned(part) for part in value] if isinstance(value, list) else value

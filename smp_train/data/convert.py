@@ -1,0 +1,303 @@
+"""Conversion of a file set to token files, by all ranks together, in several processes each."""
+
+from __future__ import annotations
+
+import glob
+import heapq
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from smp_train import distributed
+from smp_train.data import s3
+from smp_train.data.arrays_file import read_header, write_arrays
+from smp_train.data.bad_records import BadRecords, judge_bad_records
+from smp_train.data.cache import TokenCache, unwritable
+from smp_train.data.files import DataFile, FileSet
+from smp_train.data.rows import Recipe, RowMaker, read_rows
+from smp_train.data.samples import Samples, make_table, needs_tables, table_ranges
+from smp_train.data.source import Source
+from smp_train.data.token_file import VERSION, TokenRows, dtype_for
+from smp_train.data.writer import writing
+from smp_train.distributed.host import cores
+from smp_train.errors import ConfigError, DataError, SmpTrainError, first_few
+from smp_train.progress import Progress
+from smp_train.storage.folder import PARTIAL
+
+if TYPE_CHECKING:
+    from multiprocessing.synchronize import Event
+
+    from smp_train.distributed import Runtime
+
+logger = logging.getLogger("smp_train.data")
+
+Group = list[tuple[DataFile, str | None]]
+"""Shards of one token file, each with its local copy where it is in S3."""
+Report = Callable[[int], None]
+"""Counts bytes of progress; raises an exception when another rank has failed."""
+FILE_BYTES = 64 << 20
+"""Bytes of shards in one token file. It is synced as a whole, so a kill loses at most this much work."""
+WORTH_BYTES = {"tokens": 32 << 20, "text": 4 << 20, "chats": 4 << 20, "completions": 4 << 20}
+"""Bytes of records below which starting processes takes longer than they save."""
+POLL_SECONDS = 1.0
+
+
+def processes_for(asked: int | None, local_ranks: int) -> int:
+    """Return the number of processes that each rank converts with: as asked, or its share of the cores."""
+    return max(1, asked if asked is not None else cores() // local_ranks)
+
+
+def open_token_rows(
+    files: FileSet, recipe: Recipe, *, cache_dir: str | None = None, max_bad: float | None = None,
+    ranks: Runtime | None = None, processes: int = 1,
+) -> TokenRows:  # fmt: skip
+    """Return the rows of a file set, converted first where necessary; collective.
+
+    Args:
+        files: the same on every rank.
+        recipe: makes rows of records.
+        cache_dir: --data_cache_dir.
+        max_bad: fraction of bad records that may be left out (--bad_rows skip); None allows none.
+        ranks: this rank among all, which share the conversion; None: it is alone.
+        processes: number of processes of this rank.
+    """
+    reading = f"reading {files.location}"
+    with distributed.together(reading):
+        cache = TokenCache(files, recipe.identity(), cache_dir)
+        missing = cache.missing(files.files)
+        if missing and (ranks is None or ranks.local_rank == 0):
+            _check_space(cache, missing, recipe, processes * (ranks.world_size if ranks else 1))
+    total = sum(file.size * (1 + file.remote) for file in missing)
+
+    def convert(rank: int, world: int) -> None:
+        def work(report: Report) -> None:
+            # Shares are taken of one list on all ranks, and not of the missing shards: those change meanwhile.
+            shards = cache.missing(share(files.files, rank, world))
+            if shards:
+                _convert(cache, recipe, shards, report, processes, max_bad is not None)
+
+        with Progress(f"Converting {files.location}", total, "B", ranks is None or ranks.is_main) as progress:
+            distributed.finish_together(reading, work, progress=progress, total=total)
+
+    _on_all_nodes(convert, ranks)
+    with distributed.together(f"opening {files.location}"):
+        shards = sorted(files.files, key=lambda file: (file.name, file.shard))
+        for shard in cache.missing(shards):
+            raise DataError(f"{shard.shown}: its token cache vanished; is something clearing the --data_cache_dir?")
+        rows = TokenRows(shards, [stored for stored in map(cache.stored, shards) if stored is not None])
+        rows.cache = cache
+        headers = zip(shards, rows.headers, strict=True)
+        bad = [(shard, header.skipped, header.first_bad_number, header.first_bad) for shard, header in headers]
+        judge_bad_records(bad, len(rows), max_bad)
+        return rows
+
+
+def open_samples(
+    source: Source, seq_len: int, *, long: str, short: str, ranks: Runtime | None = None
+) -> Samples:  # fmt: skip
+    """Return the samples of rows; tables of samples are made by all ranks together, and kept in the cache; collective.
+
+    A program's rows have no cache: their tables are in the memory of each rank.
+    """
+    cache = getattr(source, "cache", None)
+    if cache is None or not needs_tables(source, seq_len, long, short):
+        with distributed.together("laying out the samples"):
+            return Samples(source, seq_len, long=long, short=short)
+    ranges = table_ranges(source)
+    with distributed.together("laying out the samples"):
+        paths = [cache.table(source.fingerprint, f"{short} {long} {seq_len}", number) for number in range(len(ranges))]
+
+    def make(rank: int, world: int) -> None:
+        def work(report: Report) -> None:
+            for path, rows in list(zip(paths, ranges, strict=True))[rank::world]:
+                report(0)
+                if read_header(path, VERSION) is None:
+                    table = make_table(source, rows, seq_len, long, short)
+                    try:
+                        write_arrays(path, VERSION, list(table), list(table.values()))
+                    except OSError as error:
+                        raise unwritable(os.path.dirname(path), error) from None
+
+        with Progress("Laying out samples", shown=ranks is None or ranks.is_main) as progress:
+            distributed.finish_together("laying out the samples", work, progress=progress)
+
+    _on_all_nodes(make, ranks)
+    with distributed.together("opening the samples"):
+        tables = []
+        for path in paths:
+            file = read_header(path, VERSION)
+            if file is None:
+                raise DataError(f"{path}: vanished or damaged; is something clearing the --data_cache_dir? start again")
+            tables.append(dict(zip(file.header, file.map(), strict=True)))
+        return Samples(source, seq_len, long=long, short=short, tables=tables)
+
+
+def _on_all_nodes(work: Callable[[int, int], None], ranks: Runtime | None) -> None:
+    """Share work among all ranks, then among the ranks of each node what other nodes have on their own disks."""
+    work(*((ranks.rank, ranks.world_size) if ranks else (0, 1)))
+    if ranks and ranks.num_nodes > 1:
+        work(ranks.local_rank, ranks.local_world_size)
+
+
+def share(files: Sequence[DataFile], rank: int, world: int) -> list[DataFile]:
+    """Return a rank's share: the largest files first, each to the rank with the fewest bytes so far."""
+    loads = [(0, number) for number in range(world)]
+    shares: list[list[DataFile]] = [[] for _ in range(world)]
+    for file in sorted(files, key=lambda file: (-file.size, file.name)):
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + max(1, file.size), least))
+        shares[least].append(file)
+    return shares[rank]
+
+
+def _check_space(cache: TokenCache, missing: Sequence[DataFile], recipe: Recipe, processes: int) -> None:
+    """Log the size, the expected time and the disk space of a conversion; ConfigError where the cache cannot fit."""
+    is_tokens, folder = recipe.kind.name == "tokens", cache.destination[0]
+    # A token takes 8 bytes of JSON, or 4 bytes of text; compressed files hold four times as many.
+    tokens = sum(
+        file.size * (4 if file.name.lower().endswith((".gz", ".parquet")) else 1) / (8 if is_tokens else 4)
+        for file in missing
+    )
+    needed = tokens * (dtype_for(recipe.vocab_size).itemsize + 4 * recipe.kind.answers_only)
+    free = shutil.disk_usage(folder).free
+    minutes = tokens / (20e6 if is_tokens else 1e6) / processes / 60
+    read, needed_mb, free_mb = sum(file.size for file in missing) / 1e6, needed / 1e6, free / 1e6
+    logger.info(
+        "%s: converting %d files, %.1f MB, in about %.1f min; the token cache in %s takes about %.1f of %.0f MB free",
+        cache.files.location, len(missing), read, minutes, folder, needed_mb, free_mb,
+    )  # fmt: skip
+    if needed / 2 > free:  # the estimate may be off by a factor of two
+        raise ConfigError(
+            f"{folder}: the token cache of {cache.files.location} takes about {needed_mb:.1f} MB, but {free_mb:.1f} MB "
+            "are free; train on it without a cache by --streaming 1, or give another --data_cache_dir"
+        )
+
+
+def _convert(
+    cache: TokenCache, recipe: Recipe, files: Sequence[DataFile], report: Report, processes: int, skip_bad: bool
+) -> None:
+    """Convert files, in this process or in several."""
+    in_s3 = files[0].path.startswith("s3://")
+    uncopied: Iterator[tuple[DataFile, str | None]] = ((file, None) for file in files)
+    with s3.fetch(files, cache.destination[0], tick=report) if in_s3 else nullcontext(uncopied) as copies:
+        groups = _groups(copies)
+        if processes > 1 and len(files) > 1 and sum(file.size for file in files) >= WORTH_BYTES[recipe.kind.name]:
+            _convert_in_processes(cache, recipe, groups, report, min(processes, len(files)), skip_bad)
+            return
+        maker = recipe.open()
+        for group in groups:
+            write_group(cache.base([file for file, _ in group]), group, maker, recipe.vocab_size, report, skip_bad)
+
+
+def _groups(copies: Iterable[tuple[DataFile, str | None]]) -> Iterator[Group]:
+    """Put files together up to `FILE_BYTES`."""
+    group: Group = []
+    size = 0
+    for file, copy in copies:
+        group.append((file, copy))
+        size += file.size
+        # The size of a shard on the hub is unknown, and probably large.
+        if size >= FILE_BYTES or file.kind == "hub":
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def write_group(
+    base: str, group: Group, maker: RowMaker, vocab_size: int, tick: Report, skip_bad: bool
+) -> None:  # fmt: skip
+    """Convert files to one token file, and delete their local copies. Raises DataError."""
+    try:
+        with writing(base, vocab_size) as writer:
+            for file, copy in group:
+                bad = BadRecords(skip_bad)
+                rows = read_rows(file, maker, bad, copy=copy, tick=tick)
+                may_be_empty = file.kind == "text"
+                writer.add(file.name, file.size, file.version, rows, bad, shown=file.shown, may_be_empty=may_be_empty)
+                if not file.remote and not os.path.exists(file.path):
+                    raise DataError(f"{file.path}: vanished while it was being read; put it back and start again")
+                if not file.remote and os.stat(file.path).st_mtime_ns != int(file.version):
+                    raise DataError(f"{file.path}: changed while it was being read; start again when it is complete")
+    except OSError as error:
+        raise unwritable(os.path.dirname(base), error) from None
+    for _, copy in group:
+        if copy is not None:
+            os.unlink(copy)
+
+
+def _convert_in_processes(
+    cache: TokenCache, recipe: Recipe, groups: Iterator[Group], report: Report, processes: int, skip_bad: bool
+) -> None:
+    # Spawned: a fork would copy a process that may hold CUDA contexts, threads and locks.
+    context = multiprocessing.get_context("spawn")
+    stopped, threads = context.Event(), max(1, cores() // processes)
+    pending: dict[Future[None], tuple[str, Group]] = {}
+
+    def collect(most: int) -> None:
+        while len(pending) > most:
+            for future in wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
+                future.result()
+                report(sum(file.size for file, _ in pending.pop(future)[1]))
+            report(0)
+
+    try:
+        arguments = recipe, skip_bad, threads, stopped
+        with ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=arguments) as pool:
+            try:
+                for group in groups:
+                    base = cache.base([file for file, _ in group])
+                    pending[pool.submit(_work, base, group)] = base, group
+                    collect(processes - 1)
+                collect(0)
+            except BaseException:
+                stopped.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    except BrokenProcessPool:
+        for base, _ in pending.values():
+            folder, name = os.path.split(base)
+            for path in glob.glob(f"{glob.escape(folder)}/.{glob.escape(name)}.*{PARTIAL}"):
+                os.unlink(path)
+        names = first_few([group[0][0].shown for _, group in pending.values()])
+        raise SmpTrainError(
+            f"{names}: a process that converted one of these files was killed; memory may have run out: start again, "
+            "with fewer --data_num_workers"
+        ) from None
+
+
+_worker: list[tuple[RowMaker, int, bool, Event]] = []
+"""Arguments of a worker process: row maker, vocabulary size, --bad_rows skip, and the order to stop."""
+
+
+def _start_worker(recipe: Recipe, skip_bad: bool, threads: int, stopped: Event) -> None:
+    """Set up a process that converts; it ends when its parent ends, for any reason."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, which gets the same signal, decides
+    os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true" if threads > 1 else "false")
+    _worker.append((recipe.open(), recipe.vocab_size, skip_bad, stopped))
+
+
+def _work(base: str, group: Group) -> None:
+    maker, vocab_size, skip_bad, stopped = _worker[0]
+
+    def tick(size: int) -> None:
+        if stopped.is_set():
+            raise SmpTrainError("the conversion was stopped")
+
+    write_group(base, group, maker, vocab_size, tick, skip_bad)

@@ -1,0 +1,394 @@
+"""The list of a data set's files: in a folder, in S3, or on the Hugging Face hub; made on rank 0 and broadcast."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import os
+import pickle
+import stat
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smp_train import distributed
+from smp_train.arguments.sources import is_hub_name
+from smp_train.data import hub, manifest, s3
+from smp_train.data.kinds import TEXTS, Kind, kind_of_record
+from smp_train.data.readers import is_gzip, records
+from smp_train.data.text import object_of
+from smp_train.errors import ConfigError, DataError, first_few
+from smp_train.storage.client import is_s3
+
+if TYPE_CHECKING:
+    from smp_train.distributed import Runtime
+
+logger = logging.getLogger("smp_train.data")
+
+READERS = {
+    ".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".json.gz": "lines", ".jsonl.gz": "lines",
+    ".ndjson.gz": "lines", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".md": "text", ".rst": "text",
+    ".py": "text", ".txt.gz": "text",
+}  # fmt: skip
+"""Reader of a file, by the suffix of its name."""
+NOT_TEXT = (
+    ".csv", ".tsv", ".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".tar", ".gz", ".zst", ".bz2", ".xz", ".tok",
+    ".idx",
+)  # fmt: skip
+"""Suffixes of files that are refused. A single file with any other unknown suffix is read as text."""
+HELD_OUT = ("validation", "valid", "val", "dev", "test")
+"""Splits to validate on; the first that exists is read."""
+DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
+OTHER_FILES = (
+    DATASET_DICT, DATASET_STATE, "dataset_info.json", "cache-*.arrow", "tmp*.arrow", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json",
+)  # fmt: skip
+"""Files without records that ``datasets``, ``prepare`` and ``transformers`` write next to records."""
+FIRST_RECORDS = 100
+"""Records of a file among which the first well-formed one decides the kind."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file of records, or one shard of a data set on the hub, as it was when it was listed."""
+
+    path: str  # absolute, s3://bucket/key, or the name of a data set on the hub
+    name: str  # within the data set: the path relative to the location
+    size: int  # bytes; 0 where unknown (hub)
+    version: str  # of the content: modification time in ns, ETag, or a digest of the hub's files
+    kind: str  # reader: lines, parquet, arrow, text (one record), or hub
+    shard: int = 0  # the number of the shard, the configuration and the split of a data set on the hub
+    config: str | None = None
+    split: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """Return the name of the file in messages."""
+        return f"{self.path}/{self.name}" if self.kind == "hub" else self.path
+
+    @property
+    def remote(self) -> bool:
+        """Return whether the file is in S3 or on the hub."""
+        return self.kind == "hub" or is_s3(self.path)
+
+    def at(self, number: int) -> str:
+        """Return the name of a record in messages, by its number from 1: ``PATH:LINE`` or ``PATH: row N``."""
+        if self.kind == "text":
+            return self.shown
+        return f"{self.shown}:{number}" if self.kind == "lines" else f"{self.shown}: row {number}"
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """The files of one location, ordered by name, and the kind of their records."""
+
+    location: str
+    files: tuple[DataFile, ...]
+    kind: Kind
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The flags that select files and fields."""
+
+    column: str | None = None  # --text_column
+    config: str | None = None  # --dataset_config_name, for the hub
+    patterns: Sequence[str] = ()  # names of files to read, instead of the known suffixes
+    exclude: Sequence[str] = ()  # names of files and folders to leave out
+    zipped: bool | None = None  # --zipped_data: refuse plain files (True) or gzipped files (False)
+    flag: str = "--training_dir"  # the flag that gave the location, for messages
+    check_manifest: bool = True  # refuse files that differ from the manifest that prepare wrote
+
+
+def list_sources(
+    locations: Sequence[str], selection: Selection, *, ranks: Runtime, split: str | Sequence[str] = "train",
+    held_out: bool = False,
+) -> list[FileSet]:  # fmt: skip
+    """Return the files of each location as rank 0 lists them; one rank per node checks the local sizes. Collective.
+
+    With ``held_out``, `list_held_out` is called for each location, and locations without such a split are skipped.
+    Raises DataError and ConfigError, on all ranks.
+    """
+    content = b""
+    with distributed.together(f"listing {first_few(locations)}"):
+        if distributed.rank() == 0:
+            listed = [
+                list_held_out(location, selection) if held_out else list_files(location, selection, split=split)
+                for location in locations
+            ]
+            filesets = [fileset for fileset in listed if fileset is not None]
+            _refuse_duplicates([file for fileset in filesets for file in fileset.files])
+            content = pickle.dumps(filesets)
+    # A broadcast: gathering the lists of many files would take the memory of one list per rank.
+    (content,) = distributed.exchange(content)
+    filesets = pickle.loads(content)
+    with distributed.together("checking the listed files"):
+        if ranks.local_rank == 0:
+            check_local_files([file for fileset in filesets for file in fileset.files])
+    return filesets
+
+
+def check_local_files(files: Sequence[DataFile]) -> None:
+    """Raise DataError where this node lacks a local file, or has another size of it. Not collective."""
+    for file in files:
+        if file.remote:
+            continue
+        try:
+            size = os.stat(file.path).st_size
+        except OSError:
+            siblings = set(map(str, Path(file.path).parent.glob("*"))) - {listed.path for listed in files}
+            why = "which has other files there: each node has its own part of the data (SageMaker's ShardedByS3Key)"
+            raise DataError(
+                f"{file.path}: is missing on this node{', ' + why if any(map(reader_of, siblings)) else ''}; give each "
+                "node all files under the same path (in SageMaker with S3DataDistributionType FullyReplicated)"
+            ) from None
+        if size != file.size:
+            raise DataError(
+                f"{file.path}: has {size} bytes on this node and {file.size} on rank 0's; give all nodes the same files"
+            )
+
+
+def list_files(location: str, selection: Selection | None = None, *, split: str | Sequence[str] = "train") -> FileSet:
+    """Return the files of a file, a folder, an ``s3://`` prefix or a data set on the hub. Not collective.
+
+    Folders are read with all folders below. Of a folder of splits (a DatasetDict, the output of prepare, or folders
+    called train and test) and of a data set on the hub, ``split`` is read, or the first of several that exists.
+
+    Raises DataError and ConfigError.
+    """
+    selection = selection or Selection()
+    splits = (split,) if isinstance(split, str) else tuple(split)
+    fileset = _listed(location, selection, splits)
+    if isinstance(fileset, FileSet):
+        return fileset
+    raise DataError(f"{selection.flag} {location}: has no split {splits[0]}; it has {', '.join(fileset)}")
+
+
+def list_held_out(location: str, selection: Selection | None = None) -> FileSet | None:
+    """Return the files of the split to validate on, or None if the location has no validation or test split.
+
+    Not collective. Raises DataError also where the hub cannot be reached: it may have such a split.
+    """
+    fileset = _listed(location, selection or Selection(), HELD_OUT, splits_only=True)
+    return fileset if isinstance(fileset, FileSet) else None
+
+
+def reader_of(name: str) -> str | None:
+    """Return the reader of a file by its name; None for a file that is not read."""
+    lower = os.path.basename(name).lower()
+    if lower[0] in "._" or any(fnmatch.fnmatchcase(lower, pattern) for pattern in OTHER_FILES):
+        return None
+    return READERS.get(_suffix(lower))
+
+
+def _suffix(name: str) -> str:
+    """Return the longest known suffix of a name, or an empty one."""
+    return max((suffix for suffix in READERS if name.lower().endswith(suffix)), key=len, default="")
+
+
+def _listed(
+    location: str, selection: Selection, splits: Sequence[str], *, splits_only: bool = False
+) -> FileSet | list[str]:
+    """Return the files of the first of ``splits`` that exists; else the names of the splits that the location has.
+
+    A location without splits is listed as it is, unless ``splits_only``.
+    """
+    if not is_hub_name(location):
+        entries = _s3_entries(location) if is_s3(location) else _local_entries(location, selection)
+        existing = _splits_in(entries)
+        split = next((split for split in splits if split in existing), None)
+        if split is not None:
+            below = {name.removeprefix(f"{split}/"): entries[name] for name in entries if name.startswith(f"{split}/")}
+            return _fileset(f"{location.rstrip('/')}/{split}", below, selection)
+        return existing if existing or splits_only else _fileset(location, entries, selection)
+    try:
+        streams, identities = hub.open_splits(location, selection.config)
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{selection.flag} {error}") from None
+    split = next((split for split in splits if split in streams), None)
+    if split is None:
+        return list(streams)
+    count = streams[split].num_shards
+    files = tuple(
+        DataFile(location, f"{split}-{shard:0{len(str(count))}d}", 0, identities[split], "hub", shard,
+                 selection.config, split)
+        for shard in range(count)
+    )  # fmt: skip
+    return FileSet(location, files, _kind_of_files(files, selection.column))
+
+
+def _s3_entries(location: str) -> dict[str, DataFile]:
+    """Return the objects below a prefix, or the one object, by their names relative to the location."""
+    return {
+        name: DataFile(path, name, size, etag, "")
+        for name, (path, size, etag) in s3.list_objects(location).items()
+        if not any(part[:1] in "._" for part in name.split("/"))
+    }
+
+
+def _local_entries(location: str, selection: Selection) -> dict[str, DataFile]:
+    """Return the files below a folder, or the one file, by their names relative to the location."""
+    root = os.path.abspath(location)
+    if os.path.isfile(root):
+        return {os.path.basename(root): _local_entry(root)}
+    if not os.path.isdir(root):
+        raise DataError(f"{location}: no such file or folder; check {selection.flag}")
+    entries = {}
+    for folder, folders, names in os.walk(root, onerror=_refuse_folder, followlinks=True):
+        real = os.path.realpath(folder) + "/"
+        # Without links to a folder above.
+        folders[:] = [
+            name for name in sorted(folders)
+            if _is_selected(name, selection) and not real.startswith(os.path.realpath(f"{folder}/{name}") + "/")
+        ]  # fmt: skip
+        for name in sorted(names):
+            if _is_selected(name, selection):
+                entries[f"{folder}/{name}"[len(root) + 1 :]] = _local_entry(f"{folder}/{name}")
+    return entries
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(f"{error.filename}: cannot be listed ({error.strerror})")
+
+
+def _is_selected(name: str, selection: Selection) -> bool:
+    return name[0] not in "._" and not any(fnmatch.fnmatchcase(name, pattern) for pattern in selection.exclude)
+
+
+def _local_entry(path: str) -> DataFile:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); remove it or mend the link") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path}: is not a regular file; move it out of the data folder")
+    return DataFile(path, os.path.basename(path), status.st_size, str(status.st_mtime_ns), "")
+
+
+def _splits_in(entries: dict[str, DataFile]) -> list[str]:
+    """Return the names of the splits in a folder of splits, an empty list for another folder."""
+    folders = list(dict.fromkeys(name.partition("/")[0] for name in entries if "/" in name))
+    if DATASET_DICT in entries:
+        return folders
+    splits = [name for name in ("train", *HELD_OUT) if name in folders]
+    # A README does not make it a folder of records.
+    has_records = any("/" not in name and reader_of(name) not in (None, "text") for name in entries)
+    return splits if "train" in splits and not has_records and (len(splits) > 1 or len(folders) == 1) else []
+
+
+def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) -> FileSet:
+    """Return the files of a location that hold records. Raises DataError and ConfigError."""
+    path = location if is_s3(location) else os.path.abspath(location)
+    single = [entry.path for entry in entries.values()] == [path]
+    readers = _readers(location, entries, selection.patterns, single)
+    listed = [replace(entries[name], name=name, kind=reader) for name, reader in readers.items()]
+    files = [file for file in listed if _is_usable(file, single, selection.zipped)]
+    if not files:
+        names = _describe(entries)
+        hint = f"; it has {names}, which are not read: write their records as JSON lines" if names else ""
+        suffixes = " ".join(selection.patterns) or " ".join(f"*{suffix}" for suffix in READERS)
+        raise DataError(f"{selection.flag} {location}: no file that matches {suffixes}{hint}")
+    _refuse_duplicates(files)
+    if selection.check_manifest and not selection.patterns and not single:
+        manifest.check(location, {file.name: file.size for file in files})
+    kind = _kind_of_files(files, selection.column)
+    if kind.name != "text":  # such as a README
+        files = [file for file in files if file.kind != "text"]
+    left_out = _describe(entries.keys() - {file.name for file in files})
+    if left_out and not selection.patterns:
+        logger.warning("%s: left out, as they are not read: %s", location, left_out)
+    return FileSet(location, tuple(sorted(files, key=lambda file: file.name)), kind)
+
+
+def _readers(location: str, entries: dict[str, DataFile], patterns: Sequence[str], single: bool) -> dict[str, str]:
+    """Return the reader of each file that is read."""
+    if DATASET_STATE in entries and not patterns:
+        return dict.fromkeys(_dataset_files(location, entries), "arrow")
+    readers: dict[str, str] = {}
+    for name in entries:
+        selected = single or any(fnmatch.fnmatchcase(os.path.basename(name), pattern) for pattern in patterns)
+        reader = reader_of(name) if selected or not patterns else None
+        if reader or (selected and not name.lower().endswith(NOT_TEXT)):
+            readers[name] = reader or "text"
+    return readers
+
+
+def _dataset_files(location: str, entries: dict[str, DataFile]) -> list[str]:
+    """Return the names of the files of a data set that ``save_to_disk`` wrote. Raises DataError."""
+    path = entries[DATASET_STATE].path
+    try:
+        state = json.loads((s3.read_object(path) or b"") if is_s3(path) else Path(path).read_bytes())
+        names = [entry["filename"] for entry in state["_data_files"]]
+        if state.get("_indices_data_files"):
+            raise ValueError("an old release of datasets kept the order of the rows in a separate file")
+        if not names or not entries.keys() >= set(names):
+            raise ValueError(f"of its files {first_few(sorted(set(names) - entries.keys())) or 'all'} are missing")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{location}: not a whole data set ({error}); save it again with save_to_disk") from None
+    return names
+
+
+def _kind_of_files(files: Sequence[DataFile], column: str | None) -> Kind:
+    """Return the kind of the first well-formed record. Raises DataError and ConfigError."""
+    problem: DataError | None = None
+    for file in (file for file in files if file.kind != "text"):
+        for _, number, record in islice(records(file), FIRST_RECORDS):
+            try:
+                return kind_of_record(object_of(record), column, file.at(number))
+            except DataError as error:
+                problem = problem or error
+            except ValueError as error:
+                problem = problem or DataError(f"{file.at(number)}: {error}")
+    if any(file.kind == "text" for file in files):
+        return Kind("text", (column,)) if column else TEXTS
+    raise problem or DataError(f"{files[0].shown}: no record in this file, nor in {len(files) - 1} others")
+
+
+def _refuse_duplicates(files: Iterable[DataFile]) -> None:
+    """Raise DataError where records would count twice: a file listed twice, or next to its compressed form."""
+    seen: dict[object, DataFile] = {}
+    for file in files:
+        status = None if file.remote else os.stat(file.path)
+        same = (file.path, file.split, file.shard) if status is None else (status.st_dev, status.st_ino)
+        # Without .gz; and without .json, .jsonl or .ndjson.
+        suffix = _suffix(file.path) if file.kind != "hub" else ""
+        stem = file.shown[: len(file.shown) - len(suffix)] + suffix.removesuffix(".gz") * (file.kind != "lines")
+        for key in (same, stem):
+            twin = seen.setdefault(key, file)
+            if twin is not file:
+                how = "lies next to" if isinstance(key, str) else "is the same file as"
+                raise DataError(f"{file.shown}: {how} {twin.shown}, so its records would count twice; remove one")
+
+
+def _is_usable(file: DataFile, single: bool, zipped: bool | None) -> bool:
+    """Return False for an empty text in a folder. Raises DataError for another empty file, or against --zipped_data."""
+    if not file.size and (file.kind != "text" or single):
+        raise DataError(f"{file.path}: is empty (0 bytes); write it again or remove it")
+    if not file.size:
+        logger.warning("%s: left out, as it is empty", file.path)
+    elif zipped is not None and file.kind != "lines":
+        raise ConfigError(f"--zipped_data {int(zipped)} is for JSON lines, and {file.path} is none: leave it out")
+    elif zipped is not None and zipped != (file.name.lower().endswith(".gz") if file.remote else is_gzip(file)):
+        form = "plain" if zipped else "gzipped"
+        raise DataError(f"{file.path}: is {form}, but --zipped_data is {int(zipped)}; leave the flag out")
+    return bool(file.size)
+
+
+def _describe(names: Iterable[str]) -> str:
+    """Return the number of files of each suffix, such as ``3 *.csv, 1 *.html``; known files without records are not."""
+    suffixes = Counter(
+        f"*{os.path.splitext(name)[1].lower()}" if "." in name else name
+        for name in map(os.path.basename, names)
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in OTHER_FILES)
+    )
+    ordered = sorted(suffixes.items(), key=lambda item: (-item[1], item[0]))
+    return first_few([f"{count} {suffix}" for suffix, count in ordered], most=5)

@@ -1,0 +1,147 @@
+"""Indexed data: samples with random access, in one global order for the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from smp_train.data.batch import Batch, collate
+from smp_train.data.blend import BlendOrder, Joined
+from smp_train.data.loader import Loader, change_data, refuse_changed
+from smp_train.data.order import Order
+from smp_train.data.samples import Samples
+from smp_train.errors import ConfigError, DataError
+
+STATE_VERSION = 2
+FILLER = -1
+"""The sample of a position after the last epoch."""
+ANEW = "or start a new run from its weights (--finetune 1)"
+DATA_KEYS = {"layout": "samples made by", "blend": "blend", "size": "samples", "fingerprint": "fingerprint"}
+"""Fields of a state that name the data, and their names in messages."""
+
+
+class TrainingData(Loader):
+    """Indexed samples for data-parallel ranks, in one order for the whole run.
+
+    Epochs straddle batches: no sample is dropped at the end of an epoch. The last batch of the last of ``epochs`` is
+    filled up with rows that do not count. ``named`` sets `Batch.samples`, which takes a quarter of the time of a batch.
+    """
+
+    def __init__(
+        self, samples: Samples | Joined, order: Order | BlendOrder, *, named: bool = True, epochs: int | None = None,
+        **share: Any,
+    ) -> None:  # fmt: skip
+        if order.size != len(samples):
+            raise ConfigError(f"the order is of {order.size} rows, but the data set has {len(samples)}")
+        super().__init__(**share)
+        self.samples, self.order, self.named = samples, order, named
+        self.rows_in_epoch = len(samples)
+        self.end = None if epochs is None else epochs * len(samples)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of samples of each source of a blend, or, under ``""``, of all."""
+        return self.order.sizes() if isinstance(self.order, BlendOrder) else super().sizes()
+
+    def names(self, consumed: int) -> list[list[str]]:
+        """See `Loader.names`; the name of a cropped row has no range."""
+        _, indices = self._order(self.positions(consumed))
+        return [[self.samples.name(index) for index in batch if index != FILLER] for batch in indices.tolist()]
+
+    def _order(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (epochs, samples) at some positions; samples are `FILLER` after the last epoch."""
+        epochs, indices = self.order.rows(positions)
+        return epochs, indices if self.end is None else np.where(positions < self.end, indices, FILLER)
+
+    def _batch(self, epochs: list[int], indices: list[int]) -> Batch:
+        samples = [
+            self.samples.sample(index, (self.order.seed, epoch, index), named=self.named)
+            for epoch, index in zip(epochs, indices, strict=True)
+            if index != FILLER
+        ]
+        return collate(samples, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory)
+
+    def _steps(self, consumed: int) -> Iterator[list[Batch]]:
+        # The order is computed for many steps at once: NumPy costs more per call than per element. The first calls are
+        # for few steps, so that the first batch does not wait.
+        rows_of_step = self.micro_batch * self.accumulation
+        steps, most = max(1, 256 // rows_of_step), max(1, 4096 // rows_of_step)
+        self._use_device()
+        while self.end is None or consumed < self.end:
+            if self.end is not None:
+                steps = min(steps, -(-(self.end - consumed) // self.global_batch))
+            offsets = np.arange(steps, dtype=np.int64)[:, None, None] * self.global_batch
+            epochs, indices = (table.tolist() for table in self._order(self.positions(consumed) + offsets))
+            for epochs_of_step, indices_of_step in zip(epochs, indices, strict=True):
+                yield list(map(self._batch, epochs_of_step, indices_of_step))
+            consumed += steps * self.global_batch
+            steps = min(4 * steps, most)
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the positions consumed, and the identity of the data and its order.
+
+        The same on every rank. The trainer advances ``consumed`` after the optimizer step.
+        """
+        return {
+            "kind": "indexed", "version": STATE_VERSION, "consumed": consumed, **self.order.identity(),
+            "layout": self.samples.layout, "fingerprint": self.samples.fingerprint,
+        }  # fmt: skip
+
+    def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
+        """Return ``consumed`` of a saved state; DataError names what would change the sample at a position.
+
+        Batch sizes and ranks may change, as they do not decide which sample is at a position.
+        """
+        if state.get("kind") == "streamed":
+            raise DataError(
+                f"the checkpoint is of streamed data, and this run's is indexed; give --streaming 1, {ANEW}"
+            )
+        if state.get("kind") != "indexed" or state.get("version") != STATE_VERSION:
+            raise DataError(
+                f"the checkpoint's data state has version {state.get('version')}, this program reads {STATE_VERSION}; "
+                + ANEW
+            )
+        now = self.state(0)
+        for key in ("seed", "shuffle"):
+            refuse_changed(f"--{key}", state[key], now[key])
+        for key, label in DATA_KEYS.items():
+            before, after = state.get(key), now.get(key)
+            if before != after:
+                changed = f"the training data changed: {label} {before} in the checkpoint, {after} now"
+                then = f"going on at sample {state['consumed']}; in this epoch, rows may come twice or not at all"
+                change_data(changed, then, allowed=allow_data_change)
+                break
+        return int(state["consumed"])
+
+
+class ValidationData:
+    """The same samples in stored order at every validation, and equally many batches on every rank.
+
+    The last batches are filled up with rows without labels, so that a token-weighted mean over all ranks counts each
+    sample once. ``rows`` are the samples to read, by default all, in at most ``max_batches`` batches per rank.
+    """
+
+    def __init__(
+        self, samples: Samples, rows: range | None = None, *, seq_len: int, micro_batch: int, dp_rank: int,
+        dp_size: int, max_batches: int | None = None, pin_memory: bool = False,
+    ) -> None:  # fmt: skip
+        if len(samples) < 1:
+            raise DataError("the validation data has no row; give --test_dir a folder with at least one shard")
+        self.samples, self.seq_len, self.micro_batch = samples, seq_len, micro_batch
+        self.dp_rank, self.dp_size, self.pin_memory = dp_rank, dp_size, pin_memory
+        self.rows = rows or range(len(samples))
+        batches = -(-len(self.rows) // (micro_batch * dp_size))
+        self._batches = batches if max_batches is None else min(batches, max_batches)
+
+    def __len__(self) -> int:
+        """Return the number of batches, the same on every rank."""
+        return self._batches
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield this rank's batches: batch b has rows (b * dp_size + dp_rank) * micro_batch + i."""
+        for number in range(self._batches):
+            first = (number * self.dp_size + self.dp_rank) * self.micro_batch
+            indices = self.rows[first : first + self.micro_batch]
+            samples = [self.samples.sample(index, ("validation", index)) for index in indices]
+            yield collate(samples, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory)

@@ -1,0 +1,151 @@
+"""Base of training data: which positions of a run a data-parallel rank reads, and reading them ahead.
+
+A run is one sequence of positions 0, 1, 2, ...; indexed and streamed data decide which sample is at a position. Ranks,
+micro-batches, accumulation and prefetching decide only who reads a position, so the number of positions consumed says
+where every rank continues.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from smp_train.data.batch import Batch
+from smp_train.distributed import ALL_RANKS
+from smp_train.errors import ConfigError, DataError
+
+logger = logging.getLogger("smp_train.data")
+
+
+class Loader:
+    """Assigns positions to ranks, and reads ahead in a thread.
+
+    Optimizer step k of a run that has consumed c positions takes [c, c + global_batch); micro-batch j of data-parallel
+    rank r takes c + j * micro_batch * dp_size + r * micro_batch + i. A subclass reads the samples in `_steps`.
+
+    Args:
+        seq_len: tokens per row of every batch.
+        micro_batch: rows per batch of one rank.
+        accumulation: batches per optimizer step of one rank.
+        dp_rank: this rank among the ``dp_size`` data-parallel ranks; its tensor and context peers read the same.
+        prefetch: optimizer steps to read ahead, in a thread; 0 reads on demand.
+        pin_memory: make batches in page-locked memory, for copies to a GPU that overlap with computing.
+    """
+
+    rows_in_epoch: int | None = None
+    """Samples of an epoch; None when unknown."""
+    end: int | None = None
+    """Samples of the whole run; None when unknown, or when the data repeats without end."""
+    exhausted = False
+    """Whether this rank has no sample after the step handed over last: its streams have ended, and all its further
+    batches are blank. The run ends when all ranks are exhausted."""
+
+    def __init__(
+        self, *, seq_len: int, micro_batch: int, accumulation: int, dp_rank: int, dp_size: int, prefetch: int = 4,
+        pin_memory: bool = False,
+    ) -> None:  # fmt: skip
+        if seq_len < 2:
+            raise ConfigError(f"--max_context_width {seq_len}: a row of one token has none to predict; use 2 or more")
+        if not 0 <= dp_rank < dp_size:
+            raise ConfigError(f"data-parallel rank {dp_rank} is not one of {dp_size}")
+        if min(micro_batch, accumulation) < 1:
+            raise ConfigError("--train_batch_size and --gradient_accumulation_steps must be at least 1")
+        self.seq_len, self.micro_batch, self.accumulation = seq_len, micro_batch, accumulation
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.prefetch, self.pin_memory = prefetch, pin_memory
+        self._device = torch.cuda.current_device() if pin_memory else None
+        self.global_batch = micro_batch * accumulation * dp_size
+        """Positions of one optimizer step, over all ranks."""
+
+    def step_samples(self, consumed: int) -> int:
+        """Return the number of samples of the step that begins at ``consumed``; the last step may have fewer."""
+        return self.global_batch if self.end is None else min(self.global_batch, max(0, self.end - consumed))
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of samples under ``""``, or of each source of a blend; empty when unknown."""
+        return {} if self.rows_in_epoch is None else {"": self.rows_in_epoch}
+
+    def positions(self, consumed: int) -> np.ndarray:
+        """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""
+        j = np.arange(self.accumulation, dtype=np.int64)[:, None] * (self.micro_batch * self.dp_size)
+        i = np.arange(self.micro_batch, dtype=np.int64)
+        return consumed + j + self.dp_rank * self.micro_batch + i
+
+    def names(self, consumed: int) -> list[list[str]]:
+        """Return the names of this rank's samples of the step at ``consumed``, by micro-batch; empty when unknown."""
+        return []
+
+    def _steps(self, consumed: int) -> Iterator[Any]:
+        """Yield what this rank reads in one step after another, to `end`; runs in the prefetching thread."""
+        raise NotImplementedError
+
+    def _hand_over(self, step: Any) -> list[Batch]:
+        """Return the batches of a step that `_steps` yielded; called when the trainer takes them."""
+        return list(step)
+
+    def _use_device(self) -> None:
+        """Select this rank's GPU in the prefetching thread, which begins on GPU 0."""
+        # Page-locking memory there would open a context on GPU 0 from every rank.
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+
+    def batches(self, consumed: int = 0) -> Generator[list[Batch], None, None]:
+        """Yield this rank's micro-batches of one optimizer step after another, to `end`.
+
+        An error of the data is raised here, in the step it belongs to. Close the generator to stop reading ahead.
+        """
+        steps = self._steps(consumed)
+        for step in _read_ahead(steps, self.prefetch) if self.prefetch > 0 else steps:
+            yield self._hand_over(step)
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps, the same on every rank; collective for streams."""
+        raise NotImplementedError
+
+    def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
+        """Restore a saved state and return its ``consumed``; DataError when it is of other data. Not collective."""
+        raise NotImplementedError
+
+
+def _read_ahead(steps: Iterator[Any], depth: int) -> Iterator[Any]:
+    """Yield from an iterator that runs ``depth`` items ahead in a thread; an error is raised when its item is due.
+
+    A thread and not processes: reading and decompressing release the interpreter lock, and sending batches between
+    processes costs more than making them.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="smp-train-data")
+    ready = deque(pool.submit(next, steps, None) for _ in range(depth))
+    try:
+        while ready and (step := ready.popleft().result()) is not None:
+            with suppress(RuntimeError):  # the interpreter shuts down
+                ready.append(pool.submit(next, steps, None))
+            yield step
+    finally:
+        for future in ready:
+            future.cancel()
+        pool.shutdown()
+
+
+def refuse_changed(flag: str, before: object, now: object) -> None:
+    """Raise DataError where a setting of a saved state has changed, which no flag allows."""
+    if before != now:
+        raise DataError(
+            f"{flag} changed: {before} in the checkpoint, {now} now; resume with the same, or start a new run"
+        )
+
+
+def change_data(changed: str, then: str, *, allowed: bool) -> None:
+    """Warn that the data has changed, and what happens ``then``; raise DataError unless that is ``allowed``."""
+    if not allowed:
+        raise DataError(
+            f"{changed}; give what the run began with, start a new run, or go on with other data by "
+            "--allow_data_change 1"
+        )
+    logger.warning("%s (--allow_data_change 1): %s", changed, then, extra=ALL_RANKS)

@@ -1,1 +1,0 @@
-"""What the training loop reads, and what a user subclasses: `data_pipeline`."""

@@ -1,0 +1,204 @@
+"""The records of one file, with their numbers: lines of JSON, rows of tables, whole texts."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from smp_train.data import hub, s3, tables
+from smp_train.errors import DataError
+from smp_train.storage.client import is_s3
+
+if TYPE_CHECKING:
+    from smp_train.data.files import DataFile
+
+try:
+    from orjson import loads
+except ImportError:
+    loads: Callable[[bytes], Any] = json.loads  # type: ignore[no-redef]
+
+GZIP_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+GzipFile: Any = gzip.GzipFile
+try:  # Intel's decoder is 2.8 times as fast as zlib, and detects the same damage.
+    from isal import igzip, isal_zlib
+
+    # isal annotates its exception class as an instance.
+    GZIP_ERRORS += (cast(type[Exception], isal_zlib.error),)
+    GzipFile = igzip.IGzipFile
+except ImportError:
+    pass
+
+Record = bytes | dict[str, Any] | str | UnicodeDecodeError
+"""A line of JSON; a row of a table, by column; a whole text, or the exception if it is not UTF-8."""
+LINE_BYTES = 64 << 20
+"""Longest line that is read: without a limit a small gzip file could fill the memory."""
+TEXT_BYTES = 256 << 20
+"""Largest text file that is read after decompression: the whole file is one record."""
+TICK_LINES = 64
+GZIP_MAGIC = b"\x1f\x8b"
+OTHER_MAGIC = {
+    b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\3\4": "zip", b"\x04\x22\x4d\x18": "lz4",
+}  # fmt: skip
+"""Magic bytes of compressions that are not supported."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def records(
+    file: DataFile, fields: Sequence[str] | None = None, *, first: int = 0, step: int = 1, copy: str | None = None,
+    tick: Callable[[int], None] = lambda done: None,
+) -> Iterator[tuple[int, int, Record]]:  # fmt: skip
+    """Yield (index from 0, number from 1: of the line or row, record) of a file's records.
+
+    Blank lines are no records, but count in the numbers.
+
+    Args:
+        file: to read.
+        fields: columns of a table to read, those that exist; None: all.
+        first: index of the first record to yield.
+        step: yield each ``step``-th record from ``first`` on.
+        copy: path of a local copy of an object in S3; without one the object is streamed.
+        tick: called with the number of bytes read since its last call.
+
+    Raises DataError, with file and line, where the file is damaged.
+    """
+    if file.kind == "hub":
+        yield from tables.rows(hub.batches(file, first), fields, first, step)
+        return
+    with open_file(file, copy) as raw:
+        if file.kind == "lines":
+            for index, (number, line) in enumerate(read_lines(raw, file.shown, tick)):
+                if index >= first and (index - first) % step == 0:
+                    yield index, number, line
+        elif file.kind == "text":
+            if first == 0:
+                yield 0, 1, _whole_text(raw, file.shown)
+            tick(file.size)
+        else:
+            yield from tables.rows(tables.batches(file, raw, fields, first, tick), fields, first, step)
+
+
+def open_file(file: DataFile, copy: str | None = None) -> IO[bytes]:
+    """Open a local file, or an object in S3 (or its local copy), for reading and seeking. Raises DataError."""
+    if is_s3(file.path) and copy is None:
+        return s3.open_object(file.path, file.size, file.version)
+    try:
+        raw = open(copy or file.path, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise DataError(f"{file.path}: cannot be read ({error.strerror})") from None
+    size = os.fstat(raw.fileno()).st_size
+    if size != file.size:
+        raw.close()
+        raise DataError(
+            f"{file.path}: has {size} bytes, and had {file.size} when it was listed; start again when it is complete"
+        )
+    return raw
+
+
+def is_gzip(file: DataFile) -> bool:
+    """Return whether a file is gzipped, by its content."""
+    with open_file(file) as raw:
+        return raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+
+
+def open_gzip_writer(raw: IO[bytes], level: int = 2) -> IO[bytes]:
+    """Return a stream that compresses into ``raw``, without name or time: equal content gives equal bytes."""
+    return cast(IO[bytes], GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=level))
+
+
+def read_lines(raw: IO[bytes], shown: str, tick: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
+    r"""Yield (number from 1, line) of the lines of a file that are not blank, plain or gzipped; ``\n`` ends a line."""
+    number = done = 0
+    head = raw.read(8)
+    zipped = head.startswith(GZIP_MAGIC)
+    for magic, name in OTHER_MAGIC.items():
+        if head.startswith(magic):
+            raise DataError(f"{shown}: is compressed with {name}, which is not supported; unpack it, or use gzip")
+    raw.seek(0)
+    lines: IO[bytes] = io.BufferedReader(GzipFile(fileobj=raw, mode="rb"), 1 << 20) if zipped else raw
+    try:
+        for number, line in enumerate(iter(partial(lines.readline, LINE_BYTES + 1), b""), 1):
+            if len(line) > LINE_BYTES:
+                raise DataError(
+                    f"{shown}:{number}: the line has more than {LINE_BYTES >> 20} MiB; write one record per line"
+                )
+            if line.isspace():
+                continue
+            yield number, line
+            if number % TICK_LINES == 0:
+                tick(raw.tell() - done)
+                done = raw.tell()
+        tick(raw.tell() - done)
+    except InterruptedError:  # raised by `tick`; it is an OSError too
+        raise
+    except GZIP_ERRORS as error:
+        # The decoder reads ahead: the damage may lie many lines after the last line that was yielded.
+        reason = "gzip stream is damaged or cut short" if zipped else f"cannot be read after line {number}"
+        raise DataError(f"{shown}: {reason} ({error}); copy the file again") from None
+
+
+def _whole_text(raw: IO[bytes], shown: str) -> str | UnicodeDecodeError:
+    try:
+        content = raw.read()
+        if content.startswith(GZIP_MAGIC):
+            content = GzipFile(fileobj=io.BytesIO(content), mode="rb").read(TEXT_BYTES + 1)
+    except GZIP_ERRORS as error:
+        raise DataError(f"{shown}: is damaged or cut short ({error}); copy it again") from None
+    if len(content) > TEXT_BYTES:
+        raise DataError(
+            f"{shown}: is one text of more than {TEXT_BYTES >> 20} MiB; divide it, or write its documents as JSON lines"
+        )
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        return error
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return the problem with text that is not UTF-8: "reason; what to do"."""
+    return f"byte {error.start} is not UTF-8 ({error.reason}); save it as UTF-8"
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line. Raises ValueError, "reason; what to do", also for a key that occurs twice."""
+    if line.lstrip().startswith((BYTE_ORDER_MARK, *UTF_16)):
+        raise ValueError("starts with a byte order mark, or is UTF-16; save it as UTF-8 without a byte order mark")
+    array = "is a JSON array; one object per line is needed: jq -c '.[]'"
+    try:
+        record = loads(line)
+        # orjson keeps the last of two equal keys. Each key and each string has two quotes, so a dropped key leaves
+        # quotes over. Only a line with an escaped backslash before a quote, or with quotes over, is parsed again.
+        if b'\\\\"' in line or line.count(b'"') - line.count(b'\\"') != 2 * _count_strings(record):
+            record = json.loads(line, object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from None
+    except (ValueError, RecursionError) as error:
+        reason = f"broken JSON ({error}); one whole object per line is needed"
+        raise ValueError(array if line.lstrip()[:1] == b"[" else reason) from None
+    if not isinstance(record, dict):
+        raise ValueError(array if isinstance(record, list) else "no object in this line; write one object per line")
+    return record
+
+
+def _count_strings(value: Any) -> int:
+    """Return the number of strings and keys in a parsed JSON value."""
+    if isinstance(value, str):
+        return 1
+    if isinstance(value, dict):
+        return len(value) + sum(map(_count_strings, value.values()))
+    return sum(map(_count_strings, value)) if isinstance(value, list) else 0
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:
+            raise ValueError(f"{key} is given twice")
+        record[key] = value
+    return record

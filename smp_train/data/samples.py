@@ -1,0 +1,300 @@
+"""Rows as samples of at most ``seq_len`` tokens: cut, joined end to end, or packed.
+
+A row of a longer record is truncated, cropped or split (--long); shorter rows are padded, joined or packed (--short).
+Which tokens a sample has depends on the rows and these settings alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from smp_train.data.source import IGNORED, Row, Source
+from smp_train.errors import ConfigError, DataError
+
+LONG = ("truncate", "split", "crop", "error")
+SHORT = ("pad", "concat", "pack")
+TABLE_ROWS = 1 << 22
+"""Rows of one table of samples, which are packed together."""
+
+
+class Piece(NamedTuple):
+    """Tokens ``begin`` to ``end`` of a row, as a part of a sample."""
+
+    row: Row
+    """The whole row."""
+    name: str
+    """Name of the row; empty where samples need no names."""
+    begin: int
+    end: int
+    truncated: bool = False
+    """The tokens of the row after ``end`` are in no sample (--long truncate)."""
+
+
+class Sample(NamedTuple):
+    """What a run trains on at one position."""
+
+    row: Row
+    name: str
+    """Names of its rows, such as ``a.json:3[0:512]+b.json:1``, where a row's part is in brackets."""
+    truncated: int = 0
+    """Rows that lost their end."""
+    truncated_targets: int = 0
+    """Tokens with loss that these rows lost."""
+
+
+def join(pieces: Sequence[Piece], *, packed: bool = False) -> Sample:
+    """Join pieces of rows to a sample; ``packed`` keeps them apart as documents that do not attend to each other."""
+    parts = [piece.row.cut(piece.begin, piece.end) for piece in pieces]
+    cut = [piece for piece in pieces if piece.truncated]
+    if len(parts) == 1:
+        row = parts[0]
+    else:
+        labels = None
+        if any(part.labels is not None for part in parts):
+            labels = np.concatenate([part.targets() for part in parts])
+        documents = np.array([part.input_ids.size for part in parts]) if packed else None
+        row = Row(np.concatenate([part.input_ids for part in parts]), labels, documents)
+    lost = sum(int(np.count_nonzero(piece.row.targets()[piece.end :] != IGNORED)) for piece in cut)
+    return Sample(row, "+".join(map(_piece_name, pieces)) if pieces[0].name else "", len(cut), lost)
+
+
+def _piece_name(piece: Piece) -> str:
+    whole = piece.begin == 0 and piece.end == piece.row.input_ids.size
+    return piece.name if whole else f"{piece.name}[{piece.begin}:{piece.end}]"
+
+
+def window(row: Row, name: str, seq_len: int, long: str, key: object = "") -> tuple[int, int]:
+    """Return the part (begin, end) of a row that --long keeps.
+
+    ``truncate`` keeps the first ``seq_len`` tokens, ``crop`` as many from a position that ``key`` draws so that the
+    part has a target, ``split`` the whole row. Raises DataError for a longer row with ``error``.
+    """
+    size = row.input_ids.size
+    if size <= seq_len or long == "split":
+        return 0, size
+    if long == "truncate":
+        return 0, seq_len
+    if long == "error":
+        raise _too_long(name, size, seq_len)
+    draw = int.from_bytes(hashlib.blake2b(f"smp-train crop {key}".encode(), digest_size=8).digest(), "little")
+    begin = draw % (size - seq_len + 1)
+    if row.labels is not None:
+        before = np.concatenate([[0], np.cumsum(row.labels != IGNORED)])
+        # The first token of a part has no token before it, so its label does not count.
+        begins = np.flatnonzero(before[seq_len:] > before[1 : size - seq_len + 2])
+        begin = int(begins[draw % begins.size]) if begins.size else begin
+    return begin, begin + seq_len
+
+
+def _too_long(name: str, size: int, seq_len: int) -> DataError:
+    return DataError(
+        f"{name}: row of {size} tokens is longer than the {seq_len} of --max_context_width; use --long split or "
+        "truncate, or prepare shorter rows"
+    )
+
+
+def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack items into few bins of ``capacity`` by best-fit decreasing.
+
+    Best-fit decreasing needs at most 11/9 of the fewest bins possible, plus one (Johnson, Demers, Ullman, Garey and
+    Graham, 1974). Items of equal size are placed together, so the time hardly depends on the number of items.
+
+    Returns:
+        The items in the order of their bins, and the index at which each bin begins, and the last one ends. Bins are
+        ordered by their first item, so that rows near each other on disk stay near each other.
+    """
+    items = np.argsort(capacity - sizes, kind="stable")
+    counts = np.bincount(sizes, minlength=capacity + 1)
+    bins_of_items = np.empty(sizes.size, dtype=np.int64)
+    with_room: dict[int, list[np.ndarray]] = {}
+    # Bit r is set when some bin has room for r tokens: the smallest room that suffices is one shift away.
+    rooms = done = bins = 0
+
+    def add(room: int, numbers: np.ndarray) -> None:
+        nonlocal rooms
+        if room and numbers.size:
+            with_room.setdefault(room, []).append(numbers)
+            rooms |= 1 << room
+
+    for size in np.flatnonzero(counts)[::-1].tolist():
+        end = done + int(counts[size])
+        while done < end:
+            sufficient = rooms >> size
+            if sufficient:
+                room = size + (sufficient & -sufficient).bit_length() - 1
+                numbers = np.concatenate(with_room.pop(room))
+                rooms ^= 1 << room
+                each = room // size
+                used = min(numbers.size, -(-(end - done) // each))
+            else:
+                room, each = capacity, capacity // size
+                used = -(-(end - done) // each)
+                numbers = np.arange(bins, bins + used)
+                bins += used
+            placed = min(end - done, used * each)
+            bins_of_items[items[done : done + placed]] = np.repeat(numbers[:used], each)[:placed]
+            in_last = placed - (used - 1) * each
+            add(room, numbers[used:])
+            add(room - each * size, numbers[: used - 1])
+            add(room - in_last * size, numbers[used - 1 : used])
+            done += placed
+    order = np.argsort(bins_of_items, kind="stable")
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(bins_of_items, minlength=bins))])
+    renumbered = np.empty(bins, dtype=np.int64)
+    renumbered[np.argsort(order[bounds[:-1]], kind="stable")] = np.arange(bins)
+    bins_of_items = renumbered[bins_of_items]
+    order = np.argsort(bins_of_items, kind="stable")
+    return order, np.concatenate([[0], np.cumsum(np.bincount(bins_of_items, minlength=bins))])
+
+
+Table = Mapping[str, np.ndarray]
+"""Samples made of some consecutive rows: ``rows`` (row of each piece, from the first one on), ``begins`` (its first
+token), and ``bounds`` (first piece of each sample, and the end)."""
+
+
+def needs_tables(source: Source, seq_len: int, long: str, short: str) -> bool:
+    """Return whether samples of these rows are looked up in tables."""
+    if short == "pack":
+        return True
+    report = source.report() or {}
+    return short == "pad" and long == "split" and report.get("longest", seq_len + 1) > seq_len
+
+
+def table_ranges(source: Source) -> list[range]:
+    """Return the rows of each table."""
+    return [range(first, min(first + TABLE_ROWS, len(source))) for first in range(0, len(source), TABLE_ROWS)]
+
+
+def make_table(source: Source, rows: range, seq_len: int, long: str, short: str) -> Table:
+    """Return the samples of some rows: their pieces of up to ``seq_len`` tokens, packed or each a sample."""
+    sizes = source.lengths(rows)
+    if long == "truncate":
+        sizes = np.minimum(sizes, seq_len)
+    elif long == "error" and sizes.max() > seq_len:
+        raise _too_long(source.name(rows.start + int(sizes.argmax())), int(sizes.max()), seq_len)
+    # A last piece of one token is left out: it has no token to predict.
+    counts = np.maximum(1, (sizes - 2) // seq_len + 1)
+    row_of_piece = np.repeat(np.arange(len(rows)), counts)
+    begins = (np.arange(row_of_piece.size) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
+    order, bounds = np.arange(begins.size), np.arange(begins.size + 1)
+    if short == "pack":
+        order, bounds = pack(np.minimum(seq_len, sizes[row_of_piece] - begins), seq_len)
+    table = {"rows": row_of_piece[order], "begins": begins[order], "bounds": bounds}
+    return {name: values.astype("<u4") for name, values in table.items()}
+
+
+class _SummedLengths:
+    """The rows of a source end to end, as `token_file.TokenRows` has them without a table in memory."""
+
+    def __init__(self, source: Source) -> None:
+        self._starts = np.concatenate([[0], np.cumsum(source.lengths(range(len(source))))])
+        self.tokens = int(self._starts[-1])
+
+    def find_token(self, token: int) -> tuple[int, int]:
+        """Return (row that holds a token of all rows end to end, first token of that row)."""
+        row = int(np.searchsorted(self._starts, token, side="right")) - 1
+        return row, int(self._starts[row])
+
+
+class Samples:
+    """Samples of at most ``seq_len`` tokens made of a source's rows.
+
+    Args:
+        source: the rows.
+        seq_len: largest number of tokens of a sample.
+        long: ``truncate``, ``split``, ``crop`` or ``error``: treatment of rows above ``seq_len`` tokens.
+        short: ``pad`` (a sample is of one row), ``concat`` (all rows are joined in stored order, and cut) or ``pack``
+            (whole rows, or the pieces of long ones, are put together where they fit, and kept apart as documents).
+        tables: of all `table_ranges`; None: made here, in memory, where `needs_tables`.
+    """
+
+    def __init__(
+        self, source: Source, seq_len: int, *, long: str = "truncate", short: str = "pad",
+        tables: Sequence[Table] | None = None,
+    ) -> None:  # fmt: skip
+        check_layout(long, short)
+        self.source, self.seq_len, self.long, self.short = source, seq_len, long, short
+        report = source.report()
+        cuts = report is None or report["longest"] > seq_len
+        if long == "error" and report is not None and cuts:
+            raise _too_long(report["longest_at"], report["longest"], seq_len)
+        self.layout = f"--short {short}"
+        if short != "pad" or (cuts and long != "error"):
+            self.layout += f" --long {long} --max_context_width {seq_len}"
+        self.fingerprint = hashlib.blake2b(f"{source.fingerprint} {self.layout}".encode(), digest_size=16).hexdigest()
+        self._tables: Sequence[Table] = []
+        self._offsets: Any = None
+        self._size = len(source)
+        if short == "concat":
+            self._offsets = source if hasattr(source, "find_token") else _SummedLengths(source)
+            self._size = max(0, self._offsets.tokens - 2) // seq_len + 1
+        elif needs_tables(source, seq_len, long, short):
+            if tables is None:
+                tables = [make_table(source, rows, seq_len, long, short) for rows in table_ranges(source)]
+            self._tables = tables
+            self._table_starts = list(accumulate((table["bounds"].size - 1 for table in tables), initial=0))
+            self._size = self._table_starts[-1]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def last_shard(self) -> range:
+        """Return the samples of the last shard; all where samples are made of several rows (--fast_validation)."""
+        shards = [rows for rows in self.source.shards or [] if rows]
+        return shards[-1] if shards and not self._tables and self._offsets is None else range(len(self))
+
+    def sample(self, index: int, key: object = "", *, named: bool = True) -> Sample:
+        """Return a sample; ``key`` decides the part that --long crop takes. Raises DataError for damaged data."""
+        if not 0 <= index < self._size:
+            raise IndexError(f"sample {index} of {self._size}")
+        pieces: list[Piece] = []
+
+        def add(number: int, begin: int, most: int) -> int:
+            """Add up to ``most`` tokens of a row; return the row's length."""
+            row = self.source.row(number)
+            end = min(begin + most, row.input_ids.size)
+            cut = self.long == "truncate" and end < row.input_ids.size
+            pieces.append(Piece(row, self.source.name(number) if named else "", begin, end, cut))
+            return row.input_ids.size
+
+        if self._offsets is not None:
+            begin = index * self.seq_len
+            end = min(begin + self.seq_len, self._offsets.tokens)
+            number, start = self._offsets.find_token(begin)
+            while start < end:
+                first = max(begin - start, 0)
+                start += add(number, first, end - start - first)
+                number += 1
+        elif self._tables:
+            number = bisect.bisect_right(self._table_starts, index) - 1
+            table, sample = self._tables[number], index - self._table_starts[number]
+            for piece in range(*table["bounds"][sample : sample + 2].tolist()):
+                add(number * TABLE_ROWS + int(table["rows"][piece]), int(table["begins"][piece]), self.seq_len)
+        else:
+            row = self.source.row(index)
+            if row.input_ids.size <= self.seq_len:
+                return Sample(row, self.source.name(index) if named else "")
+            begin, end = window(row, self.source.name(index), self.seq_len, self.long, key)
+            add(index, begin, end - begin)
+        return join(pieces, packed=self.short == "pack")
+
+    def name(self, index: int) -> str:
+        """Return the name of a sample; of a crop, the name of its row."""
+        return self.source.name(index) if self.long == "crop" else self.sample(index).name
+
+
+def check_layout(long: str, short: str) -> None:
+    """Raise ConfigError for values of --long and --short that do not go together."""
+    for flag, value, known in (("long", long, LONG), ("short", short, SHORT)):
+        if value not in known:
+            raise ConfigError(f"--{flag} {value}: is not one of {', '.join(known)}")
+    if long == "crop" and short != "pad":
+        raise ConfigError(f"--long crop leaves tokens out, --short {short} keeps all; use --long split")
+    if short == "concat" and long != "split":
+        raise ConfigError(f"--short concat joins whole rows, --long {long} cuts them before; use --long split")

@@ -1,0 +1,260 @@
+"""One virtual stream of records: an order that needs no index, and a cursor of five numbers that resumes it.
+
+Files are divided into parts, and parts assigned to V streams by size; the number of ranks does not matter. A stream
+reads its parts in an order drawn anew for each epoch, block by block; the records of a block are permuted, made into
+rows, and the rows into samples. The order is a function of the files, the tokenizer, the seed and V, so a stream
+resumes from a `Cursor` by reading one block again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+from smp_train.data.bad_records import BadRecords
+from smp_train.data.files import DataFile, FileSet
+from smp_train.data.order import permute
+from smp_train.data.readers import Record, records
+from smp_train.data.rows import GROUP_BYTES, Problem, RowMaker, size_of
+from smp_train.data.samples import Piece, Sample, join, window
+from smp_train.data.source import Row
+from smp_train.errors import DataError
+
+BLOCK_RECORDS, BLOCK_BYTES = 256, 1 << 22
+"""Most records that are permuted among themselves, and the size at which a block of long records ends."""
+FEWEST_STREAMS, MOST_STREAMS = 32, 256
+"""Streams of a large data set in few files, and in many."""
+STREAM_BYTES = 1 << 20
+"""Least bytes per stream."""
+FEWEST_JUDGED = 10_000
+"""Before a stream's first epoch ends, the share of bad records is taken of at least this many."""
+
+
+class Cursor(NamedTuple):
+    """Position of a stream: the samples taken so far end before this token.
+
+    ``part`` counts in the order of the epoch's parts; ``block`` is the index of the block's first record in the part;
+    ``record`` counts in the permuted block; ``token`` in the row of this record.
+    """
+
+    epoch: int = 0
+    part: int = 0
+    block: int = 0
+    record: int = 0
+    token: int = 0
+
+
+BEGIN = Cursor()
+
+
+class FilePart(NamedTuple):
+    """Every ``step``-th record of a file of source number ``source``, from index ``first`` on."""
+
+    file: DataFile
+    source: int
+    first: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the streams of a run turn records into samples."""
+
+    sources: Sequence[FileSet]
+    makers: Sequence[RowMaker]
+    """One for each source."""
+    seq_len: int
+    seed: int = 0
+    shuffled: bool = True
+    short: str = "concat"
+    long: str = "split"
+    with_names: bool = True
+    """Whether samples have names."""
+    epochs: int | None = None
+    """Epochs after which each stream ends; None: streams never end."""
+    max_bad: float | None = None
+    bad: BadRecords = field(default_factory=lambda: BadRecords(skip=False))
+
+    def name(self, part: FilePart, number: int) -> str:
+        """Return the name of a record, unique among all sources."""
+        location = f"{self.sources[part.source].location.rstrip('/')}/" if len(self.sources) > 1 else ""
+        return f"{location}{part.file.name}:{number}"
+
+    def rows(self, part: FilePart, group: Sequence[tuple[int, Record]]) -> Iterator[Row | None]:
+        """Yield the row of each (number, record), or None. Raises DataError for a bad record that is not skipped."""
+        self.bad.read += len(group)
+        made = self.makers[part.source].rows([record for _, record in group])
+        for (number, _), row in zip(group, made, strict=True):
+            if isinstance(row, Row) and self.long == "truncate" and not row.cut(0, self.seq_len).has_target():
+                row = Problem(
+                    f"none of its first {self.seq_len} tokens carries loss: nothing to learn; raise "
+                    "--max_context_width, or use --long split"
+                )
+            if isinstance(row, Problem):
+                self.bad.add(part.file, number, row)
+            yield row if isinstance(row, Row) else None
+
+
+def stream_count(files: Sequence[DataFile]) -> int:
+    """Return the number of streams of a data set: a power of two, by its files alone."""
+    count = min(max(FEWEST_STREAMS, len(files) // 4), MOST_STREAMS)
+    if all(file.size for file in files):
+        count = min(count, max(1, sum(file.size for file in files) // STREAM_BYTES))
+    if all(file.kind == "text" for file in files):
+        count = min(count, len(files))
+    return 1 << (count.bit_length() - 1)
+
+
+def assign_parts(sources: Sequence[FileSet], streams: int) -> list[list[FilePart]]:
+    """Return the parts of each stream: together every record of the sources, once.
+
+    The largest part comes first, each goes to the stream with the fewest bytes. Where there are fewer files than
+    streams, files of many records are divided.
+    """
+    files = [(file, source) for source, file_set in enumerate(sources) for file in file_set.files]
+    whole = sum(file.kind == "text" for file, _ in files)
+    step = max(1, -(-(streams - whole) // max(1, len(files) - whole)))
+    steps = [1 if file.kind == "text" else step for file, _ in files]
+    parts = [FilePart(*file, first, n) for file, n in zip(files, steps, strict=True) for first in range(n)]
+    assigned: list[list[FilePart]] = [[] for _ in range(streams)]
+    loads = [0.0] * streams
+    for part in sorted(parts, key=lambda part: -(part.file.size or 1) / part.step):
+        least = loads.index(min(loads))
+        loads[least] += (part.file.size or 1) / part.step
+        assigned[least].append(part)
+    return assigned
+
+
+class Stream:
+    """One virtual stream of some parts, read from a cursor on, before which it has had ``samples`` samples.
+
+    Its number is part of the key of its permutations.
+    """
+
+    def __init__(
+        self, number: int, parts: Sequence[FilePart], reading: Reading, samples: int = 0, cursor: Cursor = BEGIN
+    ) -> None:
+        self.number, self.parts, self.reading = number, list(parts), reading
+        self.cursor, self.samples = cursor, samples
+        self._blocks = self._read_blocks(cursor)
+        self._pieces = self._make_pieces(cursor)
+        self._next: tuple[Cursor, Piece] | None = None
+
+    def open(self) -> None:
+        """Read the first block, without making its rows: several streams can be opened in threads."""
+        self._blocks = chain(list(islice(self._blocks, 1)), self._blocks)
+
+    def check(self) -> None:
+        """Make the rows of the first block, from which the first samples are then taken. Raises DataError."""
+        pieces: list[tuple[Cursor, Piece]] = []
+        for piece in self._pieces:
+            pieces.append(piece)
+            if piece[0][:3] != pieces[0][0][:3]:
+                break
+        self._pieces = chain(pieces, self._pieces)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether no sample is left; reads the next row."""
+        return self._peek() is None
+
+    def take(self) -> Sample | None:
+        """Return the next sample and move the cursor; None after the last epoch. Raises DataError."""
+        short, seq_len = self.reading.short, self.reading.seq_len
+        pieces: list[Piece] = []
+        room = seq_len
+        self.samples += 1
+        while room and (following := self._peek()):
+            cursor, piece = following
+            end = min(piece.end, piece.begin + (room if short == "concat" else seq_len))
+            if end - piece.begin > room:
+                break
+            pieces.append(piece._replace(end=end, truncated=piece.truncated and end == piece.end))
+            room -= end - piece.begin
+            self.cursor = cursor._replace(token=end)
+            self._next = (cursor, piece._replace(begin=end)) if end < piece.end else None
+            if short == "pad":
+                break
+        return join(pieces, packed=short == "pack") if pieces else None
+
+    def skip_to(self, sample: int) -> None:
+        """Take and drop samples until ``sample`` is next: other ranks train on them."""
+        while self.samples < sample:
+            self.take()
+
+    def _peek(self) -> tuple[Cursor, Piece] | None:
+        """Return the piece that the next sample begins with; at the end, move the cursor to the end."""
+        if self._next is None:
+            self._next = next(self._pieces, None)
+            if self._next is None and self.reading.epochs is not None:
+                self.cursor = Cursor(self.reading.epochs)
+        return self._next
+
+    def _permutation(self, size: int, key: str) -> list[int]:
+        if not self.reading.shuffled:
+            return list(range(size))
+        keys = np.full(size, f"stream {self.number} {key}")
+        return [int(index) for index in permute(np.arange(size), size, self.reading.seed, keys)]
+
+    def _read_blocks(self, start: Cursor) -> Iterator[tuple[FilePart, list[tuple[Cursor, int, Record]]] | None]:
+        """Yield (part, permuted records) of one block after another from a cursor on; None at the end of each epoch."""
+        epoch, first_part, block, first_record, _ = start
+        while self.reading.epochs is None or epoch < self.reading.epochs:
+            order = self._permutation(len(self.parts), f"epoch {epoch}")
+            for turn in range(first_part, len(order)):
+                part = self.parts[order[turn]]
+                fields = self.reading.sources[part.source].kind.fields
+                remaining = records(part.file, fields, first=part.first + block * part.step, step=part.step)
+                while size := len(contents := _take(remaining, BLOCK_RECORDS, BLOCK_BYTES)):
+                    permuted = self._permutation(size, f"epoch {epoch} part {order[turn]} block {block}")
+                    turns = range(first_record, size)
+                    yield part, [(Cursor(epoch, turn, block, n), *contents[permuted[n]][1:]) for n in turns]
+                    block, first_record = block + size, 0
+                block = first_record = 0
+            yield None
+            epoch, first_part = epoch + 1, 0
+
+    def _make_pieces(self, start: Cursor) -> Iterator[tuple[Cursor, Piece]]:
+        """Yield the part of each row that --long keeps, from a cursor on."""
+        reading = self.reading
+        # A stream without a row would be read for ever; the cursor of a resumed stream is after a row.
+        rows = int(start != Cursor(start.epoch))
+        for block in self._blocks:
+            if block is None:
+                if not rows:
+                    path = self.parts[0].file.shown
+                    raise DataError(f"{path}: a stream found no record in it; use --streaming 0 for a set this small")
+                reading.bad.judge(reading.max_bad, reading.bad.read)
+                rows = 0
+                continue
+            part, entries = block
+            remaining = iter(entries)
+            while group := _take(remaining, len(entries), GROUP_BYTES):
+                made = reading.rows(part, [(number, record) for _, number, record in group])
+                for (cursor, number, _), row in zip(group, made, strict=True):
+                    if row is None:
+                        continue
+                    rows += 1
+                    name = reading.name(part, number)
+                    key = f"{reading.seed} {cursor.epoch} {name}"
+                    begin, end = window(row, name, reading.seq_len, reading.long, key)
+                    if cursor == start._replace(token=0):
+                        begin = max(begin, start.token)
+                    if begin < end:
+                        truncated = reading.long == "truncate" and end < row.input_ids.size
+                        yield cursor, Piece(row, name if reading.with_names else "", begin, end, truncated)
+            reading.bad.judge(reading.max_bad, max(reading.bad.read, FEWEST_JUDGED))
+
+
+def _take(remaining: Iterator[tuple], most: int, most_bytes: int) -> list[tuple]:
+    """Return the next entries, which end with a record, up to a number of entries or a size."""
+    entries: list[tuple] = []
+    size = 0
+    while len(entries) < most and size < most_bytes and (entry := next(remaining, None)):
+        entries.append(entry)
+        size += size_of(entry[-1])
+    return entries

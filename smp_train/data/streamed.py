@@ -1,0 +1,283 @@
+"""Training on streams of records: nothing on disk, the first step at once, exactly once per epoch, exact resume.
+
+Position p of the run is sample p // V of virtual stream p % V, on any number of ranks. A checkpoint keeps the positions
+consumed and the cursor of each stream, which the ranks put together when they save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from math import gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from smp_train import distributed
+from smp_train.data.bad_records import BadRecords
+from smp_train.data.batch import Batch, collate
+from smp_train.data.files import FileSet
+from smp_train.data.loader import Loader, change_data, refuse_changed
+from smp_train.data.rows import Recipe
+from smp_train.data.samples import Sample
+from smp_train.data.source import Row, Source
+from smp_train.data.stream import BEGIN, Cursor, FilePart, Reading, Stream, assign_parts, stream_count
+from smp_train.data.tokenizer import spread_tokenizing
+from smp_train.errors import DataError
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
+
+logger = logging.getLogger("smp_train.data")
+
+STATE_VERSION = 2
+OPENED_TOGETHER = 8
+"""Streams that are opened at the same time: each reads the beginning of a file."""
+CHECKED_STREAMS = 4
+"""Streams per rank whose first block is checked before the model is built."""
+COSTLY_READERS = 1.5
+"""A warning reports when more ranks than this read each record, on average."""
+
+
+class _Step(NamedTuple):
+    """The batches of a step, and the state after it: positions, (samples, cursor) by stream, nothing left to read."""
+
+    batches: list[Batch]
+    consumed: int
+    cursors: dict[int, tuple[int, Cursor]]
+    exhausted: bool
+
+
+class StreamedData(Loader):
+    """The samples of V virtual streams, for data-parallel ranks.
+
+    ``merge`` returns the largest of each number over all ranks; by default this rank is alone. V is ``streams``, by
+    default a function of the files; a resumed run keeps the V of its checkpoint.
+    """
+
+    def __init__(
+        self, reading: Reading, *, merge: Callable[[Sequence[int]], list[int]] = list, streams: int | None = None,
+        **share: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**share)
+        self.reading, self._merge = reading, merge
+        self.fingerprint = fingerprint(reading)
+        files = [file for file_set in reading.sources for file in file_set.files]
+        self._begin(0, [BEGIN] * (streams or stream_count(files)))
+
+    def _begin(self, consumed: int, cursors: list[Cursor]) -> None:
+        self.streams, self._consumed = len(cursors), consumed
+        self._cursors = {v: (self._samples(v, consumed), cursor) for v, cursor in enumerate(cursors)}
+        # Saved when another rank has no data for the step handed over last.
+        self._before = consumed, self._cursors
+        self._deal = min((self._by_turn, self._by_stream), key=lambda deal: self._readers(deal).size)
+        """Maps positions to ranks, in the way in which ranks read fewer streams."""
+        stream, rank = np.divmod(self._readers(self._deal), self.dp_size)
+        self.readers = stream.size / self.streams
+        """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
+        self._numbers = stream[rank == self.dp_rank].tolist()
+        self._checked: set[int] = set()
+        epochs = self.reading.epochs
+        self.exhausted = epochs is not None and all(cursor.epoch >= epochs for cursor in cursors)
+
+    def _samples(self, stream: int, consumed: int) -> int:
+        """Return how many of the first ``consumed`` positions belong to a stream."""
+        return (consumed - stream + self.streams - 1) // self.streams
+
+    def positions(self, consumed: int) -> np.ndarray:
+        """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""
+        step = consumed + np.arange(self.global_batch)
+        return step[self._deal(step) == self.dp_rank].reshape(self.accumulation, self.micro_batch)
+
+    def _by_turn(self, step: np.ndarray) -> np.ndarray:
+        """Return the rank of each position, so that a rank reads one stream in dp_size if dp_size divides V."""
+        return step % self.dp_size
+
+    def _by_stream(self, step: np.ndarray) -> np.ndarray:
+        """Return the rank of each position, so that a rank reads streams that follow each other."""
+        ranks = np.empty_like(step)
+        ranks[np.argsort(step % self.streams, kind="stable")] = np.arange(step.size)
+        return ranks // (step.size // self.dp_size)
+
+    def _readers(self, deal: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return stream * dp_size + rank of each stream and each rank that ever reads it."""
+        # After so many steps a step begins at the same stream again.
+        starts = self._consumed + np.arange(self.streams // gcd(self.streams, self.global_batch)) * self.global_batch
+        steps = [start + np.arange(self.global_batch) for start in starts]
+        return np.unique([step % self.streams * self.dp_size + deal(step) for step in steps])
+
+    def _restart(self) -> None:
+        """Begin this rank's streams at the step that will be handed over next."""
+        parts = assign_parts(self.reading.sources, self.streams)
+        self._open = {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in self._numbers}
+        self._opening: dict[int, Future[None]] = {}
+
+    def check(self) -> None:
+        """Read the first block of the streams that this rank reads first. Raises DataError."""
+        self._restart()
+        first = dict.fromkeys((self.positions(self._consumed) % self.streams).ravel().tolist())
+        self._checked = set(list(first)[:CHECKED_STREAMS])
+        with ThreadPoolExecutor(OPENED_TOGETHER) as pool:
+            list(pool.map(lambda v: self._open[v].open(), self._checked))
+        for v in self._checked:
+            self._open[v].check()
+
+    def _steps(self, consumed: int) -> Iterator[_Step]:
+        if consumed != self._consumed:
+            raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
+        self._use_device()
+        if not self._checked:  # earlier steps may have been read ahead, and not handed over
+            self._restart()
+        checked, self._checked, streams = self._checked, set(), self._open
+        pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-streams")
+        try:
+            self._opening = {v: pool.submit(streams[v].open) for v in streams if v not in checked}
+            while True:
+                batches = []
+                for positions in self.positions(consumed).tolist():
+                    samples = [self._move(p % self.streams, p // self.streams).take() for p in positions]
+                    present = [sample for sample in samples if sample is not None]
+                    batches.append(collate(present, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory))
+                consumed += self.global_batch
+                ended = (self._move(v, self._samples(v, consumed)).ended for v in streams)
+                exhausted = self.reading.epochs is not None and all(ended)
+                yield _Step(batches, consumed, {v: (s.samples, s.cursor) for v, s in streams.items()}, exhausted)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _move(self, v: int, sample: int) -> Stream:
+        """Return a stream of this rank, moved to a sample."""
+        if v in self._opening:
+            self._opening.pop(v).result()
+        self._open[v].skip_to(sample)
+        return self._open[v]
+
+    def _hand_over(self, step: _Step) -> list[Batch]:
+        self._before = self._consumed, self._cursors
+        self._consumed, self._cursors = step.consumed, self._cursors | step.cursors
+        self.exhausted = step.exhausted
+        return step.batches
+
+    def _identity(self) -> dict[str, Any]:
+        how = self.reading
+        layout = f"streams, --short {how.short} --long {how.long} --max_context_width {self.seq_len}"
+        shuffle = "global" if how.shuffled else "none"
+        return {"seed": how.seed, "shuffle": shuffle, "layout": layout, "fingerprint": self.fingerprint}
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """Return the positions consumed, the cursors and the identity of the data; collective.
+
+        ``consumed`` is a position at which the step handed over last begins or ends.
+        """
+        known = dict([self._before, (self._consumed, self._cursors)])
+        if consumed not in known:
+            raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
+        rows: list[int] = []
+        for v, (samples, cursor) in sorted(known[consumed].items()):
+            # The rank that took a stream's last sample knows its cursor; other ranks contribute zeros.
+            rows += [1, *cursor] if samples == self._samples(v, consumed) else [0] * (1 + len(cursor))
+        merged = np.array(self._merge(rows), dtype=np.int64).reshape(self.streams, -1)
+        if not merged[:, 0].all():
+            raise RuntimeError(f"no rank knows the cursor of stream {int(merged[:, 0].argmin())}")
+        cursors = merged[:, 1:].tolist()
+        return {"version": STATE_VERSION, "consumed": consumed, **self._identity(), "cursors": cursors}
+
+    def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
+        """Restore a saved state and return its ``consumed``. Not collective.
+
+        Raises DataError where the state would mean other samples; ``allow_data_change`` continues at the same cursors
+        of other files, with a warning.
+        """
+        if state.get("version") != STATE_VERSION or "cursors" not in state:
+            remedy = "resume with --streaming 0, or start a new run from its weights (--finetune 1)"
+            raise DataError(f"the training data changed: the checkpoint is of indexed data, not of streams; {remedy}")
+        now = self._identity()
+        for key, flag in (("seed", "--seed"), ("shuffle", "--shuffle"), ("layout", "the layout of samples")):
+            refuse_changed(flag, state[key], now[key])
+        if state["fingerprint"] != self.fingerprint:
+            changed = "the training data changed: other files, sizes, remote versions, or another tokenizer or template"
+            then = "continuing at the same cursors; records may come twice or not at all"
+            change_data(changed, then, allowed=allow_data_change)
+        self._begin(int(state["consumed"]), [Cursor(*cursor) for cursor in state["cursors"]])
+        return self._consumed
+
+
+def fingerprint(reading: Reading) -> str:
+    """Return the identity of streamed data: recipes, and names, sizes and remote versions of the files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file_set, maker in zip(reading.sources, reading.makers, strict=True):
+        digest.update(f"{maker.identity}\n".encode())
+        for file in file_set.files:
+            # A local file's version is its modification time, which a copy of the data does not share.
+            version = file.version if file.remote else ""
+            digest.update(f"{file.name}\0{file.size}\0{version}\n".encode(errors="replace"))
+    return digest.hexdigest()
+
+
+def open_streams(
+    args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], *, short: str, long: str, seq_len: int,
+    local_ranks: int, **share: Any,
+) -> StreamedData:  # fmt: skip
+    """Return the streams of a run, after a check of their first records. Collective.
+
+    ``sources`` are files, and how their records become rows; ``short`` and ``long`` are the flags, or their defaults;
+    ``local_ranks`` share the cores of this node; ``share`` is as in `Loader`.
+    """
+    spread_tokenizing(local_ranks)
+    with distributed.together("opening the streams"):
+        how = {"short": short, "long": long, "shuffled": args.shuffle != "none", "with_names": args.data_audit}
+        training = StreamedData(
+            _reading(args, sources, seq_len, epochs=args.epochs, **how), merge=distributed.largest, seq_len=seq_len,
+            micro_batch=args.train_batch_size, accumulation=args.gradient_accumulation_steps, **share,
+        )  # fmt: skip
+        training.check()
+    logger.log(
+        logging.WARNING if training.readers > COSTLY_READERS else logging.INFO,
+        "Streaming %d files in %d streams: each record is read by %.2f ranks on average; by one where the number of "
+        "data-parallel ranks (%d) divides the number of streams",
+        sum(len(files.files) for files, _ in sources), training.streams, training.readers, training.dp_size,
+    )  # fmt: skip
+    return training
+
+
+def _reading(args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], seq_len: int, **how: Any) -> Reading:
+    makers = [recipe.open() for _, recipe in sources]
+    bad = BadRecords(args.bad_rows == "skip")
+    return Reading([files for files, _ in sources], makers, seq_len, args.seed, max_bad=args.max_bad, bad=bad, **how)
+
+
+@dataclass
+class FirstSamples(Source):
+    """The first samples of some records in stored order, in memory: for validation."""
+
+    samples: list[Sample]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def row(self, index: int) -> Row:
+        """Return the row of a sample."""
+        return self.samples[index].row
+
+    def name(self, index: int) -> str:
+        """Return the name of a sample."""
+        return self.samples[index].name
+
+
+def first_samples(
+    args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], *, short: str, long: str, seq_len: int, most: int
+) -> FirstSamples:  # fmt: skip
+    """Return the first ``most`` samples in stored order, never packed. Not collective. Raises DataError."""
+    short = "pad" if short == "pack" else short
+    reading = _reading(args, sources, seq_len, short=short, long=long, shuffled=False, epochs=1)
+    parts = [FilePart(file, number, 0, 1) for number, (files, _) in enumerate(sources) for file in files.files]
+    stream = iter(Stream(0, parts, reading).take, None)  # until the stream ends
+    samples = list(islice((sample for sample in stream if sample.row.has_target()), most))
+    if not samples:
+        raise DataError(f"{sources[0][0].location}: holds no record to validate on")
+    return FirstSamples(samples, fingerprint(reading))

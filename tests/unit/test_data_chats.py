@@ -1,0 +1,408 @@
+"""Chats, prompts with completions, and text as rows: the answers that carry loss are those that transformers marks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_train.data import chats
+from smp_train.data.bad_records import BadRecords
+from smp_train.data.files import Selection, list_files
+from smp_train.data.kinds import ALPACA, TEXTS, Kind
+from smp_train.data.rows import Recipe, RowMaker, read_rows
+from smp_train.data.source import Problem, Row
+from smp_train.data.text import Texts
+from smp_train.data.tokenizer import load
+from smp_train.errors import ConfigError, DataError
+from tests.chats import (
+    CALLING,
+    MARKED,
+    PLAIN,
+    TAIL,
+    TOOLS,
+    by_transformers,
+    chat,
+    completion_by_transformers,
+    turns,
+    write_lines,
+    write_tokenizer,
+)
+
+CHATS = Kind("chats", ("messages", "tools"))
+PAIRS = Kind("completions", ("prompt", "completion"))
+COUNT = 30
+Tokens = tuple[list[int], list[int]]
+"""Ids and labels of a row."""
+
+
+@pytest.fixture(scope="module", params=["plain", "marked"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer whose template marks the assistant's turns, or does not."""
+    return write_tokenizer(tmp_path_factory.mktemp(request.param), MARKED if request.param == "marked" else PLAIN)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("one"))
+
+
+def pair(number: int) -> dict[str, str]:
+    return {"prompt": f"{number} plus {number} is", "completion": f" {2 * number}, é🙂"}
+
+
+def put(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
+    """Write records in some form of file; return the location."""
+    if form == "jsonl":
+        write_lines(folder / "a.jsonl", rows)
+        return folder
+    made = pytest.importorskip("datasets").Dataset.from_list(rows)
+    folder.mkdir(parents=True)
+    made.to_parquet(str(folder / "a.parquet")) if form == "parquet" else made.save_to_disk(str(folder / "d"))
+    return folder if form == "parquet" else folder / "d"
+
+
+def tokens(row: Row | Problem | None) -> Tokens:
+    assert isinstance(row, Row), row
+    assert row.labels is not None
+    return row.input_ids.tolist(), row.labels.tolist()
+
+
+def rows_in(location: Path, tokenizer: Path, column: str | None = None, **recipe: Any) -> list[Tokens]:
+    """Return the rows of a location's records, as any run would make them."""
+    fileset = list_files(str(location), Selection(column=column))
+    maker = Recipe(fileset.kind, tokenizer=str(tokenizer), **recipe).open()
+    return [tokens(row) for file in fileset.files for _, row in read_rows(file, maker, BadRecords(skip=False))]
+
+
+def maker_of(tokenizer: Path, kind: Kind = CHATS, **recipe: Any) -> RowMaker:
+    return Recipe(kind, tokenizer=str(tokenizer), **recipe).open()
+
+
+# --- equal to transformers
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "save_to_disk"])
+def test_chats_become_the_rows_that_transformers_makes(tokenizer: Path, tmp_path: Path, form: str) -> None:
+    location = put(tmp_path / "in", form, [{"messages": chat(n), "id": n} for n in range(COUNT)])
+    assert rows_in(location, tokenizer) == [by_transformers(tokenizer, chat(n)) for n in range(COUNT)]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_completion_and_its_end_carry_loss(plain: Path, tmp_path: Path, form: str) -> None:
+    location = put(tmp_path / "in", form, [pair(n) for n in range(COUNT)])
+    assert rows_in(location, plain) == [completion_by_transformers(plain, **pair(n)) for n in range(COUNT)]
+
+
+def calling(content: Any) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    return [
+        {"role": "user", "content": content}, {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "2"}, {"role": "assistant", "content": "it is 2"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_tools_their_calls_and_content_in_parts(tmp_path: Path, marked: bool, form: str) -> None:
+    """In a table, where all turns have all fields, nulls count as absent."""
+    header = "{{ '<|' + turn.role + '|>' }}"
+    begin = header + "{% if turn.role == 'assistant' %}{% generation %}"
+    body, end = CALLING.split(header)[1].split(TAIL)[0], "{% endgeneration %}{% else %}"
+    template = CALLING.replace(header + body, begin + body + end + body + "{% endif %}") if marked else CALLING
+    made = write_tokenizer(tmp_path / "tokenizer", template)
+    parts = [{"type": "text", "text": "what is"}, {"type": "text", "text": " 1 plus 1?"}]
+    rows = [calling(parts), calling("what is 2?"), chat(3)] if form == "jsonl" else [calling("what is 2?"), chat(3)]
+    expected = [by_transformers(made, row, TOOLS if len(row) == 4 else None) for row in rows]
+    records = [{"messages": row, "tools": TOOLS if len(row) == 4 else None} for row in rows]
+    if form == "parquet":
+        records[0]["tools"] = json.dumps(TOOLS)
+    assert rows_in(put(tmp_path / "in", form, records), made) == expected
+
+
+def test_a_template_that_would_write_parts_as_python_does(tmp_path: Path) -> None:
+    made = write_tokenizer(tmp_path / "tokenizer", PLAIN.replace("turn.content + '<|end|>\n'", "turn.content"))
+    good, bad = maker_of(made).rows([
+        {"messages": turns("a", "b")}, {"messages": calling([{"type": "text", "text": "a"}])[:1] + chat(1)[1:]},
+    ])  # fmt: skip
+    assert isinstance(good, Row)
+    assert isinstance(bad, Problem)
+    assert "knows no content in parts" in bad
+
+
+# --- ShareGPT and Alpaca
+
+
+def sharegpt(number: int) -> dict[str, Any]:
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    said = [{"from": names[turn["role"]], "value": turn["content"]} for turn in chat(number)]
+    return {"id": str(number), "conversations": said}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_sharegpt_records_are_chats(plain: Path, tmp_path: Path, form: str) -> None:
+    location = put(tmp_path / "in", form, [sharegpt(n) for n in range(COUNT)])
+    assert rows_in(location, plain) == [by_transformers(plain, chat(n)) for n in range(COUNT)]
+
+
+def test_sharegpt_fields(plain: Path, tmp_path: Path) -> None:
+    record = {**sharegpt(1), "system": "be brief"}
+    write_lines(tmp_path / "a.jsonl", [record, {**sharegpt(2), "system": ""}])
+    expected = [[{"role": "system", "content": "be brief"}, *chat(1)], chat(2)]
+    assert rows_in(tmp_path, plain) == [by_transformers(plain, messages) for messages in expected]
+    write_lines(tmp_path / "a.jsonl", [sharegpt(1), {"conversations": [{"from": "judge", "value": "a"}]}])
+    with pytest.raises(DataError, match=r"a\.jsonl:2: conversations\[0\]: from is 'judge', not one of human, "):
+        rows_in(tmp_path, plain)
+    write_lines(tmp_path / "a.jsonl", [sharegpt(1), {"conversations": [{"from": "human"}]}])
+    with pytest.raises(DataError, match=r'a\.jsonl:2: conversations\[0\] has no "value" string'):
+        rows_in(tmp_path, plain)
+    write_lines(tmp_path / "a.jsonl", [{"conversations": chat(5)}])
+    assert rows_in(tmp_path, plain) == [by_transformers(plain, chat(5))], "conversations of role and content"
+
+
+ALPACA_PROMPTS = {
+    "": "Below is an instruction that describes a task. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\nadd {1}\n\n### Response:\n",
+    "2 and 3": "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n### Instruction:\nadd {1}\n\n### Input:\n2 and 3"
+    "\n\n### Response:\n",
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_alpaca_records_are_prompts_with_completions(plain: Path, tmp_path: Path, form: str) -> None:
+    """With the prompt of the original, whatever the tokenizer's template is."""
+    records = [{"instruction": "add {1}", "input": given, "output": "it is 5"} for given in ALPACA_PROMPTS]
+    expected = [completion_by_transformers(plain, prompt, "it is 5") for prompt in ALPACA_PROMPTS.values()]
+    assert rows_in(put(tmp_path / "in", form, records), plain) == expected
+    if form == "jsonl":
+        (row,) = maker_of(plain, ALPACA).rows([{"instruction": "add {1}", "output": "it is 5"}])
+        assert tokens(row) == expected[0]
+        with_text = [{**records[0], "text": "x"}]
+        with pytest.raises(ConfigError, match="--text_column instruction,output or text"):
+            rows_in(put(tmp_path / "in", form, with_text), plain)
+        assert rows_in(tmp_path / "in", plain, "instruction,output") == expected[:1]
+
+
+# --- the fields that are read
+
+
+KINDS: list[tuple[dict[str, Any], str | None, Kind]] = [
+    ({"text": "a"}, None, TEXTS), ({"messages": [{"role": "user"}], "prompt": "a"}, None, CHATS),
+    ({"prompt": "a", "completion": "b"}, None, PAIRS), ({"text": "a", "messages": []}, "text", TEXTS),
+    ({"text": "a", "messages": [{"role": "user"}]}, "messages", CHATS),
+    ({"turns": [{"role": "user"}]}, "turns", Kind("chats", ("turns", "tools"))),
+    ({"turns": [{"from": "gpt"}]}, "turns", Kind("chats", ("turns", "tools", "system"), "sharegpt")),
+    ({"q": "a", "a": "b"}, "q,a", Kind("completions", ("q", "a"))), ({"a,b": "c"}, "a,b", Kind("text", ("a,b",))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "column", "kind"), KINDS)
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_the_fields_decide_the_kind(
+    tmp_path: Path, record: dict[str, Any], column: str | None, kind: Kind, form: str
+) -> None:
+    if form == "jsonl":
+        write_lines(tmp_path / "a.jsonl", [record])
+        broken = "{broken\n" + (tmp_path / "a.jsonl").read_text()  # a malformed record decides nothing
+        (tmp_path / "a.jsonl").write_text(broken)
+    else:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.table({name: [None, value] for name, value in record.items()}), tmp_path / "a.parquet")
+    assert list_files(str(tmp_path), Selection(column=column)).kind == kind
+
+
+PREFERENCE = {"prompt": "a", "chosen": "b", "rejected": "c"}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"text": "a", "prompt": "b", "completion": "c"}, ConfigError, r"--text_column prompt,completion or text"),
+    (PREFERENCE, DataError, r"a\.jsonl:1: is a preference pair \(chosen, rejected\).*chosen answers as messages"),
+    ({**PREFERENCE, "messages": chat(1)}, DataError, r"preference pair .*--text_column messages"),
+    ({"question": "a"}, DataError, r"a\.jsonl:1: no field text, .*it has question.*--text_column"),
+]
+
+
+@pytest.mark.parametrize(("record", "error", "reason"), REFUSED)
+def test_records_of_no_known_kind_are_refused(
+    tmp_path: Path, record: dict[str, Any], error: type[Exception], reason: str
+) -> None:
+    write_lines(tmp_path / "a.jsonl", [record])
+    with pytest.raises(error, match=reason) as refused:
+        list_files(str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+# --- malformed records
+
+
+GOOD = {"messages": chat(2)}
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages is empty"), ({"messages": "hi"}, '"messages" list'), ({}, '"messages" list'),
+    ({"messages": ["hi"]}, r'messages\[0\] has no "role"'),
+    ({"messages": [{"role": "user"}]}, r'\[0\] has no "content"'),
+    ({"messages": [{"role": "user", "content": 5}]}, r'\[0\] has no "content"'),
+    ({"messages": [{"from": "human", "value": "a"}]}, r'\[0\] has no "role"'),
+    ({"messages": [{"role": "user", "content": "a\0"}]}, "NUL"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]: content\[0\] is 'image'"),
+    ({"messages": [{"role": "user", "content": ["text"]}]}, r"messages\[0\]: content\[0\] is 'text', not a part"),
+    ({"messages": [{"role": "user", "content": [["text"]]}]}, r"messages\[0\]: content\[0\] is "),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"messages\[0\]: content\[0\] is 'text'"),
+    ({"messages": chat(1), "tools": "{"}, '"tools" is no list'), ({"messages": chat(1), "tools": [1]}, '"tools" is no'),
+    ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
+    ({"messages": [{"role": "assistant", "content": "a"}]}, "first turn is the assistant's"),
+    ({"messages": turns(*"ab" * 300)}, "600 turns are more than 512"),
+    ({"messages": [*chat(2), {"role": "judge", "content": "a"}]}, "template refuses it .unknown role judge"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "reason"), MALFORMED, ids=[reason for _, reason in MALFORMED])
+def test_a_malformed_chat_is_named_or_left_out(
+    plain: Path, tmp_path: Path, record: dict[str, Any], reason: str
+) -> None:
+    write_lines(tmp_path / "a.jsonl", [GOOD, record, GOOD])
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{reason}.*--bad_rows skip") as refused:
+        rows_in(tmp_path, plain)
+    assert "\n" not in str(refused.value)
+    (file,) = list_files(str(tmp_path)).files
+    bad = BadRecords(skip=True)
+    assert [number for number, _ in read_rows(file, maker_of(plain), bad)] == [1, 3]
+    assert bad.count == 1
+
+
+def test_malformed_prompts_and_completions(plain: Path) -> None:
+    records = [{"prompt": "a"}, {"prompt": "a", "completion": " "}, {"prompt": 5, "completion": "a"},
+               {"prompt": "a", "completion": "b\0"}, {"prompt": "", "completion": "b"}]  # fmt: skip
+    *problems, good = maker_of(plain, PAIRS).rows([json.dumps(record).encode() for record in records])
+    for problem, reason in zip(problems, ('no "completion"', "is empty", 'no "prompt"', "NUL"), strict=True):
+        assert isinstance(problem, Problem)
+        assert reason in problem
+    assert isinstance(good, Row)
+
+
+# --- templates
+
+
+TEMPLATES = {
+    "none": (None, r"has no chat template.*--chat_template FILE"), "broken": ("{% for %}", "line 1"),
+    "absent": ("absent", r"absent: cannot be read .*--chat_template"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_an_unusable_template_is_refused_at_once(tmp_path: Path, case: str) -> None:
+    template, reason = TEMPLATES[case]
+    made = write_tokenizer(tmp_path / "tokenizer", None if case == "absent" else template)
+    with pytest.raises(ConfigError, match=reason):
+        maker_of(made, chat_template=str(tmp_path / "absent") if case == "absent" else None)
+
+
+def test_a_template_from_a_file(plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(MARKED)
+    made = maker_of(plain, chat_template=str(tmp_path / "chat.jinja"))
+    marked = write_tokenizer(tmp_path / "marked", MARKED)
+    (row,) = made.rows([{"messages": chat(5)}])
+    assert tokens(row) == by_transformers(marked, chat(5))
+    assert made.identity not in (maker_of(plain).identity, maker_of(plain, PAIRS).identity)
+    with pytest.raises(ConfigError, match="prompts with completions; leave it out"):
+        maker_of(plain, PAIRS, chat_template="x")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_chats_of_several(tmp_path: Path) -> None:
+    """Some templates drop the reasoning of all answers but the last."""
+    rewriting = PLAIN.replace("turn.content", "(turn.content if loop.last else 'short')")
+    (row,) = maker_of(write_tokenizer(tmp_path / "tokenizer", rewriting)).rows([GOOD])
+    assert isinstance(row, Problem)
+    assert re.search("turn 2 .*--chat_template", row)
+
+
+def test_a_template_with_the_date_gives_the_same_rows_on_any_day(tmp_path: Path) -> None:
+    made = write_tokenizer(tmp_path / "tokenizer", "{{ strftime_now('%d %b %Y') }}" + PLAIN)
+    (row,) = maker_of(made).rows([{"messages": chat(5)}])
+    assert load(str(made)).decode(tokens(row)[0]).startswith("26 Jul 2024")
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+ENDLESS = {
+    "a loop": LOOP + "{% endfor %}" * 3,
+    "a loop that writes": LOOP + "x{% endfor %}" + "{% endfor %}" * 2,
+    "one huge string": "{{ 'x' * 10 ** 15 }}",
+    "much text": "{{ 'x' * 2000000 }}",
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_template_without_end_is_a_problem_of_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Bounded in time and length; the thread goes on to the next record."""
+    monkeypatch.setattr(chats, "RENDER_SECONDS", 0.3)
+    monkeypatch.setattr(chats, "MAX_CHARACTERS", 1_000_000)
+    template = "{% if 'loop' in messages[0].content %}" + ENDLESS[case] + "{% endif %}" + PLAIN
+    made = maker_of(write_tokenizer(tmp_path / "tokenizer", template))
+    for _ in range(2):
+        before, bad, after = made.rows([GOOD, {"messages": turns("loop", "b")}, GOOD])
+        assert isinstance(bad, Problem)
+        assert re.search("chat template (takes|writes) over .*correct the template", bad)
+        assert tokens(before) == tokens(after)
+
+
+# --- text
+
+
+def test_text_rows(plain: Path, tmp_path: Path) -> None:
+    """The whole text and an end token; special tokens in a text are text."""
+    fast = load(str(plain))
+    end = fast.token_to_id("<|endoftext|>")
+    maker = maker_of(plain, TEXTS)
+    good, blank, bad, whole, special, broken, nul = maker.rows([
+        b'{"text": "it is 5"}', {"text": " \n"}, b'{"text": 5}', "it is 5", {"text": "<|end|>"},
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), {"text": "a\0"},
+    ])  # fmt: skip
+    assert isinstance(good, Row)
+    assert good.labels is None
+    assert good.input_ids.tolist() == [*fast.encode("it is 5").ids, end] == whole.input_ids.tolist()  # type: ignore[union-attr]
+    assert blank is None
+    assert special.input_ids.size > 2  # type: ignore[union-attr]
+    for problem, reason in ((bad, 'no "text" string'), (broken, "byte 0 is not UTF-8"), (nul, "NUL")):
+        assert isinstance(problem, Problem)
+        assert reason in problem
+    (named,) = maker_of(plain, TEXTS, eos_token="<|end|>").rows(["it is 5"])
+    assert named.input_ids[-1] == fast.token_to_id("<|end|>")  # type: ignore[union-attr]
+
+
+def test_tokenizers_that_do_not_fit(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ids up to 299.* vocabulary of 256"):
+        maker_of(plain, TEXTS, vocab_size=256)
+    with pytest.raises(ConfigError, match=r"ids up to 299.* vocabulary of 256"):
+        maker_of(plain, CHATS, vocab_size=256)
+    maker_of(plain, TEXTS, vocab_size=300)
+    with pytest.raises(ConfigError, match=r"text, and no tokenizer .*--tokenizer"):
+        Recipe(TEXTS).open()
+    with pytest.raises(ConfigError, match="--eos_token <none>: "):
+        maker_of(plain, TEXTS, eos_token="<none>")
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b\x0c not JSON")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model: .*SentencePiece.*tokenizer\.json") as refused:
+        load(str(tmp_path / "tokenizer.model"))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_identity_is_that_of_the_content(plain: Path, tmp_path: Path) -> None:
+    copy = write_tokenizer(tmp_path / "elsewhere")
+    assert maker_of(copy).identity == maker_of(plain).identity == Recipe(CHATS, tokenizer=str(plain)).identity()
+    other = write_tokenizer(tmp_path / "other", MARKED)
+    assert maker_of(other).identity != maker_of(plain).identity
+    assert maker_of(other, TEXTS).identity == maker_of(plain, TEXTS).identity, "a text needs no template"
+
+
+def test_tokenizers_of_older_versions(plain: Path) -> None:
+    """Version 0.19, which transformers 4.44 needs, has no `encode_batch_fast`."""
+    fast = load(str(plain))
+
+    class Old:
+        def encode_batch(self, texts: list[str], add_special_tokens: bool) -> Any:
+            return fast.encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    rows = [Texts(made, 7, "text")(["a text", "x"]) for made in (Old(), fast)]  # type: ignore[arg-type]
+    assert [row.input_ids.tolist() for row in rows[0]] == [row.input_ids.tolist() for row in rows[1]]  # type: ignore[union-attr]

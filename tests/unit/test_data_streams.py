@@ -1,0 +1,347 @@
+"""Streams: each record once per epoch, one order for all world sizes, exact after a stop."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from smp_train.data import stream as streams_module
+from smp_train.data.bad_records import BadRecords
+from smp_train.data.files import DataFile, FileSet
+from smp_train.data.kinds import Kind
+from smp_train.data.source import IGNORED, Problem, Row
+from smp_train.data.stream import Reading, assign_parts, stream_count
+from smp_train.data.streamed import StreamedData, first_samples
+from smp_train.errors import DataError
+from tests.streams import positions_of, spans_of, state_of
+
+LENGTH = 24
+RECORDS = 200
+
+
+class Letters:
+    """Makes a row of each record: its characters and an end token; in place of a tokenizer."""
+
+    identity = "letters"
+
+    def rows(self, records):
+        return [self.row(json.loads(record)["text"]) for record in records]
+
+    def row(self, text):
+        if text == "bad":
+            return Problem("bad record; mend it")
+        if not text:
+            return None
+        ids = np.array([*text.encode(), 0], dtype=np.uint32)
+        labels = np.where(np.arange(ids.size) < text.count("?"), IGNORED, ids.astype(np.int32)) if "?" in text else None
+        return Row(ids, labels)
+
+
+def document(number: int) -> str:
+    return f"<{number}>" + f"w{number}x" * (number * 7 % 23)
+
+
+def write(folder: Path, texts: dict[str, list[str]]) -> FileSet:
+    folder.mkdir(exist_ok=True)
+    files = []
+    for name, found in texts.items():
+        content = "".join(json.dumps({"text": text}) + "\n" for text in found)
+        (folder / name).write_text(content)
+        files.append(DataFile(str(folder / name), name, len(content), "1", "lines"))
+    return FileSet(str(folder), tuple(files), Kind("text", ("text",)))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> FileSet:
+    """Return the files of 200 records in three files of different sizes."""
+    bounds = {"a.jsonl": (0, 60), "b.jsonl": (60, 75), "c.jsonl": (75, RECORDS)}
+    texts = {name: [document(n) for n in range(*bound)] for name, bound in bounds.items()}
+    return write(tmp_path_factory.mktemp("corpus"), texts)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 16 records, so that a stream has several."""
+    monkeypatch.setattr(streams_module, "BLOCK_RECORDS", 16)
+
+
+def reading(corpus: FileSet, **changes) -> Reading:
+    skip = changes.pop("skip", None)
+    bad = BadRecords(skip is not None)
+    return Reading([corpus], [Letters()], **{"seq_len": LENGTH, "seed": 1, "bad": bad, "max_bad": skip, **changes})
+
+
+def world(how: Reading, size: int, *, mb: int = 1, acc: int = 1, streams: int = 4, prefetch: int = 0):
+    """Return the ranks of a run."""
+    share = {"micro_batch": mb, "accumulation": acc, "dp_size": size, "seq_len": how.seq_len, "prefetch": prefetch}
+    return [StreamedData(how, streams=streams, dp_rank=rank, **share) for rank in range(size)]
+
+
+def run(how: Reading, history, *, streams=4, prefetch=0):
+    """Return the samples of a run in several legs: (ranks, micro-batch, accumulation, steps, steps lost by a kill)."""
+    seen, saved = [], None
+    for size, mb, acc, steps, lost in history:
+        # V is what the first start chose; later starts are given another number and must not use it.
+        ranks = world(how, size, mb=mb, acc=acc, streams=streams if saved is None else 2, prefetch=prefetch)
+        (at,) = {rank.check_state(saved) for rank in ranks} if saved else {0}
+        iterators = [rank.batches(at) for rank in ranks]
+        for _ in range(steps):
+            seen += positions_of(ranks, iterators, at)
+            at += ranks[0].global_batch
+        saved = state_of(ranks, at)
+        for number in range(lost):
+            positions_of(ranks, iterators, at + number * ranks[0].global_batch)
+        for iterator in iterators:
+            iterator.close()
+    return seen
+
+
+LAYOUTS = {
+    "concat": {"short": "concat", "long": "split"}, "pad": {"short": "pad", "long": "truncate"},
+    "split": {"short": "pad", "long": "split"}, "crop": {"short": "pad", "long": "crop"},
+    "pack": {"short": "pack", "long": "split"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(corpus):
+    """Return the first 600 samples of one process that nothing interrupts, by layout."""
+    found = {}
+
+    def samples(layout):
+        if layout not in found:
+            found[layout] = run(reading(corpus, **LAYOUTS[layout]), [(1, 4, 1, 150, 0)])
+        return found[layout]
+
+    return samples
+
+
+legs = st.lists(
+    st.tuples(st.integers(1, 8), st.integers(1, 3), st.integers(1, 2), st.integers(0, 4), st.integers(0, 1)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=12, deadline=None)
+@example(history=[(4, 1, 1, 3, 2), (2, 1, 1, 5, 0), (8, 1, 1, 2, 1), (1, 1, 1, 9, 0)], prefetch=0, layout="concat")
+@given(history=legs, prefetch=st.sampled_from([0, 0, 3]), layout=st.sampled_from(sorted(LAYOUTS)))
+def test_any_history_is_that_of_one_process(corpus, alone, history, prefetch, layout):
+    seen = run(reading(corpus, **LAYOUTS[layout]), history, prefetch=prefetch)
+    assert seen == alone(layout)[: len(seen)]
+
+
+def parts_of(samples):
+    """Yield (record, begin, end or None for a whole record) of what samples are made of."""
+    for name, _ in samples:
+        yield from spans_of(name)
+
+
+def texts(corpus):
+    """Return the tokens of each record by name."""
+    maker = Letters()
+    return {
+        f"{file.name}:{number}": maker.row(json.loads(line)["text"]).input_ids.tolist()
+        for file in corpus.files
+        for number, line in enumerate(Path(file.path).read_text().splitlines(), 1)
+    }
+
+
+@pytest.mark.parametrize("layout", ["concat", "split", "pack"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_epochs_hold_every_token_of_every_record(corpus, layout, ranks):
+    """Each stream ends after its epochs; a rank whose streams have ended takes part with blank batches."""
+    how = reading(corpus, **LAYOUTS[layout], epochs=2)
+    world_ranks = world(how, ranks, mb=2)
+    iterators = [rank.batches() for rank in world_ranks]
+    samples, consumed = [], 0
+    while not all(rank.exhausted for rank in world_ranks):
+        samples += positions_of(world_ranks, iterators, consumed)
+        consumed += world_ranks[0].global_batch
+    assert any(name for name, _ in samples[-world_ranks[0].global_batch :]), "the last step has a sample"
+    times, tokens = Counter(), texts(corpus)
+    for record, begin, end in parts_of(samples):
+        times.update((record, token) for token in range(begin, len(tokens[record]) if end is None else end))
+    assert times == {(record, n): 2 for record, ids in tokens.items() for n in range(len(ids))}
+    for name, ids in samples:
+        joined = [token for record, begin, end in parts_of([(name, ids)]) for token in tokens[record][begin:end]]
+        assert ids == joined + [0] * (LENGTH - len(joined))
+    saved = state_of(world_ranks, consumed)
+    (again,) = world(how, 1)
+    again.check_state(saved)
+    assert again.exhausted, "a run that is resumed at its end has nothing left to do"
+    (more,) = world(reading(corpus, **LAYOUTS[layout], epochs=3), 1)
+    more.check_state(saved)
+    assert not more.exhausted
+
+
+def test_steps_that_were_only_read_ahead_come_again(corpus, alone):
+    (rank,) = world(reading(corpus, **LAYOUTS["concat"]), 1, mb=4, prefetch=3)
+    samples, consumed = [], 0
+    for _ in range(4):
+        iterator = rank.batches(consumed)
+        samples += positions_of([rank], [iterator], consumed)
+        consumed += 4
+        iterator.close()
+    assert samples == alone("concat")[: len(samples)]
+
+
+def test_order_depends_on_the_seed(corpus, alone):
+    how = LAYOUTS["concat"]
+    other = run(reading(corpus, **how, seed=2), [(1, 4, 1, 20, 0)])
+    stored = run(reading(corpus, **how, shuffled=False), [(1, 4, 1, 20, 0)])
+    assert other != alone("concat")[:80] != stored
+    numbers = [record for record, begin, _ in parts_of(stored[0::4]) if begin == 0]
+    in_first_file = [int(name.rpartition(":")[2]) for name in numbers if name[0] == numbers[0][0]]
+    assert in_first_file == sorted(in_first_file)
+
+
+@pytest.mark.parametrize(
+    ("size", "mb", "acc", "streams", "readers"),
+    [
+        (1, 3, 1, 16, 1), (8, 3, 1, 16, 1), (16, 4, 2, 16, 1), (3, 1, 16, 16, 1.125), (12, 4, 1, 16, 1.5),
+        (24, 4, 1, 32, 1.5),
+    ],
+)  # fmt: skip
+def test_ranks_read_few_streams(corpus, size, mb, acc, streams, readers):
+    """Each rank that reads a stream makes rows of all of it: at most 1.5 ranks do, but for awkward world sizes."""
+    ranks = world(reading(corpus), size, mb=mb, acc=acc, streams=streams)
+    steps = [k * ranks[0].global_batch for k in range(streams)]
+    pairs = {(v, r) for r, rank in enumerate(ranks) for k in steps for v in (rank.positions(k) % streams).ravel()}
+    assert len(pairs) / streams == ranks[0].readers == readers
+
+
+def test_a_state_of_other_data_is_refused(corpus, caplog):
+    (rank,) = world(reading(corpus), 1)
+    iterator = rank.batches()
+    next(iterator)
+    saved = state_of([rank], 1)
+    with pytest.raises(ValueError, match=r"sample 1.* 2"):
+        rank.state(2)
+    for changes, reason in [
+        ({"seed": 2}, "--seed changed: 1 in the checkpoint, 2 now"),
+        ({"shuffled": False}, "--shuffle changed: global in the checkpoint, none now"),
+        ({"seq_len": 9}, "--max_context_width 24 in the checkpoint, .* --max_context_width 9 now"),
+        ({"short": "pack"}, "--short concat"),
+    ]:
+        (other,) = world(reading(corpus, **changes), 1)
+        with pytest.raises(DataError, match=reason) as refused:
+            other.check_state(saved)
+        assert "\n" not in str(refused.value)
+    fewer = FileSet(corpus.location, corpus.files[:-1], corpus.kind)
+    larger = FileSet(corpus.location, (*corpus.files[:-1], DataFile("c", "c.jsonl", 1, "1", "lines")), corpus.kind)
+    for changed in (fewer, larger):
+        (other,) = world(reading(changed), 1)
+        with pytest.raises(DataError, match="--allow_data_change 1"):
+            other.check_state(saved)
+    (other,) = world(reading(fewer), 1)
+    assert other.check_state(saved, allow_data_change=True) == 1
+    assert "may come twice or not at all" in caplog.text
+    with pytest.raises(DataError, match="the checkpoint is of indexed data, not of streams"):
+        other.check_state({"version": 1, "consumed": 5})
+    iterator.close()
+
+
+def test_streams_follow_the_data_alone():
+    def files(count, size, name="x.jsonl", kind="lines"):
+        return [DataFile(f"/{n}/{name}", f"{n}/{name}", size, "1", kind) for n in range(count)]
+
+    for count, size, name, kind, streams in [
+        (1, 100, "x.jsonl", "lines", 1),
+        (1, 5 << 20, "x.jsonl", "lines", 4),
+        (1, 1 << 30, "x.jsonl", "lines", 32),
+        (1024, 300 << 20, "x.jsonl", "lines", 256),
+        (9000, 1 << 20, "x.jsonl", "lines", 256),
+        (3, 1 << 30, "x.txt", "text", 2),
+        (5, 0, "shard", "hub", 32),
+    ]:
+        assert stream_count(files(count, size, name, kind)) == streams
+    for count, streams in [(1, 16), (5, 4), (5, 16), (40, 16)]:
+        source = FileSet("x", tuple(files(count, 1000)), Kind("text", ("text",)))
+        assigned = assign_parts([source], streams)
+        assert len(assigned) == streams
+        assert all(assigned)
+        parts: dict[tuple[str, int], list[int]] = {}
+        for part in (part for of_stream in assigned for part in of_stream):
+            parts.setdefault((part.file.name, part.step), []).append(part.first)
+        assert len(parts) == count
+        assert all(sorted(firsts) == list(range(step)) for (_, step), firsts in parts.items())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_stream_without_a_record_is_refused(tmp_path, prefetch):
+    few = write(tmp_path / "few", {"a.jsonl": ["only one"]})
+    (rank,) = world(reading(few), 1, mb=4, prefetch=prefetch)
+    with pytest.raises(DataError, match=r"a\.jsonl: .*--streaming 0"):
+        next(rank.batches())
+    blank = write(tmp_path / "blank", {"a.jsonl": [""] * 40})
+    (rank,) = world(reading(blank), 1, streams=1, prefetch=prefetch)
+    with pytest.raises(DataError, match=r"a\.jsonl: .*--streaming 0"):
+        rank.check()
+
+
+@pytest.mark.parametrize(("bad_records", "records", "stops"), [(3, 12, True), (1, 1100, False), (30, 1100, True)])
+def test_more_bad_records_than_allowed_stop_the_run(tmp_path, bad_records, records, stops):
+    """The first stops it without --bad_rows skip, and then before the model is built if it is in the first block."""
+    texts = [document(n) for n in range(records)]
+    bad = write(tmp_path, {"a.jsonl": ["bad"] * bad_records + texts})
+    with pytest.raises(DataError, match=r"a\.jsonl:\d+: bad record; mend it"):
+        world(reading(bad), 1, streams=1)[0].check()
+    how = reading(bad, skip=0.001, epochs=1)
+    (rank,) = world(how, 1, streams=1)
+    if stops:
+        with pytest.raises(DataError, match="--max_bad"):
+            list(rank.batches())
+        return
+    iterator, samples = rank.batches(), 0
+    while not rank.exhausted:
+        samples += sum(name.count(":") for batch in next(iterator) for name in batch.samples)
+    assert how.bad.count == bad_records
+
+
+def test_rows_cut_to_nothing_and_rows_that_lose_answers(tmp_path):
+    prompts = write(tmp_path, {"a.jsonl": ["?" * 20 + "answer", "?" * 23 + "long answer", "short"]})
+    (rank,) = world(reading(prompts, **LAYOUTS["pad"], shuffled=False), 1, mb=1, streams=1)
+    iterator = rank.batches()
+    (batch,) = next(iterator)
+    assert (batch.truncated, batch.truncated_targets) == (1, 3)
+    assert batch.samples == ["a.jsonl:1[0:24]"]
+    (batch,) = next(iterator)
+    assert (batch.truncated, batch.truncated_targets) == (1, 11)
+    nothing = write(tmp_path / "nothing", {"a.jsonl": ["fine", "?" * 24 + "too late"]})
+    (rank,) = world(reading(nothing, **LAYOUTS["pad"]), 1, streams=1)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: none of its first 24 tokens carries loss.*--max_context_width"):
+        rank.check()
+    (rank,) = world(reading(nothing, short="pad", long="error"), 1, streams=1)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .*--long"):
+        rank.check()
+
+
+def test_sources_are_one_stream_of_all_their_records(tmp_path):
+    sources = [write(tmp_path / name, {"x.jsonl": [f"{name}{n}" for n in range(20)]}) for name in "ab"]
+    how = Reading(sources, [Letters(), Letters()], LENGTH, epochs=1)
+    (rank,) = world(how, 1, streams=2)
+    names: list[str] = []
+    iterator = rank.batches()
+    while not rank.exhausted:
+        names += [part for batch in next(iterator) for name in batch.samples for part in name.split("+") if part]
+    records = {name.partition("[")[0] for name in names}
+    assert records == {f"{tmp_path}/{name}/x.jsonl:{n}" for name in "ab" for n in range(1, 21)}
+
+
+def test_validation_is_the_beginning_in_stored_order(corpus):
+    args, letters = SimpleNamespace(bad_rows="stop", max_bad=0.001, seed=1), SimpleNamespace(open=Letters)
+    ids = [token for tokens in texts(corpus).values() for token in tokens]
+    for most, count in ((5, 5), (10**6, -(-len(ids) // LENGTH))):
+        samples = first_samples(args, [(corpus, letters)], short="concat", long="split", seq_len=LENGTH, most=most)
+        assert len(samples) == count
+        found = np.concatenate([samples.row(n).input_ids for n in range(count)]).tolist()
+        assert found == ids[: len(found)]
+        assert samples.name(0).startswith("a.jsonl:1")

@@ -1,0 +1,327 @@
+"""Which rank reads which sample, over any history; validation, synthetic rows, and a program's rows."""
+
+import gc
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_train import distributed
+from smp_train.data.indexed import ValidationData
+from smp_train.data.order import Order
+from smp_train.data.own_rows import Checked
+from smp_train.data.samples import Samples
+from smp_train.data.source import IGNORED, Row, Source
+from smp_train.data.synthetic import Synthetic
+from smp_train.distributed.long_work import finish_together
+from smp_train.errors import ConfigError, DataError
+from smp_train.progress import Progress
+from tests.shards import opened, training, write_shard
+from tests.tiers import slow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Numbers(Source):
+    """Row i is three times i."""
+
+    fingerprint = "numbers"
+
+    def __init__(self, size, broken=None):
+        self.size, self.broken = size, broken
+
+    def __len__(self):
+        return self.size
+
+    def row(self, index):
+        assert 0 <= index < self.size
+        if index == self.broken:
+            raise DataError(f"numbers:{index}: broken")
+        return Row(np.full(3, index))
+
+    def name(self, index):
+        return f"numbers:{index}"
+
+
+def data(size, *, seed=1, shuffle="global", mb=2, acc=1, rank=0, world=1, broken=None, **options):
+    return training(
+        Numbers(size, broken), 3, mb, order=Order(size, seed, shuffle), accumulation=acc, dp_rank=rank, dp_size=world,
+        **options,
+    )  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    size=st.integers(1, 40),
+    epochs=st.integers(1, 3),
+    shuffle=st.sampled_from(["global", "none"]),
+    runs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4)), max_size=5),
+    lost=st.integers(0, 3),
+    prefetch=st.sampled_from([0, 0, 3]),
+)
+def test_any_history_uses_every_row_once_per_epoch(size, epochs, shuffle, runs, lost, prefetch):
+    """Runs of any shape follow one another, killed some steps after a checkpoint; the last fills its last batch up."""
+    consumed, seen = 0, []
+    for world_size, mb, acc, steps in [*runs, (2, 3, 2, None)]:
+        world = [
+            data(size, shuffle=shuffle, mb=mb, acc=acc, rank=r, world=world_size, prefetch=prefetch, epochs=epochs)
+            for r in range(world_size)
+        ]
+        assert {rank.check_state(world[0].state(consumed)) for rank in world} == {consumed}
+        streams = [rank.batches(consumed) for rank in world]
+        while steps is None or steps > 0:
+            ranks = [next(stream, None) for stream in streams]
+            if ranks[0] is None:
+                assert not any(ranks)
+                break
+            rows = [
+                (name, int(row[0]), int((labels != IGNORED).sum()))
+                for micro in zip(*ranks, strict=True)
+                for batch in micro
+                for name, row, labels in zip(batch.samples, batch.input_ids, batch.labels, strict=True)
+            ]
+            assert len(rows) == world[0].global_batch, "every rank has as many rows"
+            taken = world[0].step_samples(consumed)
+            assert all(counted == 0 and not name for name, _, counted in rows[taken:])
+            assert all(counted == 3 and name == f"numbers:{number}" for name, number, counted in rows[:taken])
+            seen += [number for _, number, _ in rows[:taken]]
+            consumed += taken
+            steps = None if steps is None else steps - 1
+        for stream in streams:
+            for _ in range(lost):
+                next(stream, None)
+            stream.close()
+    assert seen == Order(size, 1, shuffle).rows(np.arange(epochs * size))[1].tolist()
+
+
+@pytest.mark.parametrize("start", [1, 17 * 5, 2**33])
+def test_resume_anywhere(start):
+    stream = data(17, mb=2, acc=2, prefetch=8).batches(start)
+    expected = Order(17, 1).rows(np.arange(start, start + 40))[1].tolist()
+    assert [int(row[0]) for _ in range(10) for batch in next(stream) for row in batch.input_ids] == expected
+    stream.close()
+
+
+def test_no_thread_outlives_its_stream():
+    before = set(threading.enumerate())  # there may be some of other tests
+
+    def reading():
+        return [one for one in set(threading.enumerate()) - before if one.name.startswith("smp-train-data")]
+
+    for end in ("close", "drop"):
+        stream = data(50, prefetch=3).batches(0)
+        next(stream)
+        assert len(reading()) == 1
+        if end == "close":
+            stream.close()
+        else:
+            del stream
+            gc.collect()
+        assert not reading()
+
+
+EXIT = """
+import threading
+from smp_train.data.synthetic import Synthetic
+from tests.shards import training
+begun, data = threading.Event(), training(Synthetic(seq_len=512, vocab_size=9), 512, 64, accumulation=2, prefetch=4)
+stream = data.batches(0)
+{reading}
+{ending}
+"""
+READING = {
+    "main thread": "next(stream)",
+    "another thread": """
+threading.Thread(target=lambda: [begun.set() for _ in stream], daemon=True).start()
+begun.wait()
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("reading", "ending", "code"),
+    slow([("main thread", "", 0), ("main thread", "raise SystemExit(7)", 7), ("main thread", "1 / 0", 1),
+          ("another thread", "", 0)], lambda case: case[2] != 7),
+)  # fmt: skip
+def test_the_process_ends_while_reading_ahead(reading, ending, code):
+    program = EXIT.format(reading=READING[reading], ending=ending)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code
+    if code == 1:
+        assert "abort" not in done.stderr.lower()
+        assert "Fatal" not in done.stderr
+    else:
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_an_error_comes_in_the_step_it_belongs_to(prefetch):
+    order = Order(20, 1).rows(np.arange(20))[1].tolist()
+    stream = data(20, prefetch=prefetch, broken=order[9]).batches(0)
+    for _ in range(4):
+        next(stream)
+    with pytest.raises(DataError, match=f"numbers:{order[9]}: broken"):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_state_refuses_other_data(caplog):
+    state = data(17, seed=3).state(34)
+    assert data(17, seed=3, mb=5, world=2).check_state(state) == 34
+    for other, change, reason in [
+        (data(17, seed=4), {}, "--seed changed: 3 in the checkpoint, 4 now"),
+        (data(18, seed=3), {}, "samples 17 in the checkpoint, 18 now.*--allow_data_change 1"),
+        (data(17, seed=3, shuffle="none"), {}, "--shuffle changed: global in the checkpoint, none now"),
+        (data(17, seed=3), {"fingerprint": "else"}, r"fingerprint else "),
+        (data(17, seed=3), {"version": 99}, "version 99"),
+        (data(17, seed=3), {"kind": "streamed"}, "--streaming 1"),
+    ]:
+        with pytest.raises(DataError, match=reason):
+            other.check_state({**state, **change})
+    assert data(18, seed=3).check_state(state, allow_data_change=True) == 34
+    assert "samples 17 in the checkpoint, 18 now" in caplog.text
+    with pytest.raises(DataError, match="--seed"):
+        data(17, seed=4).check_state(state, allow_data_change=True)
+
+
+def test_bad_arguments():
+    for options, reason in (
+        ({"mb": 0}, "--train_batch_size"), ({"rank": 2, "world": 2}, "rank 2 .* 2"), ({"acc": 0}, "accumulation"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=reason):
+            data(5, **options)
+    with pytest.raises(ConfigError, match=r"4 rows.* 5"):
+        training(Numbers(5), 3, order=Order(4))
+    with pytest.raises(ConfigError, match="--max_context_width 1"):
+        training(Numbers(5), 1)
+
+
+class Lines(Source):
+    """Rows of lengths 2 to 6, the last three in a shard of their own."""
+
+    fingerprint = "lines"
+    shards = (range(8), range(8, 11))
+
+    def __len__(self):
+        return 11
+
+    def row(self, index):
+        return Row(np.full(2 + index % 5, index))
+
+    def name(self, index):
+        return f"lines:{index + 1}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("mb", [1, 5])
+@pytest.mark.parametrize(("fast", "most"), [(False, None), (False, 2), (True, None), (True, 1)])
+def test_validation_reads_each_row_once(world, mb, fast, most):
+    samples = Samples(Lines(), 6)
+    rows = samples.last_shard() if fast else range(11)
+    ranks = [
+        ValidationData(samples, rows, seq_len=6, micro_batch=mb, dp_rank=r, dp_size=world, max_batches=most)
+        for r in range(world)
+    ]
+    batches = [list(rank.batches()) for rank in ranks]
+    assert {len(of_rank) for of_rank in batches} == {len(ranks[0])}
+    in_order = [batch for number in range(len(ranks[0])) for batch in (of_rank[number] for of_rank in batches)]
+    read = list(range(8, 11) if fast else range(11))[: world * mb * len(ranks[0])]
+    assert [name for batch in in_order for name in batch.samples if name] == [f"lines:{row + 1}" for row in read]
+    assert sum(batch.counted_tokens() for batch in in_order) == sum(1 + row % 5 for row in read)
+    assert all(batch.input_ids.shape == (mb, 6) for batch in in_order)
+    again = [batch.input_ids for batch in ranks[0].batches()]
+    assert all(a.equal(b.input_ids) for a, b in zip(again, batches[0], strict=True))
+
+
+def test_labels_reach_the_batch(tmp_path):
+    """Only the labels are learnt from: in training, and in validation."""
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 9]}, {"input_ids": [5, 6, 7], "labels": [5, -100, 7]}]
+    write_shard(tmp_path / "a.json", rows)
+    (batch,) = next(training(opened(tmp_path), 5, 2).batches(0))
+    assert batch.labels.tolist() == [[-100, -100, 3, 9, -100], [5, -100, 7, -100, -100]]
+    held = ValidationData(Samples(opened(tmp_path), 5), seq_len=5, micro_batch=2, dp_rank=0, dp_size=1)
+    assert sum(batch.counted_tokens() for batch in held.batches()) == batch.counted_tokens() == 3
+
+
+def test_synthetic_rows_depend_on_seed_and_index_alone():
+    source = Synthetic(seq_len=9, vocab_size=50, seed=12345, size=100)
+    # The same on every machine and in every version: measurements and tests compare them.
+    assert source.row(0).input_ids.tolist() == [2, 32, 27, 38, 48, 39, 42, 7, 17]
+    assert source.row(1).input_ids.tolist() == [45, 17, 26, 45, 10, 16, 12, 2, 47]
+    again = Synthetic(seq_len=9, vocab_size=50, seed=12345, size=200)
+    assert again.row(77).input_ids.tolist() == source.row(77).input_ids.tolist()
+    assert not np.array_equal(Synthetic(seq_len=9, vocab_size=50, seed=1).row(77).input_ids, source.row(77).input_ids)
+    assert again.fingerprint != source.fingerprint
+    with pytest.raises(IndexError):
+        source.row(100)
+    for vocab_size in (2, 1000, 65_537):
+        ids = Synthetic(seq_len=100_001, vocab_size=vocab_size).row(3).input_ids
+        counts = np.histogram(ids, bins=2, range=(0, vocab_size))[0]
+        assert (ids.size, ids.min() >= 0, ids.max() < vocab_size) == (100_001, True, True)
+        assert abs(counts[0] / ids.size - 0.5) < 0.01
+
+
+class Bad(Lines):
+    def __init__(self, *row):
+        self.bad = row
+
+    def row(self, index):
+        return Row(*self.bad) if index == 3 else super().row(index)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (([1, 50],), r"ids\[1\] is 50, outside of the vocabulary \[0, 50\)"),
+        (([1, -1],), r"ids\[1\] is -1"),
+        (([1.5, 2],), "integers in one dimension"),
+        (([[1, 2]],), "integers in one dimension"),
+        ((None,), "integers in one dimension"),
+        (([1],), "nothing to learn"),
+        (([1, 2], [-100, -100]), "nothing to learn"),
+        (([1, 2], [1]), "2 ids and 1 labels"),
+        (([1, 2], [1, -7]), r"labels\[1\] is -7"),
+        (("ab", 3, 4, 5), "TypeError"),
+    ],
+)
+def test_a_programs_rows_are_checked(row, reason):
+    source = Checked(Bad(*row), "training_data", 50)
+    assert source.row(2).input_ids.dtype == np.int64
+    assert source.lengths(range(2)).tolist() == [2, 3]
+    with pytest.raises(DataError, match=rf"^training_data, lines:4: .*{reason}"):
+        source.row(3)
+
+
+def test_a_program_must_give_a_source():
+    for thing, reason in ((object(), "is no Source"), (Source(), "has no fingerprint")):
+        with pytest.raises(ConfigError, match=f"training_data: .*{reason}"):
+            Checked(thing, "training_data", 50)
+    with pytest.raises(DataError, match="has no row"):
+        Checked(Numbers(0), "training_data", 50)
+
+
+def test_work_of_one_process_is_done_at_once():
+    done = []
+    with Progress("working", shown=False) as progress:
+        assert finish_together("working", lambda report: done.append(report(3)) or 7, progress=progress) == [7]
+    assert len(done) == distributed.world_size() == 1
+
+
+def test_the_example_of_the_documentation(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), flags=re.DOTALL)
+    space: dict = {}
+    exec(example, space)
+    np.arange(16 * 5, dtype=np.uint16).tofile(tmp_path / "ids.bin")
+    source = space["Windows"](str(tmp_path / "ids.bin"), 16)
+    seen = []
+    for rank in range(2):
+        stream = training(source, 16, order=Order(len(source), 3), dp_rank=rank, dp_size=2).batches(0)
+        seen += [row[0] // 16 for _ in range(10) for batch in next(stream) for row in batch.input_ids.tolist()]
+    assert sorted(seen) == sorted([0, 1, 2, 3, 4] * 4), "20 positions, 4 epochs of 5 rows"
