@@ -106,7 +106,9 @@ def test(release: str, transformers: str, uv: Path) -> Result:
         ])  # fmt: skip
         files = [f"tests/{name}.py" for name in [*TESTS, *ALSO.get(release, [])]]
         report, log = ENVIRONMENTS / f"{release}.xml", ENVIRONMENTS / f"{release}.log"
-        options = ["-p", "tests.cpu_time", "-m", SELECTED, f"--junitxml={report}"]
+        # The usual folder of temporary files keeps those of the last three runs, and others may be under way.
+        places = [f"--basetemp={ENVIRONMENTS / 'tmp'}", f"--junitxml={report}"]
+        options = ["-p", "tests.cpu_time", "-m", SELECTED, *places]
         code = run([python, "-m", "pytest", *options, *files], log=log, must_pass=False)
         result.state = "passed" if code == 0 else f"exit code {code}"
         count(result, report, log)
