@@ -448,7 +448,7 @@ def test_flash_attention_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("setting", slow(["none", "full", "selective:op"], lambda setting: setting != "full"))
 def test_layers_share_one_compilation(setting: str) -> None:
-    """torch 2.8 compiled each checkpointed layer anew, and from the ninth on ran them uncompiled."""
+    """Torch 2.8 compiled each checkpointed layer anew, and from the ninth on ran them uncompiled."""
     from torch._dynamo.utils import counters
     from transformers import LlamaConfig, LlamaForCausalLM
 
