@@ -102,13 +102,13 @@ test-torch-versions: venv
 TORCH_FOR_CUDA ?= 2.8.0 2.15.0
 
 test-cuda-dry:
-	set -e; for torch in $(TORCH_FOR_CUDA); do \
+	set -e; trap 'rm -rf .venv-cuda' EXIT; trap 'exit 130' INT TERM; for torch in $(TORCH_FOR_CUDA); do \
 		rm -rf .venv-cuda; $(PYTHON) -m venv .venv-cuda; \
 		.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check "torch==$$torch" 'transformers>=5.17' \
 			--editable '.[train]' accelerate psutil pytest pytest-timeout hypothesis setuptools; \
 		.venv-cuda/bin/python -m pytest tests/distributed/test_cuda_groups.py tests/cuda; \
 		.venv-cuda/bin/python -m tests.cuda.kernels; \
-	done; rm -rf .venv-cuda
+	done
 
 clean:
 	rm -rf .venv .venv-cuda .venv-torch .venv-sagemaker .venv-sagemaker-v3 .venv-smp .venv-mlflow build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -68,7 +68,8 @@ def opened(command_line: Sequence[str]) -> Iterator[Run]:
     ranks = distributed.detect()
     resolved = arguments.parse(list(command_line), {})
     arguments.validate(resolved.args, ranks.world_size, ranks.local_world_size)
-    device = distributed.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
+    limit = 60 * resolved.args.distributed_timeout_minutes
+    device = distributed.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=limit)
     with ExitStack() as held:
         held.callback(distributed.stop)
         run = build_run(resolved, ranks, device, held)

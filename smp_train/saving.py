@@ -12,7 +12,7 @@ from typing import Any
 
 from smp_train import distributed
 from smp_train.build_run import Run
-from smp_train.checkpoints import RunId, find
+from smp_train.checkpoints import RunId, find, open_checkpoint
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.export import export, export_weights, files_beside
 from smp_train.checkpoints.model_folder import OPENS
@@ -154,7 +154,8 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     with Progress(what, shown=run.runtime.is_main):
         weights = run.backend.full_weights(run.model)
         began = time.perf_counter()
-        found = None if checkpoint is None else find(checkpoint)
+        # Only weights that are read from the checkpoint have to be verified.
+        found = None if checkpoint is None else (find if weights is None else open_checkpoint)(checkpoint)
     with distributed.together(what), Progress(what, unit="B", shown=run.runtime.is_main) as progress:
         if run.runtime.is_main and found is not None:
             if weights is None:

@@ -233,9 +233,8 @@ class CheckpointFolder:
         older = self._marker(name)
         if self.has(name, COMMITTED) and not self._is_own(older):
             raise self._taken(name)
-        removed = not self.has(staged, CLAIM)  # a job that took over, and may have ended since, sweeps attempts
         check()
-        if removed:
+        if not self.has(staged, CLAIM):  # a job that took over, and may have ended since, sweeps attempts
             raise CheckpointError(f"another job of this run has removed {staged}; this step is not committed")
         self._published.add(staged)
         self.put(name, COMMITTED, committed.at(root).to_bytes())

@@ -57,7 +57,7 @@ def start(
 ) -> torch.device:  # fmt: skip
     """Choose this process's device and form the process group, also in a world of one.
 
-    On GPUs the group has gloo for values of the host, too; without ``mixed`` a second group has it.
+    On GPUs the group has two backends, NCCL and gloo; without ``mixed`` it has NCCL, and a second group has gloo.
     `host.prepare` comes first, with ``one_queue``. Ranks have ``rendezvous_seconds`` to find each other (at most
     ``timeout_seconds``); collectives have ``timeout_seconds`` from then on. Raises `ConfigError` when the device does
     not exist, and `LostPeerError` when the ranks do not meet.
@@ -77,8 +77,10 @@ def start(
     warnings.filterwarnings("ignore", message="Multiple backends are registered")
     limit = min(rendezvous_seconds, timeout_seconds)
     timeout = timedelta(seconds=timeout_seconds)
-    # The default of the groups that a mesh makes, which takes no timeout. One that is set later does not reach gloo.
+    # The defaults of the groups that a mesh makes, which takes no timeout. One that is set later does not reach gloo.
     dist.distributed_c10d.default_pg_timeout = timeout
+    if dist.distributed_c10d.default_pg_nccl_timeout is not None:
+        dist.distributed_c10d.default_pg_nccl_timeout = timeout
     waiting = f"Waiting for all {runtime.world_size} ranks"
     try:
         with Progress(waiting, shown=runtime.is_main and runtime.world_size > 1):
@@ -231,6 +233,7 @@ def started(runtime: Runtime, **settings: Any) -> Iterator[torch.device]:
 
 def stop() -> None:
     """End the process group if there is one; never raises."""
+    agree.host_group = None
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         if sys.modules["torch"].__version__ < "2.6":

@@ -258,6 +258,7 @@ class Compiler:
         return compile_fx(graph, examples, **{"inner_compile": self._compile_inner, **options})
 
     def _compile_inner(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        from torch._guards import detect_fake_mode
         from torch._inductor.compile_fx import compile_fx_inner
         from torch.fx import GraphModule
 
@@ -266,7 +267,8 @@ class Compiler:
         compile_fx_inner(graph, inputs, **options)
 
         def call(arguments: list[Any]) -> Any:
-            return uncompiled(*arguments)
+            with detect_fake_mode(arguments):
+                return uncompiled(*arguments)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call

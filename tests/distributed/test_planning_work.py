@@ -10,6 +10,7 @@ import pytest
 
 from tests import harness
 from tests.distributed.test_planning import DEEP, OF
+from tests.releases import TRANSFORMERS_5
 from tests.tiers import core
 
 NONE = {"activation_checkpointing": "none", "bf16": 1}
@@ -81,7 +82,9 @@ def test_work_is_what_formulas_say(names: list[str]) -> None:
         assert classes[dtype] == products, name
         if "attention" in classes:
             # Half of the matrix with its diagonal, S (S + 1) / 2; backward, the scores once more: 14 for 12.
-            assert classes["attention"] == attention * parts * (64 + 1) / (12 * 2 * 64), name
+            causal = attention * parts * (64 + 1) / (12 * 2 * 64)
+            # transformers 4.53 to 4.57 make a dense mask of fake tensors, where real ones need none.
+            assert classes["attention"] in ({causal} if TRANSFORMERS_5 else {causal, attention * parts / 12}), name
         else:  # one head of keys and a mask: no kernel takes both
             assert name == "falcon"
         if ranks == 1:
