@@ -56,7 +56,7 @@ LINES: dict[str, Line] = {
         "--resume_from_checkpoint=./checkpoints/mixtral-8x7B --max_training_steps=5000 --validation_batches=10 "
         "--sliding_window=4096 --num_experts_per_tok=2 --num_local_experts=8",
         {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096, "max_steps": 5000, "epochs": 3},
-        refused="--dataset", off="--dataset None --tokenizer None",
+        refused="--streaming", off="--dataset None --tokenizer None",
     ),
     "000, today": Line(
         "--max_context_width=8192 --num_key_value_heads=8 --intermediate_size=14336 --hidden_width=4096 "

@@ -317,8 +317,10 @@ def _readers(location: str, entries: dict[str, DataFile], patterns: Sequence[str
     for name in entries:
         selected = single or any(fnmatch.fnmatchcase(os.path.basename(name), pattern) for pattern in patterns)
         reader = reader_of(name) if selected or not patterns else None
-        if reader or (selected and not name.lower().endswith(NOT_TEXT)):
-            readers[name] = reader or "text"
+        if selected and not reader and not name.lower().endswith(NOT_TEXT):
+            reader = READERS.get(_suffix(name), "text")
+        if reader:
+            readers[name] = reader
     return readers
 
 

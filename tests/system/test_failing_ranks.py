@@ -144,7 +144,7 @@ def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
         assert ranks.codes(GONE_SECONDS) == [DATA, DATA]
         lines = [line for rank in ranks.ranks for line in rank.complaints]
     # The first row of a step, unless it was damaged in the middle of one.
-    told = rf"{re.escape(str(cache))}: row \d \(part-1.jsonl:\d\) does not match its checksum; remove this file"
+    told = rf"{re.escape(str(cache))}: row \d \(part-1.jsonl:\d\) does not match its checksum; remove it"
     assert len(lines) == 2
     assert re.match(rf"smp-train: \[rank 0 on \S+\] error: rank 1 on \S+: {told}", lines[0])
     assert re.match(rf"smp-train: \[rank 1 on \S+\] error: {told}", lines[1])
