@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from smp_train.distributed.host import older
 from smp_train.models.hugging_face import transformers_major
+from smp_train.models.traits import OLDEST_TRANSFORMERS_OF_EXPERTS
 from smp_train.parallel.context_parallel import OLDEST_TRANSFORMERS
 
 TRANSFORMERS_5 = transformers_major() >= 5
@@ -26,7 +27,7 @@ def need_model(model_type: str) -> None:
 
 def need(*names: str) -> None:
     """Skip a test of a mixture (``mixtral``, ``ep...``) or of context parallelism (``cp...``) it lacks."""
-    if not TRANSFORMERS_5 and any("mixtral" in name or name.startswith("ep") for name in names):
-        pytest.skip("a mixture of experts needs transformers 5")
-    if older(transformers.__version__, OLDEST_TRANSFORMERS) and any("cp" in name for name in names):
-        pytest.skip(f"context parallelism needs transformers {OLDEST_TRANSFORMERS}")
+    experts, context = (any(part in name for name in names for part in parts) for parts in (("mixtral", "ep"), ("cp",)))
+    for needed, oldest in ((experts, OLDEST_TRANSFORMERS_OF_EXPERTS), (context, OLDEST_TRANSFORMERS)):
+        if needed and older(transformers.__version__, oldest):
+            pytest.skip(f"{' '.join(names)} needs transformers {oldest}")

@@ -179,14 +179,15 @@ class SmpBackend(Backend):
         if position_ids is not None:
             inputs = {"input_ids": input_ids, **packed_inputs(self._root.module, position_ids)}
         if self.transforms:
-            if not self._whole_logits:
-                inputs["labels"] = labels
+            counted = (targets != losses.IGNORE_INDEX).sum()
+            if not self._whole_logits:  # a mean over no token is NaN, even times 0
+                inputs["labels"] = torch.where(counted > 0, labels, input_ids)
             with self._fp8.forward() if self._fp8 is not None else nullcontext():
                 output = model(**inputs)
             if self._whole_logits:
                 loss = losses.cross_entropy_sum(output["logits"], targets)
             else:  # a mean over the counted tokens
-                loss = output["loss"].float() * (targets != losses.IGNORE_INDEX).sum()
+                loss = output["loss"].float() * counted
         elif self._chunked:
             loss = model(**inputs, targets=targets)
         else:

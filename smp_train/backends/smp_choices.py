@@ -6,13 +6,13 @@ Where SMP could behave otherwise without an error, ``smp-train doctor --smp`` co
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from smp_train import distributed
 from smp_train.checkpoints.commit import open_folder
@@ -30,19 +30,31 @@ refusals: dict[str, str] = {}
 
 
 def choose(assumption: str, ours: Callable[[], T], sample: Callable[[], T]) -> T:
-    """Return ``ours()``, or ``sample()`` on all ranks where SMP refuses ``ours`` on any rank; collective."""
+    """Return ``ours()``, or ``sample()`` on all ranks where SMP refuses ``ours`` on any rank; collective.
+
+    Both may be collective over ranks that fail together: all before their first collective, or all by what DCP shares.
+    """
     results: list[T] = []
 
     def attempt() -> str:
         try:
-            results.append(ours())
+            try:
+                results.append(ours())
+            except CheckpointException as shared:  # a BaseException, in which DCP wraps what any rank raised
+                raise next(iter(shared.failures.values()))[0] from shared
         except (AttributeError, TypeError, NotImplementedError) as refusal:
             return f"{type(refusal).__name__}: {one_line(refusal)}"
         return ""
 
+    def fall_back() -> None:
+        try:
+            results.append(sample())
+        except Exception as failure:
+            raise failure from NotImplementedError(refusals[assumption])
+
     refusals[assumption] = next(filter(None, distributed.gather(assumption, attempt)), "")
     if refusals[assumption]:
-        distributed.gather(assumption, lambda: results.append(sample()))
+        distributed.gather(f"{assumption} (refused before: {refusals[assumption]})", fall_back)
     return results[-1]
 
 
@@ -109,17 +121,18 @@ def whole_logits(model: nn.Module, topology: Topology, seq_len: int, vocab_size:
 
     was_training = model.training
     model.eval()
-    value = choose("whole logits", attempt, lambda: math.nan)
+    value = choose("whole logits", attempt, lambda: 0.0)
     model.train(was_training)
     if refusals["whole logits"] and topology.cp_size > 1:
         raise ConfigError(
             f"--context_parallel_degree {topology.cp_size}: SMP returns {refusals['whole logits']}, and its own loss "
             "leaves out the ends of pieces; leave the flag out, or use --backend native"
         )
-    first = distributed.rank() - topology.tp_rank
-    values = distributed.gather("comparing logits", lambda: value)[first : first + topology.tp_size]
-    if max(values) - min(values) > 0.01 * abs(value):
-        raise ConfigError(f"tensor ranks return different logits of one row (log-sum-exp {values}); run doctor --smp")
+    values = distributed.gather("comparing logits", lambda: value)
+    for first in range(0, len(values), topology.tp_size):  # every tensor group, so that all ranks raise the same
+        group = values[first : first + topology.tp_size]
+        if not all(abs(each - max(group)) <= 0.01 * abs(max(group)) for each in group):  # fails on NaN, too
+            raise ConfigError(f"tensor ranks return different logits of a row (log-sum-exp {group}); run doctor --smp")
     return not refusals["whole logits"]
 
 

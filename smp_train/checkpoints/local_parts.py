@@ -208,10 +208,13 @@ class _Model:
         found: dict[str, Any] = {}
         order = flat_order(self.kind, self.shapes)
         flats = [name for name in self.parts[0] if is_flat(name)]
-        if flats and any(".experts." in name for name in order) and "torch_dtype" not in self.config:
+        # Until 4.55, or until 4.57. Not transformers_version: that is of the file that the configuration was read from.
+        of_4 = "torch_dtype" in self.config or ("rope_theta" in self.config and "rope_parameters" not in self.config)
+        if flats and any(".experts." in name for name in order) and not of_4:
+            known = "is of transformers 5" if "rope_parameters" in self.config else "does not show transformers 4"
             raise CheckpointError(
-                "its flat parameters were not written with transformers 4 (its model_config has no torch_dtype), and "
-                "transformers 5 stores experts in another order; have that program save a sharded checkpoint"
+                f"its model_config {known}, and transformers 5 stores experts in another order, which flat parameters "
+                "do not show; have that program save a sharded checkpoint"
             )
         layers = dict.fromkeys(f"{layer[0]}_flat_param" for name in order if (layer := _LAYER.match(name)))
         units = _units(flats or ["_flat_param", *layers], order)

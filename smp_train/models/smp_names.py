@@ -123,9 +123,14 @@ def read_table(path: str | None) -> None:
 
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        rows = {name: [each.format(layer=0, expert=0) and each for each in names]
-                for name, names in content.get("names", content).items()}  # fmt: skip
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as problem:
+        rows = content.get("names", content)
+        for name, names in rows.items():
+            numbers = {"expert": 0} | dict.fromkeys(_pattern(name).groupindex, 0)
+            if not (names and isinstance(names, list) and all(each.format(**numbers) for each in names)):
+                raise ValueError(f"{name} has no list of names")
+    except KeyError as placeholder:
+        raise ConfigError(f"--smp_names {path}: {name} has no placeholder {placeholder}, which its list has") from None
+    except (OSError, ValueError, TypeError, AttributeError, IndexError, re.error, yaml.YAMLError) as problem:
         raise ConfigError(f"--smp_names {path}: {one_line(problem)}; docs/smp-v2.md has the format") from None
     table.update(rows)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from smp_train.distributed.host import older
 from smp_train.errors import ConfigError
-from smp_train.models.hugging_face import transformers_major
 from smp_train.models.lora import is_adapted
 
 PLAIN_HEADS = frozenset(
@@ -17,9 +18,9 @@ PLAIN_HEADS = frozenset(
 """Model types whose logits are exactly the product of the head and the last hidden states, not scaled or capped."""
 WITHOUT_DERIVED_MASK = frozenset({"falcon"})
 """Model types for which transformers 5 does not derive the attention mask of packed rows from positions."""
-OLDEST_TRANSFORMERS_OF_EXPERTS = 5
-"""Older ones have one module per expert: an expert without tokens has no gradient, so ranks would reduce different
-sets of gradients."""
+OLDEST_TRANSFORMERS_OF_EXPERTS = "5.3"
+"""In transformers 4 an expert without tokens has no gradient, so ranks would reduce different sets of gradients; 5.0 to
+5.2 compute tokens that are routed to no expert of this rank as nan."""
 
 
 def check_loss(config: Any) -> None:
@@ -82,10 +83,10 @@ def number_of_experts(config: Any) -> int:
 
 def check_experts(config: Any) -> None:
     """Raise `ConfigError` for a mixture of experts where the installed transformers cannot train it sharded."""
-    if number_of_experts(config) and transformers_major() < OLDEST_TRANSFORMERS_OF_EXPERTS:
+    if number_of_experts(config) and older(version("transformers"), OLDEST_TRANSFORMERS_OF_EXPERTS):
         raise ConfigError(
             f"a mixture of experts ({config.model_type}) needs transformers {OLDEST_TRANSFORMERS_OF_EXPERTS} or newer "
-            f"on the native backend, this is {transformers_major()}; upgrade transformers, or use --backend smp"
+            f"on the native backend, this is {version('transformers')}; upgrade transformers, or use --backend smp"
         )
 
 

@@ -53,6 +53,7 @@ def test_what_is_assumed_holds(release: str, world: int, words: list[str], tmp_p
     assert len(report["findings"]) == (1 if words else 2)
     for lines in report["findings"].values():
         assert {line[:4].strip() for line in lines} == {"ok"}
+        assert {*LOSSES, *NORMS, *NAMES, "export"} <= {line[5:].partition(":")[0] for line in lines}
     assert any("{layer}" in name for name in report["names"])
 
 

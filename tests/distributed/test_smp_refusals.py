@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from traceback import StackSummary
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from smp_train import arguments
 from smp_train.backends import smp_choices, smp_library
 from smp_train.backends.base import Topology
 from smp_train.backends.smp import SmpBackend, refuse, refuse_model
 from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.launch import doctor
+from smp_train.launch.doctor import smp as doctor_smp
+from smp_train.models import smp_names
 from tests import harness, standin
 from tests.smp import DATA, MIXTRAL, NATIVE, NEEDS_NATIVE, Journal, install, refusal_of, smp, train_on_smp
 from tests.training import flags, train
@@ -74,6 +80,36 @@ def test_what_fsdp_cuts_is_asked_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> Non
     assert mesh == {"replicate": 2, "shard": 2}
     backend._root.sharding_strategy = ShardingStrategy.NO_SHARD
     assert not backend._settle_layout()
+
+
+@pytest.mark.parametrize(
+    ("table", "part"),
+    [("{layer}.{layer}.w: [w]", "redefinition"), ("w: ['{layer}.w']", "w has no placeholder 'layer'"),
+     ("'{layer}.w': w", "list"), ("w: ['{}']", "index"), ("w: []", "list"), ("w: [1]", "format")],
+)  # fmt: skip
+def test_a_table_of_names_is_refused_when_it_is_read(table: str, part: str, tmp_path: Path) -> None:
+    (tmp_path / "names.yaml").write_text(table.replace("{layer}.{layer}.w", "'{layer}.{layer}.w'"))
+    with pytest.raises(ConfigError, match=part):
+        smp_names.read_table(str(tmp_path / "names.yaml"))
+    assert not smp_names.table
+
+
+def test_the_doctor_refuses_flags_in_another_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--smp", "--seed", "5"]) == 2
+    assert "--seed 5: write flags of train as --name=value" in capsys.readouterr().err
+
+
+def test_the_doctor_begins_the_next_case_after_a_failed_comparison(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the other ranks do, which compare nothing."""
+
+    def examine(*of_case: Any) -> Any:
+        raise ValueError("a comparison")
+
+    monkeypatch.setattr(doctor_smp, "examine", examine)
+    assert doctor_smp.main(tmp_path, tmp_path / "report.json", []) == 2
+    assert len(json.loads((tmp_path / "report.json").read_text())["findings"]) == 2
 
 
 # --- where SMP cannot be used ----------------------------------------------------------------------
@@ -220,6 +256,51 @@ def test_logits_of_a_part_of_the_vocabulary_are_not_computed_from() -> None:
         smp_choices.whole_logits(Logits(), replace(topology, cp_size=2), 16, 8)
 
 
+@pytest.mark.parametrize(
+    ("values", "differ"),
+    [([1.0, 1.0, 1.0, 1.2], True), ([math.nan] * 4, True), ([1.0, 1.0, math.inf, math.inf], True),
+     ([1.0, 1.0, 2.0, 2.0], False)],
+)  # fmt: skip
+def test_logits_of_all_tensor_groups_have_one_verdict(
+    values: list[float], differ: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is the same on all ranks: a rank of equal logits does not go on while another group stops."""
+
+    def gathered(what: str, work: Any) -> list[Any]:
+        return values if what == "comparing logits" else [work()]
+
+    monkeypatch.setattr(smp_choices.distributed, "gather", gathered)
+    topology = Topology(torch.device("cpu"), dp_rank=0, dp_size=2, tp_rank=0, tp_size=2, cp_rank=0, cp_size=1, mesh={})
+    if not differ:
+        assert smp_choices.whole_logits(Logits(), topology, 16, 4)
+        return
+    with pytest.raises(ConfigError, match="different logits"):
+        smp_choices.whole_logits(Logits(), topology, 16, 4)
+
+
+def test_a_mean_over_no_token_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own loss, a mean, is NaN where no token is counted."""
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def model(input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: None) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.cross_entropy(weight[input_ids[0, :-1]], labels[0, 1:])}
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    backend = object.__new__(SmpBackend)
+    backend.topology = SimpleNamespace(cp_size=1, tp_size=1)  # type: ignore[assignment]
+    backend.transforms, backend._whole_logits, backend._fp8 = True, False, None
+    ids = torch.arange(8)[None]
+    for labels, counted in ((torch.full_like(ids, -100), 0), (ids, 7)):
+        weight.grad = None
+        loss = backend.loss_sum(model, ids, labels, None)  # type: ignore[arg-type]
+        loss.backward()
+        mean = torch.nn.functional.cross_entropy(weight[ids[0, :-1]], ids[0, 1:])
+        torch.testing.assert_close(loss, counted * mean)
+        assert weight.grad is not None
+        assert bool(weight.grad.any()) is bool(counted)
+        assert bool(weight.grad.isfinite().all())
+
+
 def test_rotary_caches_that_are_no_buffers_are_moved() -> None:
     module = torch.nn.Module()
     module.cos_cached, module.inner = torch.ones(2), torch.nn.Linear(1, 1)
@@ -242,6 +323,27 @@ def test_only_a_refusal_leads_to_the_form_of_the_sample(failure: type[Exception]
 
     with pytest.raises(failure, match="broken"):
         smp_choices.choose("anything", ours, lambda: None)
+
+
+@pytest.mark.parametrize(("failure", "refused"), [(AttributeError, True), (OSError, False)])
+def test_what_dcp_wraps_counts_as_what_was_raised(failure: type[Exception], refused: bool) -> None:
+    def ours() -> str:
+        raise CheckpointException("write", {1: (failure("no stage"), StackSummary())})
+
+    if refused:
+        assert smp_choices.choose("anything", ours, lambda: "sample") == "sample"
+        return
+    with pytest.raises(failure, match="no stage"):
+        smp_choices.choose("anything", ours, lambda: "sample")
+
+
+def test_a_failure_of_the_form_of_the_sample_names_the_refusal_before() -> None:
+    def fsdp(dtype: torch.dtype) -> None:
+        raise TypeError(f"refused {dtype}")
+
+    with pytest.raises(TypeError, match="bfloat16") as failure:
+        smp_choices.wrap(fsdp)
+    assert "float32" in str(failure.value.__cause__)
 
 
 # --- sizes that only SMP knows how it splits --------------------------------------------------------

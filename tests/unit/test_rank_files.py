@@ -269,10 +269,13 @@ EXPERTS = {
     ("config", "readable"),
     [
         ({"model_type": "mixtral", "torch_dtype": torch.float32}, True),
+        ({"model_type": "mixtral", "dtype": torch.float32, "rope_theta": 1e6, "transformers_version": None}, True),
+        # Read by transformers 5 from a file of transformers 4.
+        ({"dtype": torch.float32, "rope_parameters": {"rope_theta": 1e6}, "transformers_version": "4.36.0"}, False),
         ({"model_type": "mixtral", "dtype": torch.float32}, False),
         ({}, False),
     ],
-    ids=["transformers 4", "transformers 5", "unknown"],
+    ids=["transformers 4", "transformers 4.57", "transformers 5", "neither", "unknown"],
 )
 def test_flat_experts_are_read_in_the_order_of_transformers_4_alone(
     form: str, config: dict[str, Any], readable: bool, tmp_path: Path

@@ -54,6 +54,8 @@ def main(words: Sequence[str]) -> int:
         given, flags = options.parse_known_args(list(words))
         if flags and not given.smp:
             options.error(f"unrecognized arguments: {' '.join(flags)}")
+        if malformed := [flag for flag in flags if not (flag.startswith("--") and "=" in flag)]:
+            options.error(f"{' '.join(malformed)}: write flags of train as --name=value")
     except SystemExit as leaving:
         return int(leaving.code or 0)
     if given.network:
