@@ -89,7 +89,7 @@ def open_token_rows(
 
     _on_all_nodes(convert, ranks)
     with distributed.together(f"opening {files.location}"):
-        shards = sorted(files.files, key=lambda file: (file.name, file.shard))
+        shards = list(files.files)
         for shard in cache.missing(shards):
             raise DataError(f"{shard.shown}: its token cache vanished; is something clearing the --data_cache_dir?")
         rows = TokenRows(shards, [stored for stored in map(cache.stored, shards) if stored is not None])
