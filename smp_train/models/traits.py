@@ -18,9 +18,9 @@ PLAIN_HEADS = frozenset(
 """Model types whose logits are exactly the product of the head and the last hidden states, not scaled or capped."""
 WITHOUT_DERIVED_MASK = frozenset({"falcon"})
 """Model types for which transformers 5 does not derive the attention mask of packed rows from positions."""
-OLDEST_TRANSFORMERS_OF_EXPERTS = "5.3"
-"""In transformers 4 an expert without tokens has no gradient, so ranks would reduce different sets of gradients; 5.0 to
-5.2 compute tokens that are routed to no expert of this rank as nan."""
+OLDEST_TRANSFORMERS_OF_EXPERTS = "5.6"
+"""In transformers 4 an expert without tokens has no gradient, so ranks would reduce different sets of gradients. 5.0 to
+5.5 leave the outputs of tokens routed to another rank's experts uninitialized, which gives wrong gradients and nan."""
 
 
 def check_loss(config: Any) -> None:

@@ -232,11 +232,11 @@ def test_attention_with_more_than_queries_keys_and_values_is_refused(given: dict
 
 
 def test_mixtures_need_a_transformers_that_stacks_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traits, "version", lambda package: "5.3.0")
+    monkeypatch.setattr(traits, "version", lambda package: "5.6.0")
     traits.check_experts(AutoConfig.for_model("mixtral"))
-    monkeypatch.setattr(traits, "version", lambda package: "5.2.0")
+    monkeypatch.setattr(traits, "version", lambda package: "5.5.4")
     traits.check_experts(LLAMA)
-    with pytest.raises(ConfigError, match=r"mixtral.*transformers 5\.3"):
+    with pytest.raises(ConfigError, match=r"mixtral.*transformers 5\.6"):
         traits.check_experts(AutoConfig.for_model("mixtral"))
 
 
