@@ -6,6 +6,8 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -97,11 +99,9 @@ class LiveMemory(TorchDispatchMode):
     def _kind(self) -> str:
         frame: Any = sys._getframe(2)
         while frame is not None:
-            code = frame.f_code
-            for place, kind in ALLOCATORS:
-                file, _, function = place.partition(":")
-                if code.co_filename.endswith(file) and function in ("", code.co_name):
-                    return kind
+            kind = _kind_of_code(frame.f_code)
+            if kind is not None:
+                return kind
             frame = frame.f_back
         return HEAD if self.in_head else BACKWARD if self.in_backward else ACTIVATIONS
 
@@ -128,6 +128,16 @@ class LiveMemory(TorchDispatchMode):
             peak.clear()
             peak.update(self.live)
         peak[HOST] = host
+
+
+@cache
+def _kind_of_code(code: CodeType) -> str | None:
+    """Return the kind of memory that a function allocates by `ALLOCATORS`; None for any other function."""
+    for allocator, kind in ALLOCATORS:
+        file, _, function = allocator.partition(":")
+        if code.co_filename.endswith(file) and function in ("", code.co_name):
+            return kind
+    return None
 
 
 def on_device(live: Counter[str]) -> int:
