@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,6 @@ CASES: dict[str, dict[str, Any]] = {
     "llama_v3-8b, selective:op": {**LLAMA, "activation_checkpointing": "selective:op"},
     "llama_v3-8b, not checkpointed": {**LLAMA, "activation_checkpointing": "none"},
     "llama_v3-8b, packed rows": {**LLAMA, "short": "pack"},
-    "llama_v3-8b, padded rows": {**LLAMA, "short": "pad"},
     "llama_v3-1b, head tied": {"model_type": "llama_v3", "model_size": "1b"},
     "mistral-7b, window": {"model_type": "mistral", "model_size": "7b", "sliding_window": 4096},
     "mixtral-8x7b, experts": {"model_type": "mixtral", "model_size": "8x7b"},
@@ -65,6 +65,8 @@ CASES: dict[str, dict[str, Any]] = {
     "phi-2.7b": {"model_type": "phi", "model_size": "2.7b"},
 }
 """By name the flags of a run, its other flags left at their defaults."""
+READS = {("mixtral-8x7b, experts", 80), ("mixtral-8x7b, experts", 100)}
+"""Cases and architectures where the host reads the device on torch 2.8; tracing ends there, in the forward pass."""
 
 
 def main() -> int:
@@ -115,8 +117,11 @@ def problems(architecture: int, record: dict[str, Any]) -> list[str]:
     if "failure" in record:
         return [record["failure"]]
     gpu, found = ARCHITECTURES[architecture], []
-    for each in ("forward", "backward"):
-        if not (any(kernel["pass"] == each for kernel in record["kernels"]) or "reads" in record):
+    reads = "reads" in record
+    if reads and not ((record["case"], architecture) in READS and torch_release() == "2.8"):
+        found.append("the host reads values of the device")
+    for each in ("forward",) if reads else ("forward", "backward"):
+        if not any(kernel["pass"] == each for kernel in record["kernels"]):
             found.append(f"no kernel in the {each} pass")
     for kernel in record["kernels"]:
         if kernel["registers"] > REGISTERS_OF_A_THREAD or kernel["registers"] * kernel["threads"] > REGISTERS:
@@ -124,6 +129,11 @@ def problems(architecture: int, record: dict[str, Any]) -> list[str]:
         if kernel["shared"] > gpu.shared:
             found.append(f"{kernel['name']}: {kernel['shared']} bytes of shared memory of {gpu.shared}")
     return found
+
+
+def torch_release() -> str:
+    """Return the minor release of the installed torch, such as ``2.8``."""
+    return ".".join(version("torch").split(".")[:2])
 
 
 def report(results: dict[int, list[dict[str, Any]]], command: str, minutes: float) -> str:
@@ -155,9 +165,9 @@ def report(results: dict[int, list[dict[str, Any]]], command: str, minutes: floa
 
 
 def _cell(record: dict[str, Any]) -> str:
-    if "failure" in record:
-        return "failed"
-    kernels = record["kernels"]
+    kernels = record.get("kernels")
+    if not kernels:
+        return "failed" if "failure" in record else "no kernel"
     count = {each: len({k["name"] for k in kernels if k["pass"] == each}) for each in ("forward", "backward")}
     registers, shared = (max(kernel[what] for kernel in kernels) for what in ("registers", "shared"))
     spilled = sum(kernel["spilled"] > 0 for kernel in kernels)
@@ -337,12 +347,11 @@ def step(flags: dict[str, Any]) -> None:
     model = backend.build(spec, seed=0, seq_len=seq, initial=False)
     with mode:
         ids = torch.zeros(1, seq, dtype=torch.int64, device="cuda")
-        mask = torch.ones_like(ids) if flags.get("short") == "pad" else None
         positions, documents = None, None
         if flags.get("short") == "pack":
             positions = torch.zeros_like(ids)
             documents = torch.zeros(9, dtype=torch.int32, device="cuda"), seq // 4
-        loss = backend.loss_sum(model, ids, ids, mask, positions, documents)
+        loss = backend.loss_sum(model, ids, ids, positions, documents)
     loss.backward()  # AOTAutograd copies a graph's constants first, which are no fake tensors
 
 
