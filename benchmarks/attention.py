@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
             given: Any = partial(dict, attention_mask=mask if kind == "padded" else None)
             if batch.position_ids is not None:
                 given = partial(packed_inputs, theirs, batch.position_ids)
-            own = partial(how.inputs, batch.input_ids, None, batch.position_ids, batch.documents)
+            own = partial(how.inputs, batch.input_ids, batch.position_ids, batch.documents)
             pairs = [(_pass(theirs, batch, given), _pass(ours, batch, own)) for _ in range(args.rounds + 1)][1:]
             before, after = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))
             ratio = statistics.median(two / one for one, two in pairs)

@@ -332,4 +332,4 @@ def loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:
     documents = None if batch.documents is None else (move(batch.documents[0]), batch.documents[1])
     ids = move(batch.input_ids)
     labels = ids if batch.labels is batch.input_ids else move(batch.labels)
-    return backend.loss_sum(model, ids, labels, None, positions, documents)
+    return backend.loss_sum(model, ids, labels, positions, documents)

@@ -74,19 +74,17 @@ class Backend(ABC):
 
     @abstractmethod
     def loss_sum(
-        self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,
-        position_ids: Tensor | None = None, documents: tuple[Tensor, int] | None = None,
+        self, model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None,
+        documents: tuple[Tensor, int] | None = None,
     ) -> Tensor:  # fmt: skip
         """Run the forward pass and return this rank's summed loss over its counted tokens, a float32 scalar.
 
         Args:
             model: What `build` returned.
-            input_ids: int64 ``[batch, seq]`` on the device.
+            input_ids: int64 ``[batch, seq]`` on the device; padding is on the right, so that no token attends to it.
             labels: int64 ``[batch, seq]``, not shifted, -100 for tokens without loss.
-            attention_mask: int64 ``[batch, seq]``, or None when every token is attended to, or none but padding on the
-                right is not.
             position_ids: int64 ``[batch, seq]``, restarting at 0 for each of several documents packed in a row, which
-                do not attend to each other; None when every row is one document. Not together with a mask.
+                do not attend to each other; None when every row is one document.
             documents: With ``position_ids``, `Batch.documents` on the device; they say the same.
         """
 

@@ -238,32 +238,31 @@ class NativeBackend(Backend):
             compile.apply(layers, backend=args.torch_compile_backend)
 
     def loss_sum(
-        self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,
-        position_ids: Tensor | None = None, documents: tuple[Tensor, int] | None = None,
+        self, model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None,
+        documents: tuple[Tensor, int] | None = None,
     ) -> Tensor:  # fmt: skip
         """See `Backend.loss_sum`."""
         targets = losses.shift(labels)
         watched = self.routers is not None and torch.is_grad_enabled()
-        real = router_loss.unpadded(input_ids, labels) if watched and attention_mask is None else attention_mask
+        not_padding = router_loss.unpadded(input_ids, labels) if watched else None
         if self.context is not None:
-            self.context.show(attention_mask)
             input_ids, targets = self.context.split(input_ids), self.context.split(targets)
             inputs: dict[str, Any] = {"position_ids": self.context.positions(input_ids.device)}
         else:
             assert self.attention is not None
-            inputs = self.attention.inputs(input_ids, attention_mask, position_ids, documents)
-        if self.routers is None or not watched:
+            inputs = self.attention.inputs(input_ids, position_ids, documents)
+        if self.routers is None or not_padding is None:
             return model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
         self.routers.start()
         loss: Tensor = model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
-        self._of_routers = self.routers.finish(self._seen_by_routers(real))
+        self._of_routers = self.routers.finish(self._seen_by_routers(not_padding))
         return loss
 
-    def _seen_by_routers(self, mask: Tensor | None) -> Tensor | None:
-        """Return the part of a mask ``[batch, seq]`` that is of the tokens this rank's routers see."""
-        if mask is not None and self.context is not None:
+    def _seen_by_routers(self, mask: Tensor) -> Tensor:
+        """Return the columns of a mask ``[batch, seq]`` whose tokens pass through this rank's routers."""
+        if self.context is not None:
             mask = self.context.split(mask)
-        if mask is not None and self.mesh.experts is not None:  # beside which tensor ranks have tokens of their own
+        if self.mesh.experts is not None:  # with expert parallelism, tensor ranks split the sequence
             mask = mask.chunk(self.topology.tp_size, dim=1)[self.topology.tp_rank]
         return mask
 

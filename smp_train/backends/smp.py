@@ -162,8 +162,8 @@ class SmpBackend(Backend):
         return self._saver
 
     def loss_sum(
-        self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,
-        position_ids: Tensor | None = None, documents: tuple[Tensor, int] | None = None,
+        self, model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None,
+        documents: tuple[Tensor, int] | None = None,
     ) -> Tensor:  # fmt: skip
         """See `Backend.loss_sum`.
 
@@ -173,9 +173,7 @@ class SmpBackend(Backend):
         targets = losses.shift(labels)
         if self.topology.cp_size > 1:
             input_ids, targets = self._piece(input_ids), self._piece(targets)
-        # SMP's own implementation is always causal, and Transformer Engine's masks have the opposite meaning.
-        mask = None if self.transforms else attention_mask
-        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask}
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": None}
         if position_ids is not None:
             inputs = {"input_ids": input_ids, **packed_inputs(self._root.module, position_ids)}
         if self.transforms:

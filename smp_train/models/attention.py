@@ -98,24 +98,23 @@ class Attention:
             )  # fmt: skip
 
     def inputs(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
-        documents: tuple[Tensor, int] | None,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Return the arguments of ``forward`` beside ``input_ids``, which `Backend.loss_sum` describes.
+        self, input_ids: Tensor, position_ids: Tensor | None, documents: tuple[Tensor, int] | None
+    ) -> dict[str, Any]:
+        """Return further arguments of ``forward`` for the inputs of `Backend.loss_sum`.
 
         Nothing here waits for the device.
         """
         config: Any = self.model.config
         rows, seq = input_ids.shape
         windowed = self.by_bounds and (getattr(config, "sliding_window", None) or seq) < seq
-        if attention_mask is None and position_ids is None and (windowed or (self.packed and self.compiled)):
+        if position_ids is None and (windowed or (self.packed and self.compiled)):
             # A window has a kernel only by bounds, and compiled layers should meet one kind of mask, whole rows or not.
             position_ids = torch.arange(seq, device=input_ids.device).repeat(rows, 1)
             documents = torch.arange(0, (rows + 1) * seq, seq, dtype=torch.int32, device=input_ids.device), seq
         if config._attn_implementation == NAME:
-            return self._own_inputs(seq, attention_mask, position_ids, documents)
+            return self._own_inputs(position_ids, documents)
         if position_ids is None:
-            return {"attention_mask": attention_mask}
+            return {"attention_mask": None}
         inputs: dict[str, Any] = packed_inputs(self.model, position_ids)
         if documents is not None and config._attn_implementation.startswith("flash") and causal_alone(config) is None:
             # The length is an upper bound: a power of two has few values to be compiled in.
@@ -127,13 +126,10 @@ class Attention:
         return inputs
 
     def _own_inputs(
-        self, seq: int, attention_mask: Tensor | None, position_ids: Tensor | None,
-        documents: tuple[Tensor, int] | None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, position_ids: Tensor | None, documents: tuple[Tensor, int] | None
+    ) -> dict[str, Any]:
         if position_ids is None:
-            if attention_mask is not None:
-                attention_mask = causal(seq, attention_mask.device) & attention_mask.bool()[:, None, None, :]
-            return {"attention_mask": attention_mask}
+            return {"attention_mask": None}
         if documents is None or not self.by_bounds:
             return {"attention_mask": same_document(position_ids), "position_ids": position_ids}
         # The sizes 0 and 1 would be compiled in.

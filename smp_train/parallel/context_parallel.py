@@ -84,7 +84,6 @@ class ContextSplit:
         self.pieces = (rank, 2 * self.degree - 1 - rank)
         # Made here, as torch cannot make one inside the dispatch modes of selective checkpointing.
         self._causal = {end: _last_of(self.piece, end) for end in map(self._end, self.pieces)}
-        self._visible: Tensor | None = None
         """Which keys of the whole sequence may be attended to, bool ``[batch, seq]``; None for all."""
 
     def apply(self, model: Any) -> None:
@@ -103,10 +102,6 @@ class ContextSplit:
         """Return the positions in the whole sequence of what `split` keeps, int64 ``[1, seq / degree]``."""
         return self.split(torch.arange(2 * self.degree * self.piece, device=device).unsqueeze(0))
 
-    def show(self, attention_mask: Tensor | None) -> None:
-        """Set which keys are visible until the next call, from an int64 ``[batch, seq]`` mask of the whole sequence."""
-        self._visible = None if attention_mask is None else attention_mask.bool()
-
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
@@ -118,7 +113,7 @@ class ContextSplit:
             query: ``[batch, heads, seq / degree, head_dim]``.
             key: ``[batch, kv_heads, seq / degree, head_dim]``, as is ``value``.
             value: See ``key``.
-            attention_mask: None; see `show`.
+            attention_mask: None: attention is causal.
             dropout: Of attention weights.
             scaling: Of scores; by default one over the root of head_dim.
             sliding_window: Tokens that are looked back at, or None for all.
@@ -168,12 +163,11 @@ class ContextSplit:
 
     def _mask(self, end: int, window: int | None, device: torch.device) -> Any:
         """Return which of the first ``end`` keys each of the last ``piece`` of these tokens attends to."""
-        if self._visible is None and (window is None or window >= end):
+        if window is None or window >= end:
             return self._causal[end]
         keys = torch.arange(end, device=device)
         tokens = keys[-self.piece :].unsqueeze(1)
         allowed = keys <= tokens
         if window is not None:
             allowed &= keys > tokens - window
-        # A token with padding only before it attends to nothing: torch then gives zeros, as without a split.
-        return allowed if self._visible is None else allowed & self._visible[:, None, None, :end]
+        return allowed

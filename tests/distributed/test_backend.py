@@ -196,7 +196,7 @@ def used(backend_name: str) -> Iterator[tuple[str, Any]]:
         def backward(model: Any, optimizer: Any, labels: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
             with backend.accumulation(model, last=True):
-                loss = backend.loss_sum(model, ids, labels, None)
+                loss = backend.loss_sum(model, ids, labels)
                 loss.backward()
             return backend.sum_over_data(loss.detach().clone())
 

@@ -33,7 +33,7 @@ def masks(setting: str) -> dict[str, Any]:
         train_utils.seed_for(backend, args, 1)
         ids = torch.randint(spec.config.vocab_size, (1, args.max_context_width), generator=torch.Generator())
         for _ in range(2):
-            backend.loss_sum(model, ids, ids, None).backward()
+            backend.loss_sum(model, ids, ids).backward()
         return seen
 
 

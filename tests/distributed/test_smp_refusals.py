@@ -292,7 +292,7 @@ def test_a_mean_over_no_token_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     ids = torch.arange(8)[None]
     for labels, counted in ((torch.full_like(ids, -100), 0), (ids, 7)):
         weight.grad = None
-        loss = backend.loss_sum(model, ids, labels, None)  # type: ignore[arg-type]
+        loss = backend.loss_sum(model, ids, labels)  # type: ignore[arg-type]
         loss.backward()
         mean = torch.nn.functional.cross_entropy(weight[ids[0, :-1]], ids[0, 1:])
         torch.testing.assert_close(loss, counted * mean)

@@ -98,7 +98,7 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
 
         dist.all_reduce = counting
         with backend.accumulation(model, last=index == micro_batches - 1), Watch() as forward:
-            loss = backend.loss_sum(model, ids, ids, None)
+            loss = backend.loss_sum(model, ids, ids)
             gathered = [not isinstance(layer.mlp.up_proj.weight, DTensor) for layer in model.model.layers]
             with Watch() as backward:
                 loss.backward()
@@ -233,7 +233,7 @@ def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
         same = all(torch.equal(converted[name].to_local(), plain[name].to_local()) for name in plain)
         count = sum(type(module).__name__ == "Float8Linear" for module in models[1].modules())
         ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(ranks.rank))
-        loss = backend.loss_sum(models[1], ids, ids, None)
+        loss = backend.loss_sum(models[1], ids, ids)
         loss.backward()
         finite = all(bool(p.grad.to_local().isfinite().all()) for p in models[1].parameters())
         return count, list(converted) == list(plain), same, bool(loss.isfinite()) and finite

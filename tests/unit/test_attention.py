@@ -79,7 +79,7 @@ def loss_of(model: Any, batch: Batch, inputs: dict[str, Any]) -> Tensor:
 
 
 def ours_of(how: Attention, batch: Batch) -> dict[str, Any]:
-    return how.inputs(batch.input_ids, None, batch.position_ids, batch.documents)
+    return how.inputs(batch.input_ids, batch.position_ids, batch.documents)
 
 
 def gradients(model: Any, loss: Tensor) -> list[Tensor]:
