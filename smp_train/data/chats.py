@@ -17,7 +17,7 @@ import numpy as np
 from smp_train.data.kinds import SYSTEM, TOOLS, Kind
 from smp_train.data.readers import Record, not_utf8
 from smp_train.data.source import Problem, Row
-from smp_train.data.text import Span, answer_row, object_of, string, tokens_in_spans, without_nul
+from smp_train.data.text import Span, answer_row, checked_text, object_of, string, tokens_in_spans
 from smp_train.errors import ConfigError, one_line
 from smp_train.storage.paths import place as open_path
 
@@ -26,8 +26,6 @@ SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT,
     "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-MAX_TURNS = 512
-"""Most turns of a chat whose template does not mark answers: each answer takes two more renderings of the chat."""
 RENDER_SECONDS, MAX_CHARACTERS = 20.0, 64 << 20
 """CPU time for a group of chats, and length of a rendered chat: a template may loop without end."""
 SHOWN = 300
@@ -102,8 +100,6 @@ class Chats:
     def _answers(self, turns: Turns, tools: Tools, text: str) -> list[Span]:
         """Return the spans of the assistant's turns in the text of a chat. Raises ValueError."""
         remedy = "give a template with {% generation %} (--chat_template)"
-        if len(turns) > MAX_TURNS:
-            raise ValueError(f"its {len(turns)} turns are more than {MAX_TURNS}; divide it, or {remedy}")
         spans = []
         for number in (number for number, turn in enumerate(turns) if turn["role"] == ASSISTANT):
             if number == 0:
@@ -243,5 +239,5 @@ def _cleaned(value: Any) -> Any:
     if isinstance(value, UnicodeDecodeError):
         raise ValueError(not_utf8(value))
     if isinstance(value, str):
-        return without_nul(value)
+        return checked_text(value)
     return [_cleaned(part) for part in value] if isinstance(value, list) else value

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from math import gcd
@@ -80,7 +80,7 @@ class StreamedData(Loader):
         self.readers = stream.size / self.streams
         """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
         self._numbers = stream[rank == self.dp_rank].tolist()
-        self._checked: set[int] = set()
+        self._restarted = False
         epochs = self.reading.epochs
         self.exhausted = epochs is not None and all(cursor.epoch >= epochs for cursor in cursors)
 
@@ -114,47 +114,42 @@ class StreamedData(Loader):
         """Begin this rank's streams at the step that will be handed over next."""
         parts = assign_parts(self.reading.sources, self.streams)
         self._open = {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in self._numbers}
-        self._opening: dict[int, Future[None]] = {}
 
     def check(self) -> None:
-        """Read the first block of the streams that this rank reads first. Raises DataError."""
+        """Check the first block of the streams that this rank reads first. Raises DataError."""
         self._restart()
-        first = dict.fromkeys((self.positions(self._consumed) % self.streams).ravel().tolist())
-        self._checked = set(list(first)[:CHECKED_STREAMS])
+        self._restarted = True
+        numbers = dict.fromkeys((self.positions(self._consumed) % self.streams).ravel().tolist())
+        streams = [self._open[v] for v in numbers][:CHECKED_STREAMS]
         with ThreadPoolExecutor(OPENED_TOGETHER) as pool:
-            list(pool.map(lambda v: self._open[v].open(), self._checked))
-        for v in self._checked:
-            self._open[v].check()
+            for stream in streams:
+                stream.open(pool)
+        for stream in streams:
+            stream.check()
 
     def _steps(self, consumed: int) -> Iterator[_Step]:
         if consumed != self._consumed:
             raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
         self._use_device()
-        if not self._checked:  # earlier steps may have been read ahead, and not handed over
+        if not self._restarted:  # earlier steps may have been read ahead, and not handed over
             self._restart()
-        checked, self._checked, streams = self._checked, set(), self._open
+        self._restarted, streams = False, self._open
         pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-streams")
         try:
-            self._opening = {v: pool.submit(streams[v].open) for v in streams if v not in checked}
+            for stream in streams.values():
+                stream.open(pool)
             while True:
                 batches = []
                 for positions in self.positions(consumed).tolist():
-                    samples = [self._move(p % self.streams, p // self.streams).take() for p in positions]
+                    samples = [streams[p % self.streams].skip_to(p // self.streams).take() for p in positions]
                     present = [sample for sample in samples if sample is not None]
                     batches.append(collate(present, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory))
                 consumed += self.global_batch
-                ended = (self._move(v, self._samples(v, consumed)).ended for v in streams)
+                ended = (stream.skip_to(self._samples(v, consumed)).ended for v, stream in streams.items())
                 exhausted = self.reading.epochs is not None and all(ended)
                 yield _Step(batches, consumed, {v: (s.samples, s.cursor) for v, s in streams.items()}, exhausted)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _move(self, v: int, sample: int) -> Stream:
-        """Return a stream of this rank, moved to a sample."""
-        if v in self._opening:
-            self._opening.pop(v).result()
-        self._open[v].skip_to(sample)
-        return self._open[v]
 
     def _hand_over(self, step: _Step) -> list[Batch]:
         self._before = self._consumed, self._cursors
@@ -184,7 +179,8 @@ class StreamedData(Loader):
         if not merged[:, 0].all():
             raise RuntimeError(f"no rank knows the cursor of stream {int(merged[:, 0].argmin())}")
         cursors = merged[:, 1:].tolist()
-        return {"version": STATE_VERSION, "consumed": consumed, **self._identity(), "cursors": cursors}
+        version = {"kind": "streamed", "version": STATE_VERSION}
+        return {**version, "consumed": consumed, **self._identity(), "cursors": cursors}
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """Restore a saved state and return its ``consumed``. Not collective.
@@ -192,7 +188,7 @@ class StreamedData(Loader):
         Raises DataError where the state would mean other samples; ``allow_data_change`` continues at the same cursors
         of other files, with a warning.
         """
-        if state.get("version") != STATE_VERSION or "cursors" not in state:
+        if state.get("kind") != "streamed":
             remedy = "resume with --streaming 0, or start a new run from its weights (--finetune 1)"
             raise DataError(f"the training data changed: the checkpoint is of indexed data, not of streams; {remedy}")
         now = self._identity()

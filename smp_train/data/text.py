@@ -46,13 +46,14 @@ def string(fields: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         names = first_few(list(fields), most=8) or "no field"
         raise ValueError(f'no "{name}" string in this record (it has {names}); set --text_column')
-    return without_nul(value)
+    return checked_text(value)
 
 
-def without_nul(text: str) -> str:
-    """Return a text. Raises ValueError if it holds a NUL character."""
+def checked_text(text: str) -> str:
+    """Return a text. Raises ValueError if it holds a NUL character, or half of a surrogate pair."""
     if "\0" in text:
         raise ValueError(f"character {text.index(chr(0))} is a NUL; is it text? remove it")
+    text.encode()  # UnicodeEncodeError, which is a ValueError, for half of a surrogate pair
     return text
 
 
@@ -70,7 +71,7 @@ class Texts:
         texts: dict[int, str] = {}
         for number, record in enumerate(records):
             try:
-                text = without_nul(record) if isinstance(record, str) else string(object_of(record), self._field)
+                text = checked_text(record) if isinstance(record, str) else string(object_of(record), self._field)
                 if text.strip():
                     texts[number] = text
             except ValueError as error:

@@ -199,7 +199,6 @@ BAD_CALLS = {
     "nowhere": ("--input /nowhere --output o --train_tokenizer 400", DataError, "/nowhere: "),
     "short rows": ("--input {here} --output o --train_tokenizer 400 --seq_len 1", ConfigError, "--seq_len: 1: must"),
     "fraction": ("--input {here} --output o --tokenizer t --validation_fraction 1", ConfigError, "--validation_f"),
-    "output": ("--input i --output o --tokenizer t --output_type cache", ConfigError, "--output_type cache: training"),
     "special": ("--input i --output o --tokenizer t --special_tokens <x>", ConfigError, "--train_tokenizer"),
     "many special": ("--input {here} --output {out} --train_tokenizer 258 --special_tokens a b", ConfigError, "259"),
 }
