@@ -28,8 +28,6 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 RENDER_SECONDS, MAX_CHARACTERS = 20.0, 64 << 20
 """CPU time for a group of chats, and length of a rendered chat: a template may loop without end."""
-SHOWN = 300
-"""Length at which a template's own message is cut."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CLOCK = "strftime_now"
 """The function by which templates write today's date."""
@@ -44,7 +42,7 @@ FIXED_CLOCK = (
 
 
 Turns = list[dict[str, Any]]
-"""Each with ``role``, ``content`` (a text, or parts of type text), and other fields of the template."""
+"""Each with ``role``, ``content`` (a string, or parts of type text), and other fields that a template reads."""
 Tools = list[dict[str, Any]] | None
 
 
@@ -54,19 +52,13 @@ class Chats:
     An answer is the text that the template marks by ``{% generation %}``, else the text that an assistant's turn adds
     to the rendering of the turns before it with the generation prompt. A token partly in an answer carries loss.
 
-    Args:
-        tokenizer: of transformers, fast.
-        kind: names the fields of a record.
-        name: of the tokenizer, for messages.
-        chat_template: a file that replaces the tokenizer's template.
-
-    Raises ConfigError if the tokenizer has no template, or it does not compile.
+    ``tokenizer`` is a fast tokenizer of transformers, ``name`` its name in messages, and ``chat_template`` a file that
+    replaces its template. Raises ConfigError if there is no template, or if it does not compile.
     """
 
     def __init__(self, tokenizer: Any, kind: Kind, name: str, chat_template: str | None = None) -> None:
         self._tokenizer, self._kind = tokenizer, kind
         self.template = compiled_template(tokenizer, name, chat_template)
-        """Text of the template."""
         self._marked = bool(GENERATION.search(self.template))
 
     def __call__(self, records: Sequence[Record]) -> list[Row | Problem | None]:
@@ -132,7 +124,7 @@ class Chats:
         except (EndlessTemplate, MemoryError):
             raise
         except Exception as error:  # a template may raise anything
-            raise ValueError(f"the chat template refuses it ({one_line(error)[:SHOWN]}); correct the turns") from None
+            raise ValueError(f"the chat template refuses it ({one_line(error)[:300]}); correct the turns") from None
 
 
 class EndlessTemplate(Exception):
@@ -166,19 +158,15 @@ def compiled_template(tokenizer: Any, name: str, chat_template: str | None) -> s
     """Return the text of the chat template, after a trial rendering. Raises ConfigError."""
     from jinja2 import TemplateSyntaxError
 
-    location = chat_template or name
+    location, remedy = chat_template or name, "give --chat_template FILE"
     try:
         if chat_template is not None:
             tokenizer.chat_template = open_path(chat_template).read_text(encoding="utf-8")
         template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
     except (OSError, ValueError) as error:  # ValueError: several templates without a default
-        raise ConfigError(
-            f"chat template of {location}: cannot be read ({one_line(error)}); give --chat_template FILE"
-        ) from None
+        raise ConfigError(f"chat template of {location}: cannot be read ({one_line(error)}); {remedy}") from None
     if not template:
-        raise ConfigError(
-            f"--tokenizer {name}: has no chat template, and the data holds chats; give --chat_template FILE"
-        )
+        raise ConfigError(f"--tokenizer {name}: has no chat template, and the data holds chats; {remedy}")
     template = FIXED_CLOCK + template if CLOCK in template else template
     try:
         with _limited(RENDER_SECONDS):
@@ -201,26 +189,22 @@ def chat_of(fields: dict[str, Any], kind: Kind) -> tuple[Turns, Tools]:
     keys = ("from", "value") if kind.style == "sharegpt" else ("role", "content")
     for number, turn in enumerate(turns):
         role, content = (turn.get(key) if isinstance(turn, dict) else None for key in keys)
-        if not isinstance(role, str):
-            raise ValueError(
-                f'{name}[{number}] has no "{keys[0]}" string; write each turn with {keys[0]} and {keys[1]}'
-            )
+        has_content = isinstance(content, str | list) or (isinstance(turn, dict) and turn.get("tool_calls"))
+        if not (isinstance(role, str) and has_content):
+            missing = keys[isinstance(role, str)]
+            raise ValueError(f'{name}[{number}] has no "{missing}" string; write each turn with {" and ".join(keys)}')
         if kind.style == "sharegpt":
             if role not in SHAREGPT_ROLES:
                 known = ", ".join(SHAREGPT_ROLES)
                 raise ValueError(f"{name}[{number}]: from is {role[:40]!r}, not one of {known}; rename it")
             turns[number] = {"role": SHAREGPT_ROLES[role], "content": content}
         for index, part in enumerate(content if isinstance(content, list) else ()):
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                shown = str(part.get("type") if isinstance(part, dict) else part)[:40]
+            fields_of_part = part if isinstance(part, dict) else {"type": str(part)[:40]}
+            if fields_of_part.get("type") != "text" or not isinstance(fields_of_part.get("text"), str):
                 raise ValueError(
-                    f"{name}[{number}]: content[{index}] is {shown!r}, not a part of type text with its text; only "
-                    "text is trained on: correct or remove the record"
+                    f"{name}[{number}]: content[{index}] is {fields_of_part.get('type')!r}, not a part of type text with "
+                    "its text; only text is trained on: correct or remove the record"
                 )
-        if not isinstance(content, str | list) and not turn.get("tool_calls"):
-            raise ValueError(
-                f'{name}[{number}] has no "{keys[1]}" string; write each turn with {keys[0]} and {keys[1]}'
-            )
     if kind.style == "sharegpt" and fields.get(SYSTEM):
         turns.insert(0, {"role": "system", "content": string(fields, SYSTEM)})
     tools = fields.get(TOOLS)
