@@ -29,8 +29,6 @@ SHAREGPT_ROLES = {
 RENDER_SECONDS, MAX_CHARACTERS = 20.0, 64 << 20
 """CPU time for a group of chats, and length of a rendered chat: a template may loop without end."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-CLOCK = "strftime_now"
-"""The function by which templates write today's date."""
 TODAY = datetime(2024, 7, 26)
 """The date that templates write: always the same, so that a resumed run trains on the same tokens."""
 FIXED_CLOCK = (
@@ -38,7 +36,7 @@ FIXED_CLOCK = (
     + "".join(f"|replace('%{code}', '{TODAY.strftime('%' + code)}')" for code in (*"dbBmyYaAHMS", "-d", "-m"))
     + " -}}{%- endmacro %}\n"  # templates are compiled with trim_blocks, which drops this line's end
 )
-"""Prepended to a template that asks for the date: replaces `CLOCK`."""
+"""Prepended to a template: replaces the function by which it asks for today's date."""
 
 
 Turns = list[dict[str, Any]]
@@ -167,7 +165,7 @@ def compiled_template(tokenizer: Any, name: str, chat_template: str | None) -> s
         raise ConfigError(f"chat template of {location}: cannot be read ({one_line(error)}); {remedy}") from None
     if not template:
         raise ConfigError(f"--tokenizer {name}: has no chat template, and the data holds chats; {remedy}")
-    template = FIXED_CLOCK + template if CLOCK in template else template
+    template = FIXED_CLOCK + template if "strftime_now" in template else template
     try:
         with _limited(RENDER_SECONDS):
             tokenizer.apply_chat_template([{"role": "user", "content": "?"}], chat_template=template, tokenize=False)
@@ -199,11 +197,11 @@ def chat_of(fields: dict[str, Any], kind: Kind) -> tuple[Turns, Tools]:
                 raise ValueError(f"{name}[{number}]: from is {role[:40]!r}, not one of {known}; rename it")
             turns[number] = {"role": SHAREGPT_ROLES[role], "content": content}
         for index, part in enumerate(content if isinstance(content, list) else ()):
-            fields_of_part = part if isinstance(part, dict) else {"type": str(part)[:40]}
-            if fields_of_part.get("type") != "text" or not isinstance(fields_of_part.get("text"), str):
+            kind_of_part, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (part, None)
+            if kind_of_part != "text" or not isinstance(text, str):
                 raise ValueError(
-                    f"{name}[{number}]: content[{index}] is {fields_of_part.get('type')!r}, not a part of type text with "
-                    "its text; only text is trained on: correct or remove the record"
+                    f"{name}[{number}]: content[{index}] is {str(kind_of_part)[:40]!r}, not a part of type text; only "
+                    "text is trained on: correct or remove the record"
                 )
     if kind.style == "sharegpt" and fields.get(SYSTEM):
         turns.insert(0, {"role": "system", "content": string(fields, SYSTEM)})

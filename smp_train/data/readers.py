@@ -47,17 +47,13 @@ def records(
 ) -> Iterator[tuple[int, int, Record]]:  # fmt: skip
     """Yield (index from 0, number from 1: of the line or row, record) of a file's records.
 
-    Blank lines are no records, but count in the numbers.
+    Blank lines are no records, but count in the numbers. Raises DataError, with file and line, for a damaged file.
 
     Args:
-        file: the file.
         fields: columns of a table to read, if they exist; None: all.
-        first: index of the first record to yield.
-        step: yield each ``step``-th record from ``first`` on.
+        first, step: yield each ``step``-th record from index ``first`` on.
         copy: path of a local copy of an object in S3; without one the object is streamed.
         tick: called with the number of bytes read since its last call.
-
-    Raises DataError, with file and line, where the file is damaged.
     """
     if file.kind == "hub":
         yield from tables.rows(hub.batches(file, first), fields, first, step)

@@ -142,13 +142,10 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
             add(room - each * size, numbers[: used - 1])
             add(room - in_last * size, numbers[used - 1 : used])
             done += placed
+    first_items = np.unique(bins_of_items, return_index=True)[1]
+    bins_of_items = np.argsort(np.argsort(first_items))[bins_of_items]
     order = np.argsort(bins_of_items, kind="stable")
-    bounds = np.concatenate([[0], np.cumsum(np.bincount(bins_of_items, minlength=bins))])
-    renumbered = np.empty(bins, dtype=np.int64)
-    renumbered[np.argsort(order[bounds[:-1]], kind="stable")] = np.arange(bins)
-    bins_of_items = renumbered[bins_of_items]
-    order = np.argsort(bins_of_items, kind="stable")
-    return order, np.concatenate([[0], np.cumsum(np.bincount(bins_of_items, minlength=bins))])
+    return order, np.concatenate([[0], np.cumsum(np.bincount(bins_of_items))])
 
 
 Table = Mapping[str, np.ndarray]
@@ -281,10 +278,6 @@ class Samples:
             begin, end = window(row, self.source.name(index), self.seq_len, self.long, key)
             add(index, begin, end - begin)
         return join(pieces, packed=self.short == "pack")
-
-    def name(self, index: int) -> str:
-        """Return the name of a sample; of a crop, the name of its row."""
-        return self.source.name(index) if self.long == "crop" else self.sample(index).name
 
 
 def check_layout(long: str, short: str) -> None:

@@ -20,9 +20,9 @@ from smp_train.data.bad_records import BadRecords
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.order import permute
 from smp_train.data.readers import Record, records
-from smp_train.data.rows import GROUP_BYTES, Problem, RowMaker, size_of
+from smp_train.data.rows import GROUP_BYTES, RowMaker, size_of
 from smp_train.data.samples import Piece, Sample, join, window
-from smp_train.data.source import Row
+from smp_train.data.source import Problem, Row
 from smp_train.errors import DataError
 
 BLOCK_RECORDS, BLOCK_BYTES = 256, 1 << 22
@@ -73,7 +73,6 @@ class Reading:
     shuffled: bool = True
     short: str = "concat"
     long: str = "split"
-    with_names: bool = True
     epochs: int | None = None
     """Epochs after which each stream ends; None: streams never end."""
     max_bad: float | None = None
@@ -248,7 +247,7 @@ class Stream:
                         begin = max(begin, start.token)
                     if begin < end:
                         truncated = reading.long == "truncate" and end < row.input_ids.size
-                        yield cursor, Piece(row, name if reading.with_names else "", begin, end, truncated)
+                        yield cursor, Piece(row, name, begin, end, truncated)
             reading.bad.judge(reading.max_bad, max(reading.bad.read, FEWEST_JUDGED))
 
 

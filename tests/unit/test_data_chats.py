@@ -382,7 +382,7 @@ def test_tokenizers_that_do_not_fit(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--eos_token <none>: "):
         maker_of(plain, TEXTS, eos_token="<none>")
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b\x0c not JSON")
-    with pytest.raises(ConfigError, match=r"tokenizer\.model: .*SentencePiece.*tokenizer\.json") as refused:
+    with pytest.raises(ConfigError, match=r"tokenizer\.model: .*SentencePiece") as refused:
         load(str(tmp_path / "tokenizer.model"))
     assert "\n" not in str(refused.value)
 
