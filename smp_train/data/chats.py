@@ -26,8 +26,8 @@ SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT,
     "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-RENDER_SECONDS, MAX_CHARACTERS = 20.0, 64 << 20
-"""CPU time for a group of chats, and length of a rendered chat: a template may loop without end."""
+RENDER_SECONDS = 20.0
+"""CPU time for a group of chats: a template may loop without end."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TODAY = datetime(2024, 7, 26)
 """The date that templates write: always the same, so that a resumed run trains on the same tokens."""
@@ -75,7 +75,7 @@ class Chats:
         try:
             turns, tools = chat_of(object_of(record), self._kind)
             parts = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
-            text = "" if self._marked and not parts else self._text(turns, tools)
+            text = "" if self._marked and not parts else self._render(turns, tools)
             if any(str(content) in text for content in parts):  # as Python shows a list
                 raise ValueError("the chat template knows no content in parts; make it one string")
             if self._marked:
@@ -97,8 +97,8 @@ class Chats:
                     "the first turn is the assistant's, so the chat template does not show where it begins; put a "
                     f"turn before it, or {remedy}"
                 )
-            question = self._text(turns[:number], tools, add_generation_prompt=True)
-            answered = self._text(turns[: number + 1], tools)
+            question = self._render(turns[:number], tools, add_generation_prompt=True)
+            answered = self._render(turns[: number + 1], tools)
             if not (text.startswith(answered) and answered.startswith(question)):
                 raise ValueError(
                     f"the chat template writes turn {number + 1} in another way when turns follow, so the answer has "
@@ -109,13 +109,8 @@ class Chats:
             raise ValueError("no turn of the assistant: nothing to learn; remove the record")
         return spans
 
-    def _text(self, turns: Turns, tools: Tools, **options: Any) -> str:
-        text = str(self._render(turns, tools, **options))
-        if len(text) > MAX_CHARACTERS:
-            raise ValueError(f"the chat template writes over {MAX_CHARACTERS} characters; correct the template")
-        return text
-
     def _render(self, turns: Turns, tools: Tools, **options: Any) -> Any:
+        """Return the text of a chat, or with ``tokenize`` its tokens. Raises ValueError."""
         options = {"chat_template": self.template, "tokenize": False, "tools": tools, **options}
         try:
             return self._tokenizer.apply_chat_template(turns, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ import numpy as np
 import orjson
 
 from smp_train.data.arrays_file import atomic_file
-from smp_train.data.readers import open_gzip_writer
+from smp_train.data.readers import compress
 from smp_train.data.source import IGNORED, Row
+
+GZIP_LEVEL = 2
 
 
 def is_held_out(record: str, fraction: float) -> bool:
@@ -78,10 +79,8 @@ class SplitWriter:
         path = self.folder / f"{self.folder.name}-{len(self.shards):05d}.json"
         content = b"".join(map(_line, rows))
         if self.args.zip:
-            buffer = io.BytesIO()
-            with open_gzip_writer(buffer) as stream:
-                stream.write(content)
-            path, content = path.with_suffix(".json.gz"), buffer.getvalue()
+            # Without a time equal content gives equal bytes.
+            path, content = path.with_suffix(".json.gz"), compress(content, GZIP_LEVEL, mtime=0)
         with atomic_file(str(path)) as file:
             file.write(content)
         sha256 = hashlib.sha256(content).hexdigest()
