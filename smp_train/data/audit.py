@@ -140,13 +140,11 @@ def _audit_indexed(
         if first == 1 and (seed := config.get("seed")) is not None:
             blocks, rest_of_block = divmod(sum(counts), BLOCK)
             slots = apportion(weights, BLOCK)
-            block = sources_of_block(blocks, slots, seed)[:rest_of_block]
-            expected = blocks * np.array(slots) + np.bincount(block, minlength=len(slots))
-            problems += [
-                f"{source}: was drawn from {count} times, its weight gives it {share}"
-                for source, count, share in zip(locations, counts, expected.tolist(), strict=True)
-                if count != share
-            ]
+            last_block = sources_of_block(blocks, slots, seed)[:rest_of_block].tolist()
+            for number, (source, count) in enumerate(zip(locations, counts, strict=True)):
+                share = blocks * slots[number] + last_block.count(number)
+                if count != share:
+                    problems.append(f"{source}: was drawn from {count} times, its weight gives it {share}")
     elif (size := rows or sizes.get("")) and first == 1 and "" in used:
         times, epochs = Counter(name for _, name in used[""]), config.get("epochs") or 0
         begun = -(-times.total() // size)

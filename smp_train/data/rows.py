@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,10 @@ class Recipe:
     eos_token: str | None = None  # token after each text and completion; None: the tokenizer's own
     trust_remote_code: bool = False  # run the tokenizer's code
 
+    @cached_property
     def identity(self) -> str:
-        """Return a digest of all that decides tokens: the content of the tokenizer, not its name."""
-        return _identity(self)
+        """A digest of all that decides tokens: the content of the tokenizer, not its name."""
+        return self.open().identity
 
     def open(self) -> RowMaker:
         """Return the `RowMaker`; loads the tokenizer. Raises ConfigError."""
@@ -73,11 +74,6 @@ class Recipe:
     def _digest(self, *content: str) -> str:
         text = repr((ROWS_VERSION, self.kind, *content))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-@lru_cache(maxsize=64)
-def _identity(recipe: Recipe) -> str:
-    return recipe.open().identity
 
 
 @dataclass

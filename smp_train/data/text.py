@@ -17,14 +17,10 @@ if TYPE_CHECKING:
 
 # Stanford Alpaca's prompts.
 ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
+    "Below is an instruction that describes a task{context}. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
-ALPACA_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
+ALPACA_CONTEXT = ", paired with an input that provides further context"
 Span = tuple[int, int]
 """Begin and end of an answer, in characters of its text."""
 
@@ -97,8 +93,8 @@ class Completions:
             fields = object_of(record)
             if self._kind.style == "alpaca":
                 extra = string(fields, INPUT) if fields.get(INPUT) is not None else ""
-                template = ALPACA_INPUT if extra.strip() else ALPACA
-                prompt = template.format(instruction=string(fields, INSTRUCTION), input=extra)
+                more = (ALPACA_CONTEXT, f"### Input:\n{extra}\n\n") if extra.strip() else ("", "")
+                prompt = ALPACA.format(instruction=string(fields, INSTRUCTION), context=more[0], input=more[1])
                 completion = string(fields, OUTPUT)
             else:
                 prompt, completion = (string(fields, name) for name in self._kind.fields)

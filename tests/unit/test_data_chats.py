@@ -387,7 +387,7 @@ def test_tokenizers_that_do_not_fit(plain: Path, tmp_path: Path) -> None:
 
 def test_the_identity_is_that_of_the_content(plain: Path, tmp_path: Path) -> None:
     copy = write_tokenizer(tmp_path / "elsewhere")
-    assert maker_of(copy).identity == maker_of(plain).identity == Recipe(CHATS, tokenizer=str(plain)).identity()
+    assert maker_of(copy).identity == maker_of(plain).identity == Recipe(CHATS, tokenizer=str(plain)).identity
     other = write_tokenizer(tmp_path / "other", MARKED)
     assert maker_of(other).identity != maker_of(plain).identity
     assert maker_of(other, TEXTS).identity == maker_of(plain, TEXTS).identity, "a text needs no template"
