@@ -39,7 +39,7 @@ TEXT_BYTES = 256 << 20
 TICK_LINES = 64
 GZIP_MAGIC = b"\x1f\x8b"
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
-"""Of UTF-8 and UTF-16."""
+"""The byte order marks of UTF-8 and UTF-16."""
 
 
 def records(

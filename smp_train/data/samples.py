@@ -83,9 +83,9 @@ def window(row: Row, name: str, seq_len: int, long: str, key: object = "") -> tu
     draw = int.from_bytes(hashlib.blake2b(f"smp-train crop {key}".encode(), digest_size=8).digest(), "little")
     begin = draw % (size - seq_len + 1)
     if row.labels is not None:
-        before = np.concatenate([[0], np.cumsum(row.labels != IGNORED)])
+        targets_before = np.concatenate([[0], np.cumsum(row.labels != IGNORED)])
         # The first token of a part has no token before it, so its label does not count.
-        begins = np.flatnonzero(before[seq_len:] > before[1 : size - seq_len + 2])
+        begins = np.flatnonzero(targets_before[seq_len:] > targets_before[1 : size - seq_len + 2])
         begin = int(begins[draw % begins.size]) if begins.size else begin
     return begin, begin + seq_len
 
@@ -128,18 +128,18 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
                 room = size + (sufficient & -sufficient).bit_length() - 1
                 numbers = np.concatenate(with_room.pop(room))
                 rooms ^= 1 << room
-                each = room // size
-                used = min(numbers.size, -(-(end - done) // each))
+                per_bin = room // size
+                used = min(numbers.size, -(-(end - done) // per_bin))
             else:
-                room, each = capacity, capacity // size
-                used = -(-(end - done) // each)
+                room, per_bin = capacity, capacity // size
+                used = -(-(end - done) // per_bin)
                 numbers = np.arange(bins, bins + used)
                 bins += used
-            placed = min(end - done, used * each)
-            bins_of_items[items[done : done + placed]] = np.repeat(numbers[:used], each)[:placed]
-            in_last = placed - (used - 1) * each
+            placed = min(end - done, used * per_bin)
+            bins_of_items[items[done : done + placed]] = np.repeat(numbers[:used], per_bin)[:placed]
+            in_last = placed - (used - 1) * per_bin
             add(room, numbers[used:])
-            add(room - each * size, numbers[: used - 1])
+            add(room - per_bin * size, numbers[: used - 1])
             add(room - in_last * size, numbers[used - 1 : used])
             done += placed
     first_items = np.unique(bins_of_items, return_index=True)[1]

@@ -32,7 +32,7 @@ FEWEST_STREAMS, MOST_STREAMS = 32, 256
 STREAM_BYTES = 1 << 20
 """Least bytes per stream."""
 FEWEST_JUDGED = 10_000
-"""Records of which the share of bad ones is taken at least, before a stream's epoch ends."""
+"""Until a stream's epoch ends, bad records are judged as a share of at least this many records."""
 
 
 class Cursor(NamedTuple):

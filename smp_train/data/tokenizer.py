@@ -89,8 +89,8 @@ def end_token(tokenizer: Tokenizer, name: str | None, location: str | None = Non
         number = tokenizer.token_to_id(token) if isinstance(token, str) else None
         if number is not None:
             return str(token), number
-    given = f"--eos_token {name}" if name is not None else " ".join(KNOWN_ENDS)
-    raise ConfigError(f"{given}: the tokenizer has no such token; name its end token with --eos_token")
+    tried = f"--eos_token {name}" if name is not None else " ".join(KNOWN_ENDS)
+    raise ConfigError(f"{tried}: the tokenizer has no such token; name its end token with --eos_token")
 
 
 def train(

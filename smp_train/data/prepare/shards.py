@@ -65,7 +65,7 @@ class SplitWriter:
             self.write()
 
     def write(self) -> None:
-        """Write the next shard, if there is a row for it."""
+        """Write the next shard, unless all rows are written."""
         rows = self._unwritten[: self.args.rows_per_shard]
         del self._unwritten[: len(rows)]
         if rows:
