@@ -192,7 +192,6 @@ def test_options_of_the_trained_tokenizer(texts, made, tmp_path):
 BAD_CALLS = {
     "no input": ("--output o", ConfigError, "required: --input"),
     "no tokenizer": ("--input i --output o", ConfigError, "--tokenizer --train_tokenizer is required"),
-    "unknown": ("--nonsense 1", ConfigError, "see smp-train prepare --help"),
     "nowhere": ("--input /nowhere --output o --train_tokenizer 400", DataError, "/nowhere: "),
     "short rows": ("--input {here} --output o --train_tokenizer 400 --seq_len 1", ConfigError, "--seq_len: 1: must"),
     "fraction": ("--input {here} --output o --tokenizer t --validation_fraction 1", ConfigError, "--validation_f"),
