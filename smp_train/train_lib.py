@@ -16,7 +16,7 @@ from smp_train.best import Best
 from smp_train.build_run import NO_LIMIT, Position, Run, build_run, mesh_sizes
 from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.tokenizer import from_files
-from smp_train.data.batch import Batch
+from smp_train.data.batch import Batch, collate
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import ConfigError, DataError
 from smp_train.naming import how_to_resume, output
@@ -221,7 +221,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         except Exception as error:
             # The other ranks enter this step's collectives: take part with an empty batch, then stop together.
             failure = error
-            micro_batches = [Batch.blank(args.train_batch_size, run.train_data.seq_len)]
+            micro_batches = [collate([], run.train_data.seq_len, size=args.train_batch_size)]
             micro_batches *= args.gradient_accumulation_steps
     while True:
         heartbeat.at(heartbeat.VOTE)

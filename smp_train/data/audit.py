@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +22,8 @@ END = float("inf")
 """End of a record that a sample has as a whole."""
 
 
-class StepRecord(NamedTuple):
-    """Samples that one rank consumed in one step; rows that lost their end, and the tokens with loss in these ends."""
-
-    dp_rank: int
-    dp_size: int | None
-    samples: list[str]
-    truncated: int
-    truncated_targets: int
+Records = dict[int, dict[int, dict[str, Any]]]
+"""What `DataAudit` wrote, by step and rank."""
 
 
 def audit(folder: Path, rows: int | None = None) -> int:
@@ -47,7 +41,8 @@ def audit(folder: Path, rows: int | None = None) -> int:
     except (OSError, ValueError):
         facts = {}
     problems = _missing_records(records)
-    steps = {step: [name for r in _peers(ranks).values() for name in r.samples] for step, ranks in records.items()}
+    recorded = {step: list(_peers(ranks).values()) for step, ranks in records.items()}
+    steps = {step: [name for record in peers for name in record["samples"]] for step, peers in recorded.items()}
     if (facts.get("config") or {}).get("long") == "crop":  # all windows in a row count as the same sample
         steps = {step: [WINDOW.sub("", name) for name in names] for step, names in steps.items()}
     if facts.get("streams"):
@@ -58,9 +53,9 @@ def audit(folder: Path, rows: int | None = None) -> int:
     if skipped:
         numbers = first_few([str(step) for step in skipped], most=SHOWN)
         print(f"{folder}: {len(skipped)} steps are not in the weights (--on_spike): {numbers}")
-    recorded = [record for ranks in records.values() for record in _peers(ranks).values()]
-    if cut := sum(record.truncated for record in recorded):
-        targets = sum(record.truncated_targets for record in recorded)
+    lost = [record for peers in recorded.values() for record in peers if "truncated" in record]
+    if lost:
+        cut, targets = (sum(record.get(key, 0) for record in lost) for key in ("truncated", "truncated_targets"))
         print(f"{folder}: {cut} rows lost their end, and with it {targets} tokens that carry loss (--long truncate)")
     names = [name for samples in steps.values() for name in samples]
     verdict = f"{len(problems)} problems" if problems else f"{verdict}, no step left out"
@@ -69,29 +64,25 @@ def audit(folder: Path, rows: int | None = None) -> int:
     return DataError.exit_code if problems else 0
 
 
-def _read_records(folder: Path) -> tuple[dict[int, dict[int, StepRecord]], list[int]]:
-    """Return the record of each rank in each step, by the newest attempt at it, and the steps that were skipped."""
+def _read_records(folder: Path) -> tuple[Records, list[int]]:
+    """Return the records of each step by the newest attempt at it, and the steps that were skipped."""
     paths = sorted(folder.glob("data_audit-rank*.jsonl"))
     if not paths:
         raise ConfigError(f"{folder}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
-    attempts: dict[int, dict[int, dict[int, StepRecord]]] = {}
+    attempts: dict[int, Records] = {}
     skips: dict[int, set[int]] = {}
     for path in paths:
         rank = int(path.stem.rpartition("rank")[2])
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 entry = json.loads(line)
-                attempt = int(entry.get("attempt", 0))
-                if "skipped" in entry:
-                    skips.setdefault(attempt, set()).update(range(entry["skipped"][0], entry["skipped"][1] + 1))
-                    continue
-                dp = entry.get("dp_rank", rank), entry.get("dp_size")
-                lost = entry.get("truncated", 0), entry.get("truncated_targets", 0)
-                record = StepRecord(*dp, entry["samples"], *lost)
-                attempts.setdefault(attempt, {}).setdefault(int(entry["step"]), {})[rank] = record
-            except (ValueError, KeyError, TypeError):
+            except ValueError:
                 continue  # the last line of a run that was killed
-    steps: dict[int, dict[int, StepRecord]] = {}
+            if "skipped" in entry:
+                skips.setdefault(entry["attempt"], set()).update(range(entry["skipped"][0], entry["skipped"][1] + 1))
+            else:
+                attempts.setdefault(entry["attempt"], {}).setdefault(entry["step"], {})[rank] = entry
+    steps: Records = {}
     skipped: set[int] = set()
     for attempt, records in sorted(attempts.items()):
         # An attempt supersedes all earlier attempts from its first step on.
@@ -101,19 +92,19 @@ def _read_records(folder: Path) -> tuple[dict[int, dict[int, StepRecord]], list[
     return steps, sorted(skipped & steps.keys())
 
 
-def _peers(ranks: dict[int, StepRecord]) -> dict[int, StepRecord]:
+def _peers(ranks: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the record of each data-parallel rank, in order: of ranks that share a model, the first."""
-    peers = {record.dp_rank: record for _, record in sorted(ranks.items(), reverse=True)}
+    peers = {record["dp_rank"]: record for _, record in sorted(ranks.items(), reverse=True)}
     return dict(sorted(peers.items()))
 
 
-def _missing_records(records: dict[int, dict[int, StepRecord]]) -> list[str]:
+def _missing_records(records: Records) -> list[str]:
     """Return where records are missing or contradict each other; delete an incomplete last step."""
     last = max(records)
     problems = [f"step {step} is missing" for step in range(min(records), last) if step not in records]
     for step, ranks in list(records.items()):
         peers = _peers(ranks)
-        if len(peers) < (next(iter(peers.values())).dp_size or 0):
+        if len(peers) < peers[min(peers)]["dp_size"]:
             if step < last:
                 problems.append(f"step {step}: the records of some ranks are missing")
             elif len(records) > 1:  # a kill came between the writes of two ranks
@@ -122,7 +113,7 @@ def _missing_records(records: dict[int, dict[int, StepRecord]]) -> list[str]:
         problems += [
             f"step {step}: rank {rank} read other samples than the ranks they share a model with"
             for rank, record in sorted(ranks.items())
-            if record.samples != peers[record.dp_rank].samples
+            if record["samples"] != peers[record["dp_rank"]]["samples"]
         ]
     return problems
 
@@ -149,13 +140,11 @@ def _audit_indexed(
         if first == 1 and (seed := config.get("seed")) is not None:
             blocks, rest_of_block = divmod(sum(counts), BLOCK)
             slots = apportion(weights, BLOCK)
-            block = sources_of_block(blocks, slots, seed)[:rest_of_block]
-            expected = blocks * np.array(slots) + np.bincount(block, minlength=len(slots))
-            problems += [
-                f"{source}: was drawn from {count} times, its weight gives it {share}"
-                for source, count, share in zip(locations, counts, expected.tolist(), strict=True)
-                if count != share
-            ]
+            last_block = sources_of_block(blocks, slots, seed)[:rest_of_block].tolist()
+            for number, (source, count) in enumerate(zip(locations, counts, strict=True)):
+                share = blocks * slots[number] + last_block.count(number)
+                if count != share:
+                    problems.append(f"{source}: was drawn from {count} times, its weight gives it {share}")
     elif (size := rows or sizes.get("")) and first == 1 and "" in used:
         times, epochs = Counter(name for _, name in used[""]), config.get("epochs") or 0
         begun = -(-times.total() // size)

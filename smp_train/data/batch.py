@@ -40,17 +40,12 @@ class Batch:
         """Return the number of labels that the loss counts: those not ignored that have a token before them."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
-    @classmethod
-    def blank(cls, micro_batch: int, seq_len: int) -> Batch:
-        """Return a batch without a counted token: a rank without data takes part in a step with it."""
-        shape = (micro_batch, seq_len)
-        return cls(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED))
-
 
 def collate(samples: Sequence[Sample], seq_len: int, *, size: int | None = None, pin_memory: bool = False) -> Batch:
     """Return samples of at most ``seq_len`` tokens as a batch [size, seq_len], padded on the right.
 
-    Rows of the batch after the last sample are fillers: attended zeros without a label, and without a name.
+    Rows of the batch after the last sample are fillers: attended zeros without a label, and without a name. A rank
+    without data takes part in a step with a batch of fillers.
     """
     size = size or len(samples)
     shape = size, seq_len

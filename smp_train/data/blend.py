@@ -37,23 +37,11 @@ class Joined:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def _locate(self, index: int) -> tuple[int, int]:
-        """Return (number of the source, index of the sample in it)."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        number = bisect.bisect_right(self.starts, index) - 1
-        return number, index - self.starts[number]
-
     def sample(self, index: int, key: object = "", *, named: bool = True) -> Sample:
         """Return a sample of the source that ``index`` falls into."""
-        number, row = self._locate(index)
-        sample = self.sources[number].sample(row, key, named=named)
+        number = bisect.bisect_right(self.starts, index) - 1
+        sample = self.sources[number].sample(index - self.starts[number], key, named=named)
         return sample._replace(name=f"{self.locations[number]}/{sample.name}") if named else sample
-
-    def name(self, index: int) -> str:
-        """Return ``location/name``."""
-        number, row = self._locate(index)
-        return f"{self.locations[number]}/{self.sources[number].name(row)}"
 
 
 class BlendOrder:

@@ -17,7 +17,7 @@ import numpy as np
 from smp_train.data.kinds import SYSTEM, TOOLS, Kind
 from smp_train.data.readers import Record, not_utf8
 from smp_train.data.source import Problem, Row
-from smp_train.data.text import Span, answer_row, object_of, string, tokens_in_spans, without_nul
+from smp_train.data.text import Span, answer_row, checked_text, object_of, string, tokens_in_spans
 from smp_train.errors import ConfigError, one_line
 from smp_train.storage.paths import place as open_path
 
@@ -26,15 +26,9 @@ SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT,
     "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-MAX_TURNS = 512
-"""Most turns of a chat whose template does not mark answers: each answer takes two more renderings of the chat."""
-RENDER_SECONDS, MAX_CHARACTERS = 20.0, 64 << 20
-"""CPU time for a group of chats, and length of a rendered chat: a template may loop without end."""
-SHOWN = 300
-"""Length at which a template's own message is cut."""
+RENDER_SECONDS = 20.0
+"""CPU time for a group of chats: a template may loop without end."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-CLOCK = "strftime_now"
-"""The function by which templates write today's date."""
 TODAY = datetime(2024, 7, 26)
 """The date that templates write: always the same, so that a resumed run trains on the same tokens."""
 FIXED_CLOCK = (
@@ -42,11 +36,11 @@ FIXED_CLOCK = (
     + "".join(f"|replace('%{code}', '{TODAY.strftime('%' + code)}')" for code in (*"dbBmyYaAHMS", "-d", "-m"))
     + " -}}{%- endmacro %}\n"  # templates are compiled with trim_blocks, which drops this line's end
 )
-"""Prepended to a template that asks for the date: replaces `CLOCK`."""
+"""Prepended to a template: replaces the function by which it asks for today's date."""
 
 
 Turns = list[dict[str, Any]]
-"""Each with ``role``, ``content`` (a text, or parts of type text), and other fields of the template."""
+"""Each with ``role``, ``content`` (a string, or parts of type text), and other fields that a template reads."""
 Tools = list[dict[str, Any]] | None
 
 
@@ -56,19 +50,13 @@ class Chats:
     An answer is the text that the template marks by ``{% generation %}``, else the text that an assistant's turn adds
     to the rendering of the turns before it with the generation prompt. A token partly in an answer carries loss.
 
-    Args:
-        tokenizer: of transformers, fast.
-        kind: names the fields of a record.
-        name: of the tokenizer, for messages.
-        chat_template: a file that replaces the tokenizer's template.
-
-    Raises ConfigError if the tokenizer has no template, or it does not compile.
+    ``tokenizer`` is a fast tokenizer of transformers, ``name`` its name in messages, and ``chat_template`` a file that
+    replaces its template. Raises ConfigError if there is no template, or if it does not compile.
     """
 
     def __init__(self, tokenizer: Any, kind: Kind, name: str, chat_template: str | None = None) -> None:
         self._tokenizer, self._kind = tokenizer, kind
         self.template = compiled_template(tokenizer, name, chat_template)
-        """Text of the template."""
         self._marked = bool(GENERATION.search(self.template))
 
     def __call__(self, records: Sequence[Record]) -> list[Row | Problem | None]:
@@ -87,7 +75,7 @@ class Chats:
         try:
             turns, tools = chat_of(object_of(record), self._kind)
             parts = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
-            text = "" if self._marked and not parts else self._text(turns, tools)
+            text = "" if self._marked and not parts else self._render(turns, tools)
             if any(str(content) in text for content in parts):  # as Python shows a list
                 raise ValueError("the chat template knows no content in parts; make it one string")
             if self._marked:
@@ -102,8 +90,6 @@ class Chats:
     def _answers(self, turns: Turns, tools: Tools, text: str) -> list[Span]:
         """Return the spans of the assistant's turns in the text of a chat. Raises ValueError."""
         remedy = "give a template with {% generation %} (--chat_template)"
-        if len(turns) > MAX_TURNS:
-            raise ValueError(f"its {len(turns)} turns are more than {MAX_TURNS}; divide it, or {remedy}")
         spans = []
         for number in (number for number, turn in enumerate(turns) if turn["role"] == ASSISTANT):
             if number == 0:
@@ -111,8 +97,8 @@ class Chats:
                     "the first turn is the assistant's, so the chat template does not show where it begins; put a "
                     f"turn before it, or {remedy}"
                 )
-            question = self._text(turns[:number], tools, add_generation_prompt=True)
-            answered = self._text(turns[: number + 1], tools)
+            question = self._render(turns[:number], tools, add_generation_prompt=True)
+            answered = self._render(turns[: number + 1], tools)
             if not (text.startswith(answered) and answered.startswith(question)):
                 raise ValueError(
                     f"the chat template writes turn {number + 1} in another way when turns follow, so the answer has "
@@ -123,20 +109,15 @@ class Chats:
             raise ValueError("no turn of the assistant: nothing to learn; remove the record")
         return spans
 
-    def _text(self, turns: Turns, tools: Tools, **options: Any) -> str:
-        text = str(self._render(turns, tools, **options))
-        if len(text) > MAX_CHARACTERS:
-            raise ValueError(f"the chat template writes over {MAX_CHARACTERS} characters; correct the template")
-        return text
-
     def _render(self, turns: Turns, tools: Tools, **options: Any) -> Any:
+        """Return the text of a chat, or with ``tokenize`` its tokens. Raises ValueError."""
         options = {"chat_template": self.template, "tokenize": False, "tools": tools, **options}
         try:
             return self._tokenizer.apply_chat_template(turns, **options)
         except (EndlessTemplate, MemoryError):
             raise
         except Exception as error:  # a template may raise anything
-            raise ValueError(f"the chat template refuses it ({one_line(error)[:SHOWN]}); correct the turns") from None
+            raise ValueError(f"the chat template refuses it ({one_line(error)[:300]}); correct the turns") from None
 
 
 class EndlessTemplate(Exception):
@@ -170,20 +151,16 @@ def compiled_template(tokenizer: Any, name: str, chat_template: str | None) -> s
     """Return the text of the chat template, after a trial rendering. Raises ConfigError."""
     from jinja2 import TemplateSyntaxError
 
-    location = chat_template or name
+    location, remedy = chat_template or name, "give --chat_template FILE"
     try:
         if chat_template is not None:
             tokenizer.chat_template = open_path(chat_template).read_text(encoding="utf-8")
         template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
     except (OSError, ValueError) as error:  # ValueError: several templates without a default
-        raise ConfigError(
-            f"chat template of {location}: cannot be read ({one_line(error)}); give --chat_template FILE"
-        ) from None
+        raise ConfigError(f"chat template of {location}: cannot be read ({one_line(error)}); {remedy}") from None
     if not template:
-        raise ConfigError(
-            f"--tokenizer {name}: has no chat template, and the data holds chats; give --chat_template FILE"
-        )
-    template = FIXED_CLOCK + template if CLOCK in template else template
+        raise ConfigError(f"--tokenizer {name}: has no chat template, and the data holds chats; {remedy}")
+    template = FIXED_CLOCK + template if "strftime_now" in template else template
     try:
         with _limited(RENDER_SECONDS):
             tokenizer.apply_chat_template([{"role": "user", "content": "?"}], chat_template=template, tokenize=False)
@@ -205,26 +182,22 @@ def chat_of(fields: dict[str, Any], kind: Kind) -> tuple[Turns, Tools]:
     keys = ("from", "value") if kind.style == "sharegpt" else ("role", "content")
     for number, turn in enumerate(turns):
         role, content = (turn.get(key) if isinstance(turn, dict) else None for key in keys)
-        if not isinstance(role, str):
-            raise ValueError(
-                f'{name}[{number}] has no "{keys[0]}" string; write each turn with {keys[0]} and {keys[1]}'
-            )
+        has_content = isinstance(content, str | list) or (isinstance(turn, dict) and turn.get("tool_calls"))
+        if not (isinstance(role, str) and has_content):
+            missing = keys[isinstance(role, str)]
+            raise ValueError(f'{name}[{number}] has no "{missing}" string; write each turn with {" and ".join(keys)}')
         if kind.style == "sharegpt":
             if role not in SHAREGPT_ROLES:
                 known = ", ".join(SHAREGPT_ROLES)
                 raise ValueError(f"{name}[{number}]: from is {role[:40]!r}, not one of {known}; rename it")
             turns[number] = {"role": SHAREGPT_ROLES[role], "content": content}
         for index, part in enumerate(content if isinstance(content, list) else ()):
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                shown = str(part.get("type") if isinstance(part, dict) else part)[:40]
+            kind_of_part, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (part, None)
+            if kind_of_part != "text" or not isinstance(text, str):
                 raise ValueError(
-                    f"{name}[{number}]: content[{index}] is {shown!r}, not a part of type text with its text; only "
+                    f"{name}[{number}]: content[{index}] is {str(kind_of_part)[:40]!r}, not a part of type text; only "
                     "text is trained on: correct or remove the record"
                 )
-        if not isinstance(content, str | list) and not turn.get("tool_calls"):
-            raise ValueError(
-                f'{name}[{number}] has no "{keys[1]}" string; write each turn with {keys[0]} and {keys[1]}'
-            )
     if kind.style == "sharegpt" and fields.get(SYSTEM):
         turns.insert(0, {"role": "system", "content": string(fields, SYSTEM)})
     tools = fields.get(TOOLS)
@@ -243,5 +216,5 @@ def _cleaned(value: Any) -> Any:
     if isinstance(value, UnicodeDecodeError):
         raise ValueError(not_utf8(value))
     if isinstance(value, str):
-        return without_nul(value)
+        return checked_text(value)
     return [_cleaned(part) for part in value] if isinstance(value, list) else value

@@ -71,7 +71,7 @@ def open_token_rows(
     """
     reading = f"reading {files.location}"
     with distributed.together(reading):
-        cache = TokenCache(files, recipe.identity(), cache_dir)
+        cache = TokenCache(files, recipe.identity, cache_dir)
         missing = cache.missing(files.files)
         if missing and (ranks is None or ranks.local_rank == 0):
             _check_space(cache, missing, recipe, processes * (ranks.world_size if ranks else 1))

@@ -11,7 +11,7 @@ from smp_train.data.batch import Batch, collate
 from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.loader import Loader, change_data, refuse_changed
 from smp_train.data.order import Order
-from smp_train.data.samples import Samples
+from smp_train.data.samples import Sample, Samples
 from smp_train.errors import ConfigError, DataError
 
 STATE_VERSION = 2
@@ -45,21 +45,25 @@ class TrainingData(Loader):
         return self.order.sizes() if isinstance(self.order, BlendOrder) else super().sizes()
 
     def names(self, consumed: int) -> list[list[str]]:
-        """See `Loader.names`; the name of a cropped row has no range."""
-        _, indices = self._order(self.positions(consumed))
-        return [[self.samples.name(index) for index in batch if index != FILLER] for batch in indices.tolist()]
+        """See `Loader.names`."""
+        epochs, indices = (table.tolist() for table in self._order(self.positions(consumed)))
+        batches = zip(epochs, indices, strict=True)
+        return [[sample.name for sample in self._samples(*batch, named=True)] for batch in batches]
 
     def _order(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (epochs, samples) at some positions; samples are `FILLER` after the last epoch."""
         epochs, indices = self.order.rows(positions)
         return epochs, indices if self.end is None else np.where(positions < self.end, indices, FILLER)
 
-    def _batch(self, epochs: list[int], indices: list[int]) -> Batch:
-        samples = [
-            self.samples.sample(index, (self.order.seed, epoch, index), named=self.named)
+    def _samples(self, epochs: list[int], indices: list[int], named: bool) -> list[Sample]:
+        return [
+            self.samples.sample(index, (self.order.seed, epoch, index), named=named)
             for epoch, index in zip(epochs, indices, strict=True)
             if index != FILLER
         ]
+
+    def _batch(self, epochs: list[int], indices: list[int]) -> Batch:
+        samples = self._samples(epochs, indices, self.named)
         return collate(samples, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory)
 
     def _steps(self, consumed: int) -> Iterator[list[Batch]]:

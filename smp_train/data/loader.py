@@ -19,7 +19,7 @@ import torch
 
 from smp_train.data.batch import Batch
 from smp_train.distributed import ALL_RANKS
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
 
@@ -51,12 +51,6 @@ class Loader:
         self, *, seq_len: int, micro_batch: int, accumulation: int, dp_rank: int, dp_size: int, prefetch: int = 4,
         pin_memory: bool = False,
     ) -> None:  # fmt: skip
-        if seq_len < 2:
-            raise ConfigError(f"--max_context_width {seq_len}: a row of one token has none to predict; use 2 or more")
-        if not 0 <= dp_rank < dp_size:
-            raise ConfigError(f"data-parallel rank {dp_rank} is not one of {dp_size}")
-        if min(micro_batch, accumulation) < 1:
-            raise ConfigError("--train_batch_size and --gradient_accumulation_steps must be at least 1")
         self.seq_len, self.micro_batch, self.accumulation = seq_len, micro_batch, accumulation
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.prefetch, self.pin_memory = prefetch, pin_memory

@@ -112,9 +112,9 @@ class Opener:
         if not is_streamed(self.args, [files.location]):
             return self.samples(files)
         long, short = layout(self.args, files.kind.name)
-        sources = [(files, self.recipe(files.kind))]
+        recipe = self.recipe(files.kind)
         with distributed.together(f"reading {files.location}"):
-            source = first_samples(self.args, sources, short=short, long=long, seq_len=self.seq_len, most=most)
+            source = first_samples(self.args, files, recipe, short=short, long=long, seq_len=self.seq_len, most=most)
             return Samples(source, self.seq_len)
 
     def streams(self, filesets: Sequence[FileSet], **share: Any) -> Loader:

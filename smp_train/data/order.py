@@ -40,8 +40,6 @@ def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
-    if indices.size == 0:
-        return indices.astype(np.uint64)
     # [round, element]: many epochs in one pass, for data sets smaller than a batch. Usually there is one epoch.
     distinct, numbers = np.unique(epochs, return_inverse=True)
     keys = np.stack([_keys(seed, epoch) for epoch in distinct.tolist()], axis=1)
@@ -60,12 +58,9 @@ def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np
 
 
 class Order:
-    """The order in which a run sees the rows of a data set, epoch after epoch, without end.
+    """The order in which a run sees the ``size`` rows of a data set, epoch after epoch, without end.
 
-    Args:
-        size: number of rows, at least 1.
-        seed: a different seed gives a different order.
-        shuffle: ``global`` (every epoch a new permutation of all rows) or ``none`` (stored order).
+    ``shuffle`` is ``global`` (every epoch a new permutation of all rows, by the seed) or ``none`` (stored order).
     """
 
     def __init__(self, size: int, seed: int = 0, shuffle: str = "global") -> None:

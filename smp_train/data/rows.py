@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,6 @@ from smp_train.data.token_rows import TokenRows
 from smp_train.data.tokenizer import load_for_chats, load_with_end
 from smp_train.errors import ConfigError, DataError
 
-__all__ = ["ANY_VOCABULARY", "Problem", "Recipe", "RowMaker", "read_rows"]
-
 ANY_VOCABULARY = 1 << 31
 ROWS_VERSION = 1
 """Increase when records become other tokens than before."""
@@ -32,27 +30,19 @@ GROUP_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the tokens of a record; can be pickled for worker processes.
-
-    Args:
-        kind: of the records.
-        vocab_size: token ids must be below it.
-        tokenizer: a folder, file, ``s3://`` location or name on the hub; not for token rows.
-        chat_template: a file that replaces the tokenizer's chat template.
-        eos_token: token after each text and completion; None: the tokenizer's own.
-        trust_remote_code: run the code of a tokenizer.
-    """
+    """All that decides the tokens of a record; can be pickled for worker processes."""
 
     kind: Kind
-    vocab_size: int = ANY_VOCABULARY
-    tokenizer: str | None = None
-    chat_template: str | None = None
-    eos_token: str | None = None
-    trust_remote_code: bool = False
+    vocab_size: int = ANY_VOCABULARY  # token ids must be below it
+    tokenizer: str | None = None  # a folder, file, s3:// location or name on the hub; not for token rows
+    chat_template: str | None = None  # a file that replaces the tokenizer's chat template
+    eos_token: str | None = None  # token after each text and completion; None: the tokenizer's own
+    trust_remote_code: bool = False  # run the tokenizer's code
 
+    @cached_property
     def identity(self) -> str:
-        """Return a digest of all that decides tokens: the content of the tokenizer, not its name."""
-        return _identity(self)
+        """A digest of all that decides tokens: the content of the tokenizer, not its name."""
+        return self.open().identity
 
     def open(self) -> RowMaker:
         """Return the `RowMaker`; loads the tokenizer. Raises ConfigError."""
@@ -84,11 +74,6 @@ class Recipe:
     def _digest(self, *content: str) -> str:
         text = repr((ROWS_VERSION, self.kind, *content))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-@lru_cache(maxsize=64)
-def _identity(recipe: Recipe) -> str:
-    return recipe.open().identity
 
 
 @dataclass

@@ -17,8 +17,6 @@ import numpy as np
 from smp_train.data.source import IGNORED, Row, Source
 from smp_train.errors import ConfigError, DataError
 
-LONG = ("truncate", "split", "crop", "error")
-SHORT = ("pad", "concat", "pack")
 TABLE_ROWS = 1 << 22
 """Rows of one table of samples, which are packed together."""
 
@@ -85,9 +83,9 @@ def window(row: Row, name: str, seq_len: int, long: str, key: object = "") -> tu
     draw = int.from_bytes(hashlib.blake2b(f"smp-train crop {key}".encode(), digest_size=8).digest(), "little")
     begin = draw % (size - seq_len + 1)
     if row.labels is not None:
-        before = np.concatenate([[0], np.cumsum(row.labels != IGNORED)])
+        targets_before = np.concatenate([[0], np.cumsum(row.labels != IGNORED)])
         # The first token of a part has no token before it, so its label does not count.
-        begins = np.flatnonzero(before[seq_len:] > before[1 : size - seq_len + 2])
+        begins = np.flatnonzero(targets_before[seq_len:] > targets_before[1 : size - seq_len + 2])
         begin = int(begins[draw % begins.size]) if begins.size else begin
     return begin, begin + seq_len
 
@@ -130,27 +128,24 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
                 room = size + (sufficient & -sufficient).bit_length() - 1
                 numbers = np.concatenate(with_room.pop(room))
                 rooms ^= 1 << room
-                each = room // size
-                used = min(numbers.size, -(-(end - done) // each))
+                per_bin = room // size
+                used = min(numbers.size, -(-(end - done) // per_bin))
             else:
-                room, each = capacity, capacity // size
-                used = -(-(end - done) // each)
+                room, per_bin = capacity, capacity // size
+                used = -(-(end - done) // per_bin)
                 numbers = np.arange(bins, bins + used)
                 bins += used
-            placed = min(end - done, used * each)
-            bins_of_items[items[done : done + placed]] = np.repeat(numbers[:used], each)[:placed]
-            in_last = placed - (used - 1) * each
+            placed = min(end - done, used * per_bin)
+            bins_of_items[items[done : done + placed]] = np.repeat(numbers[:used], per_bin)[:placed]
+            in_last = placed - (used - 1) * per_bin
             add(room, numbers[used:])
-            add(room - each * size, numbers[: used - 1])
+            add(room - per_bin * size, numbers[: used - 1])
             add(room - in_last * size, numbers[used - 1 : used])
             done += placed
+    first_items = np.unique(bins_of_items, return_index=True)[1]
+    bins_of_items = np.argsort(np.argsort(first_items))[bins_of_items]
     order = np.argsort(bins_of_items, kind="stable")
-    bounds = np.concatenate([[0], np.cumsum(np.bincount(bins_of_items, minlength=bins))])
-    renumbered = np.empty(bins, dtype=np.int64)
-    renumbered[np.argsort(order[bounds[:-1]], kind="stable")] = np.arange(bins)
-    bins_of_items = renumbered[bins_of_items]
-    order = np.argsort(bins_of_items, kind="stable")
-    return order, np.concatenate([[0], np.cumsum(np.bincount(bins_of_items, minlength=bins))])
+    return order, np.concatenate([[0], np.cumsum(np.bincount(bins_of_items))])
 
 
 Table = Mapping[str, np.ndarray]
@@ -284,16 +279,9 @@ class Samples:
             add(index, begin, end - begin)
         return join(pieces, packed=self.short == "pack")
 
-    def name(self, index: int) -> str:
-        """Return the name of a sample; of a crop, the name of its row."""
-        return self.source.name(index) if self.long == "crop" else self.sample(index).name
-
 
 def check_layout(long: str, short: str) -> None:
     """Raise ConfigError for values of --long and --short that do not go together."""
-    for flag, value, known in (("long", long, LONG), ("short", short, SHORT)):
-        if value not in known:
-            raise ConfigError(f"--{flag} {value}: is not one of {', '.join(known)}")
     if long == "crop" and short != "pad":
         raise ConfigError(f"--long crop leaves tokens out, --short {short} keeps all; use --long split")
     if short == "concat" and long != "split":

@@ -9,9 +9,10 @@ resumes from a `Cursor` by reading one block again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,19 +20,19 @@ from smp_train.data.bad_records import BadRecords
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.order import permute
 from smp_train.data.readers import Record, records
-from smp_train.data.rows import GROUP_BYTES, Problem, RowMaker, size_of
+from smp_train.data.rows import GROUP_BYTES, RowMaker, size_of
 from smp_train.data.samples import Piece, Sample, join, window
-from smp_train.data.source import Row
+from smp_train.data.source import Problem, Row
 from smp_train.errors import DataError
 
 BLOCK_RECORDS, BLOCK_BYTES = 256, 1 << 22
-"""Most records that are permuted among themselves, and the size at which a block of long records ends."""
+"""Most records of a block, which are permuted among themselves, and the size at which a block of long records ends."""
 FEWEST_STREAMS, MOST_STREAMS = 32, 256
 """Streams of a large data set in few files, and in many."""
 STREAM_BYTES = 1 << 20
 """Least bytes per stream."""
 FEWEST_JUDGED = 10_000
-"""Before a stream's first epoch ends, the share of bad records is taken of at least this many."""
+"""Until a stream's epoch ends, bad records are judged as a share of at least this many records."""
 
 
 class Cursor(NamedTuple):
@@ -72,8 +73,6 @@ class Reading:
     shuffled: bool = True
     short: str = "concat"
     long: str = "split"
-    with_names: bool = True
-    """Whether samples have names."""
     epochs: int | None = None
     """Epochs after which each stream ends; None: streams never end."""
     max_bad: float | None = None
@@ -141,12 +140,13 @@ class Stream:
         self.number, self.parts, self.reading = number, list(parts), reading
         self.cursor, self.samples = cursor, samples
         self._blocks = self._read_blocks(cursor)
+        self._first_block: Future[list[Any]] | None = None
         self._pieces = self._make_pieces(cursor)
         self._next: tuple[Cursor, Piece] | None = None
 
-    def open(self) -> None:
-        """Read the first block, without making its rows: several streams can be opened in threads."""
-        self._blocks = chain(list(islice(self._blocks, 1)), self._blocks)
+    def open(self, pool: Executor) -> None:
+        """Begin to read the first block in a thread of ``pool``, unless it is being read."""
+        self._first_block = self._first_block or pool.submit(list, islice(self._blocks, 1))
 
     def check(self) -> None:
         """Make the rows of the first block, from which the first samples are then taken. Raises DataError."""
@@ -181,10 +181,11 @@ class Stream:
                 break
         return join(pieces, packed=short == "pack") if pieces else None
 
-    def skip_to(self, sample: int) -> None:
-        """Take and drop samples until ``sample`` is next: other ranks train on them."""
+    def skip_to(self, sample: int) -> Stream:
+        """Take and drop samples, which other ranks train on, until ``sample`` is next; return this stream."""
         while self.samples < sample:
             self.take()
+        return self
 
     def _peek(self) -> tuple[Cursor, Piece] | None:
         """Return the piece that the next sample begins with; at the end, move the cursor to the end."""
@@ -223,7 +224,7 @@ class Stream:
         reading = self.reading
         # A stream without a row would be read for ever; the cursor of a resumed stream is after a row.
         rows = int(start != Cursor(start.epoch))
-        for block in self._blocks:
+        for block in chain(self._first_block.result() if self._first_block else (), self._blocks):
             if block is None:
                 if not rows:
                     path = self.parts[0].file.shown
@@ -246,7 +247,7 @@ class Stream:
                         begin = max(begin, start.token)
                     if begin < end:
                         truncated = reading.long == "truncate" and end < row.input_ids.size
-                        yield cursor, Piece(row, name if reading.with_names else "", begin, end, truncated)
+                        yield cursor, Piece(row, name, begin, end, truncated)
             reading.bad.judge(reading.max_bad, max(reading.bad.read, FEWEST_JUDGED))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from math import gcd
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.data")
 
-STATE_VERSION = 2
 OPENED_TOGETHER = 8
 """Streams that are opened at the same time: each reads the beginning of a file."""
 CHECKED_STREAMS = 4
@@ -43,13 +42,8 @@ COSTLY_READERS = 1.5
 """A warning reports when more ranks than this read each record, on average."""
 
 
-class _Step(NamedTuple):
-    """The batches of a step, and the state after it: positions, (samples, cursor) by stream, nothing left to read."""
-
-    batches: list[Batch]
-    consumed: int
-    cursors: dict[int, tuple[int, Cursor]]
-    exhausted: bool
+Step = tuple[list[Batch], int, dict[int, tuple[int, Cursor]], bool]
+"""The batches of a step, and after it: positions consumed, (samples, cursor) by stream, whether nothing is left."""
 
 
 class StreamedData(Loader):
@@ -80,7 +74,7 @@ class StreamedData(Loader):
         self.readers = stream.size / self.streams
         """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
         self._numbers = stream[rank == self.dp_rank].tolist()
-        self._checked: set[int] = set()
+        self._restarted = False
         epochs = self.reading.epochs
         self.exhausted = epochs is not None and all(cursor.epoch >= epochs for cursor in cursors)
 
@@ -114,53 +108,48 @@ class StreamedData(Loader):
         """Begin this rank's streams at the step that will be handed over next."""
         parts = assign_parts(self.reading.sources, self.streams)
         self._open = {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in self._numbers}
-        self._opening: dict[int, Future[None]] = {}
 
     def check(self) -> None:
-        """Read the first block of the streams that this rank reads first. Raises DataError."""
+        """Check the first block of the streams that this rank reads first. Raises DataError."""
         self._restart()
-        first = dict.fromkeys((self.positions(self._consumed) % self.streams).ravel().tolist())
-        self._checked = set(list(first)[:CHECKED_STREAMS])
+        self._restarted = True
+        numbers = dict.fromkeys((self.positions(self._consumed) % self.streams).ravel().tolist())
+        streams = [self._open[v] for v in numbers][:CHECKED_STREAMS]
         with ThreadPoolExecutor(OPENED_TOGETHER) as pool:
-            list(pool.map(lambda v: self._open[v].open(), self._checked))
-        for v in self._checked:
-            self._open[v].check()
+            for stream in streams:
+                stream.open(pool)
+        for stream in streams:
+            stream.check()
 
-    def _steps(self, consumed: int) -> Iterator[_Step]:
+    def _steps(self, consumed: int) -> Iterator[Step]:
         if consumed != self._consumed:
             raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
         self._use_device()
-        if not self._checked:  # earlier steps may have been read ahead, and not handed over
+        if not self._restarted:  # earlier steps may have been read ahead, and not handed over
             self._restart()
-        checked, self._checked, streams = self._checked, set(), self._open
+        self._restarted, streams = False, self._open
         pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-streams")
         try:
-            self._opening = {v: pool.submit(streams[v].open) for v in streams if v not in checked}
+            for stream in streams.values():
+                stream.open(pool)
             while True:
                 batches = []
                 for positions in self.positions(consumed).tolist():
-                    samples = [self._move(p % self.streams, p // self.streams).take() for p in positions]
+                    samples = [streams[p % self.streams].skip_to(p // self.streams).take() for p in positions]
                     present = [sample for sample in samples if sample is not None]
                     batches.append(collate(present, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory))
                 consumed += self.global_batch
-                ended = (self._move(v, self._samples(v, consumed)).ended for v in streams)
+                ended = (stream.skip_to(self._samples(v, consumed)).ended for v, stream in streams.items())
                 exhausted = self.reading.epochs is not None and all(ended)
-                yield _Step(batches, consumed, {v: (s.samples, s.cursor) for v, s in streams.items()}, exhausted)
+                yield batches, consumed, {v: (s.samples, s.cursor) for v, s in streams.items()}, exhausted
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _move(self, v: int, sample: int) -> Stream:
-        """Return a stream of this rank, moved to a sample."""
-        if v in self._opening:
-            self._opening.pop(v).result()
-        self._open[v].skip_to(sample)
-        return self._open[v]
-
-    def _hand_over(self, step: _Step) -> list[Batch]:
+    def _hand_over(self, step: Step) -> list[Batch]:
         self._before = self._consumed, self._cursors
-        self._consumed, self._cursors = step.consumed, self._cursors | step.cursors
-        self.exhausted = step.exhausted
-        return step.batches
+        batches, self._consumed, cursors, self.exhausted = step
+        self._cursors = self._cursors | cursors
+        return batches
 
     def _identity(self) -> dict[str, Any]:
         how = self.reading
@@ -184,15 +173,11 @@ class StreamedData(Loader):
         if not merged[:, 0].all():
             raise RuntimeError(f"no rank knows the cursor of stream {int(merged[:, 0].argmin())}")
         cursors = merged[:, 1:].tolist()
-        return {"version": STATE_VERSION, "consumed": consumed, **self._identity(), "cursors": cursors}
+        return {"kind": "streamed", "consumed": consumed, **self._identity(), "cursors": cursors}
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
-        """Restore a saved state and return its ``consumed``. Not collective.
-
-        Raises DataError where the state would mean other samples; ``allow_data_change`` continues at the same cursors
-        of other files, with a warning.
-        """
-        if state.get("version") != STATE_VERSION or "cursors" not in state:
+        """See `Loader.check_state`; ``allow_data_change`` continues at the same cursors of other files."""
+        if state.get("kind") != "streamed":
             remedy = "resume with --streaming 0, or start a new run from its weights (--finetune 1)"
             raise DataError(f"the training data changed: the checkpoint is of indexed data, not of streams; {remedy}")
         now = self._identity()
@@ -224,14 +209,13 @@ def open_streams(
 ) -> StreamedData:  # fmt: skip
     """Return the streams of a run, after a check of their first records. Collective.
 
-    ``sources`` are files, and how their records become rows; ``short`` and ``long`` are the flags, or their defaults;
-    ``local_ranks`` share the cores of this node; ``share`` is as in `Loader`.
+    ``local_ranks`` ranks share the cores of this node; ``share`` are arguments of `Loader`.
     """
     spread_tokenizing(local_ranks)
     with distributed.together("opening the streams"):
-        how = {"short": short, "long": long, "shuffled": args.shuffle != "none", "with_names": args.data_audit}
+        how = {"short": short, "long": long, "shuffled": args.shuffle != "none", "epochs": args.epochs}
         training = StreamedData(
-            _reading(args, sources, seq_len, epochs=args.epochs, **how), merge=distributed.largest, seq_len=seq_len,
+            _reading(args, sources, seq_len, **how), merge=distributed.largest, seq_len=seq_len,
             micro_batch=args.train_batch_size, accumulation=args.gradient_accumulation_steps, **share,
         )  # fmt: skip
         training.check()
@@ -252,7 +236,7 @@ def _reading(args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], seq_len
 
 @dataclass
 class FirstSamples(Source):
-    """The first samples of some records in stored order, in memory: for validation."""
+    """Samples in memory, for validation."""
 
     samples: list[Sample]
     fingerprint: str
@@ -270,14 +254,13 @@ class FirstSamples(Source):
 
 
 def first_samples(
-    args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], *, short: str, long: str, seq_len: int, most: int
+    args: Arguments, files: FileSet, recipe: Recipe, *, short: str, long: str, seq_len: int, most: int
 ) -> FirstSamples:  # fmt: skip
     """Return the first ``most`` samples in stored order, never packed. Not collective. Raises DataError."""
     short = "pad" if short == "pack" else short
-    reading = _reading(args, sources, seq_len, short=short, long=long, shuffled=False, epochs=1)
-    parts = [FilePart(file, number, 0, 1) for number, (files, _) in enumerate(sources) for file in files.files]
-    stream = iter(Stream(0, parts, reading).take, None)  # until the stream ends
-    samples = list(islice((sample for sample in stream if sample.row.has_target()), most))
+    reading = _reading(args, [(files, recipe)], seq_len, short=short, long=long, shuffled=False, epochs=1)
+    stream = Stream(0, [FilePart(file, 0, 0, 1) for file in files.files], reading)
+    samples = list(islice((sample for sample in iter(stream.take, None) if sample.row.has_target()), most))
     if not samples:
-        raise DataError(f"{sources[0][0].location}: holds no record to validate on")
+        raise DataError(f"{files.location}: holds no record to validate on")
     return FirstSamples(samples, fingerprint(reading))

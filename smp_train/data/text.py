@@ -17,14 +17,10 @@ if TYPE_CHECKING:
 
 # Stanford Alpaca's prompts.
 ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
+    "Below is an instruction that describes a task{context}. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
-ALPACA_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
+ALPACA_CONTEXT = ", paired with an input that provides further context"
 Span = tuple[int, int]
 """Begin and end of an answer, in characters of its text."""
 
@@ -46,13 +42,14 @@ def string(fields: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         names = first_few(list(fields), most=8) or "no field"
         raise ValueError(f'no "{name}" string in this record (it has {names}); set --text_column')
-    return without_nul(value)
+    return checked_text(value)
 
 
-def without_nul(text: str) -> str:
-    """Return a text. Raises ValueError if it holds a NUL character."""
+def checked_text(text: str) -> str:
+    """Return a text. Raises ValueError if it holds a NUL character, or half of a surrogate pair."""
     if "\0" in text:
         raise ValueError(f"character {text.index(chr(0))} is a NUL; is it text? remove it")
+    text.encode()  # UnicodeEncodeError, which is a ValueError, for half of a surrogate pair
     return text
 
 
@@ -70,7 +67,7 @@ class Texts:
         texts: dict[int, str] = {}
         for number, record in enumerate(records):
             try:
-                text = without_nul(record) if isinstance(record, str) else string(object_of(record), self._field)
+                text = checked_text(record) if isinstance(record, str) else string(object_of(record), self._field)
                 if text.strip():
                     texts[number] = text
             except ValueError as error:
@@ -96,8 +93,8 @@ class Completions:
             fields = object_of(record)
             if self._kind.style == "alpaca":
                 extra = string(fields, INPUT) if fields.get(INPUT) is not None else ""
-                template = ALPACA_INPUT if extra.strip() else ALPACA
-                prompt = template.format(instruction=string(fields, INSTRUCTION), input=extra)
+                more = (ALPACA_CONTEXT, f"### Input:\n{extra}\n\n") if extra.strip() else ("", "")
+                prompt = ALPACA.format(instruction=string(fields, INSTRUCTION), context=more[0], input=more[1])
                 completion = string(fields, OUTPUT)
             else:
                 prompt, completion = (string(fields, name) for name in self._kind.fields)

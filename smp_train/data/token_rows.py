@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,9 @@ def _integers(values: Any, field: str) -> np.ndarray:
         return values.astype(np.int64)
     if not isinstance(values, list):
         raise ValueError(f"{field} is {json.dumps(values, default=str)[:SHOWN]}; a list of integers is needed")
-    for index, value in enumerate(values):
-        if type(value) is not int or not -(2**63) <= value < 2**63:
-            raise ValueError(f"{field}[{index}] is {json.dumps(value)[:SHOWN]}; every element must be a 64-bit integer")
-    return np.array(values, dtype=np.int64)
+    if set(map(type, values)) <= {int}:
+        with suppress(OverflowError):
+            return np.array(values, dtype=np.int64)
+    index = next(n for n, value in enumerate(values) if type(value) is not int or not -(2**63) <= value < 2**63)
+    shown = json.dumps(values[index])[:SHOWN]
+    raise ValueError(f"{field}[{index}] is {shown}; every element must be a 64-bit integer")

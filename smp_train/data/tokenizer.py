@@ -38,17 +38,14 @@ def load(name: str) -> Tokenizer:
 
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
-    sentence_piece = path.suffix == ".model"
     try:
-        if (path.is_dir() and not file.exists()) or sentence_piece:
-            return backend(load_tokenizer(str(path if path.is_dir() else path.parent)), name)
+        if path.is_dir() and not file.exists():
+            return backend(load_tokenizer(name), name)
         with nullcontext() if file.exists() else asking_hub():
             tokenizer: Tokenizer = Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
     except Exception as error:  # tokenizers raises Exception itself
-        hint = "; SentencePiece needs its package and a tokenizer_config.json in the folder: convert to tokenizer.json"
-        raise ConfigError(
-            f"--tokenizer {name}: cannot be loaded ({first_line(error)}){hint if sentence_piece else ''}"
-        ) from None
+        hint = "; give the folder that holds this SentencePiece model" if path.suffix == ".model" else ""
+        raise ConfigError(f"--tokenizer {name}: cannot be loaded ({first_line(error)}){hint}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -92,8 +89,8 @@ def end_token(tokenizer: Tokenizer, name: str | None, location: str | None = Non
         number = tokenizer.token_to_id(token) if isinstance(token, str) else None
         if number is not None:
             return str(token), number
-    given = f"--eos_token {name}" if name is not None else " ".join(KNOWN_ENDS)
-    raise ConfigError(f"{given}: the tokenizer has no such token; name its end token with --eos_token")
+    tried = f"--eos_token {name}" if name is not None else " ".join(KNOWN_ENDS)
+    raise ConfigError(f"{tried}: the tokenizer has no such token; name its end token with --eos_token")
 
 
 def train(

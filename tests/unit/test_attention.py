@@ -359,7 +359,7 @@ def test_one_compilation_serves_packed_whole_and_short_batches(kernel: Varlen) -
         batch_of(packed(9, 7, 8, 8), packed(8, 8, 8, 8)),  # as many bounds as the longest has tokens
         batch_of(packed(9, 17, 6), packed(20, 5)), rows_of("whole"),
         batch_of(packed(1, 1, 1), packed(4, 28)), rows_of("short"),
-        batch_of(packed(30, 2), size=2), Batch.blank(2, WIDTH),
+        batch_of(packed(30, 2), size=2), collate([], WIDTH, size=2),
     ]  # fmt: skip
     torch.compiler.reset()
     counters.clear()

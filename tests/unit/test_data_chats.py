@@ -15,7 +15,6 @@ from smp_train.data.files import Selection, list_files
 from smp_train.data.kinds import ALPACA, TEXTS, Kind
 from smp_train.data.rows import Recipe, RowMaker, read_rows
 from smp_train.data.source import Problem, Row
-from smp_train.data.text import Texts
 from smp_train.data.tokenizer import load
 from smp_train.errors import ConfigError, DataError
 from tests.chats import (
@@ -252,7 +251,6 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"messages": chat(1), "tools": "{"}, '"tools" is no list'), ({"messages": chat(1), "tools": [1]}, '"tools" is no'),
     ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "first turn is the assistant's"),
-    ({"messages": turns(*"ab" * 300)}, "600 turns are more than 512"),
     ({"messages": [*chat(2), {"role": "judge", "content": "a"}]}, "template refuses it .unknown role judge"),
 ]  # fmt: skip
 
@@ -328,7 +326,6 @@ ENDLESS = {
     "a loop": LOOP + "{% endfor %}" * 3,
     "a loop that writes": LOOP + "x{% endfor %}" + "{% endfor %}" * 2,
     "one huge string": "{{ 'x' * 10 ** 15 }}",
-    "much text": "{{ 'x' * 2000000 }}",
 }
 
 
@@ -336,15 +333,14 @@ ENDLESS = {
 def test_a_template_without_end_is_a_problem_of_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Bounded in time and length; the thread goes on to the next record."""
+    """Bounded in time; the thread goes on to the next record."""
     monkeypatch.setattr(chats, "RENDER_SECONDS", 0.3)
-    monkeypatch.setattr(chats, "MAX_CHARACTERS", 1_000_000)
     template = "{% if 'loop' in messages[0].content %}" + ENDLESS[case] + "{% endif %}" + PLAIN
     made = maker_of(write_tokenizer(tmp_path / "tokenizer", template))
     for _ in range(2):
         before, bad, after = made.rows([GOOD, {"messages": turns("loop", "b")}, GOOD])
         assert isinstance(bad, Problem)
-        assert re.search("chat template (takes|writes) over .*correct the template", bad)
+        assert re.search("chat template takes over .*correct the template", bad)
         assert tokens(before) == tokens(after)
 
 
@@ -356,16 +352,17 @@ def test_text_rows(plain: Path, tmp_path: Path) -> None:
     fast = load(str(plain))
     end = fast.token_to_id("<|endoftext|>")
     maker = maker_of(plain, TEXTS)
-    good, blank, bad, whole, special, broken, nul = maker.rows([
+    good, blank, bad, whole, special, broken, nul, half = maker.rows([
         b'{"text": "it is 5"}', {"text": " \n"}, b'{"text": 5}', "it is 5", {"text": "<|end|>"},
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), {"text": "a\0"},
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), {"text": "a\0"}, b'{"text": "\\ud800"}',
     ])  # fmt: skip
     assert isinstance(good, Row)
     assert good.labels is None
     assert good.input_ids.tolist() == [*fast.encode("it is 5").ids, end] == whole.input_ids.tolist()  # type: ignore[union-attr]
     assert blank is None
     assert special.input_ids.size > 2  # type: ignore[union-attr]
-    for problem, reason in ((bad, 'no "text" string'), (broken, "byte 0 is not UTF-8"), (nul, "NUL")):
+    reasons = ('no "text" string', "byte 0 is not UTF-8", "NUL", "surrogates")
+    for problem, reason in zip((bad, broken, nul, half), reasons, strict=True):
         assert isinstance(problem, Problem)
         assert reason in problem
     (named,) = maker_of(plain, TEXTS, eos_token="<|end|>").rows(["it is 5"])
@@ -383,26 +380,14 @@ def test_tokenizers_that_do_not_fit(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--eos_token <none>: "):
         maker_of(plain, TEXTS, eos_token="<none>")
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b\x0c not JSON")
-    with pytest.raises(ConfigError, match=r"tokenizer\.model: .*SentencePiece.*tokenizer\.json") as refused:
+    with pytest.raises(ConfigError, match=r"tokenizer\.model: .*SentencePiece") as refused:
         load(str(tmp_path / "tokenizer.model"))
     assert "\n" not in str(refused.value)
 
 
 def test_the_identity_is_that_of_the_content(plain: Path, tmp_path: Path) -> None:
     copy = write_tokenizer(tmp_path / "elsewhere")
-    assert maker_of(copy).identity == maker_of(plain).identity == Recipe(CHATS, tokenizer=str(plain)).identity()
+    assert maker_of(copy).identity == maker_of(plain).identity == Recipe(CHATS, tokenizer=str(plain)).identity
     other = write_tokenizer(tmp_path / "other", MARKED)
     assert maker_of(other).identity != maker_of(plain).identity
     assert maker_of(other, TEXTS).identity == maker_of(plain, TEXTS).identity, "a text needs no template"
-
-
-def test_tokenizers_of_older_versions(plain: Path) -> None:
-    """Version 0.19, which transformers 4.44 needs, has no `encode_batch_fast`."""
-    fast = load(str(plain))
-
-    class Old:
-        def encode_batch(self, texts: list[str], add_special_tokens: bool) -> Any:
-            return fast.encode_batch(texts, add_special_tokens=add_special_tokens)
-
-    rows = [Texts(made, 7, "text")(["a text", "x"]) for made in (Old(), fast)]  # type: ignore[arg-type]
-    assert [row.input_ids.tolist() for row in rows[0]] == [row.input_ids.tolist() for row in rows[1]]  # type: ignore[union-attr]

@@ -88,7 +88,7 @@ def test_each_source_keeps_its_own_order():
         alone = order.orders[number].rows(np.arange(drawn.size))
         assert drawn.tolist() == alone[1].tolist()
         assert epochs[selected].tolist() == alone[0].tolist()
-    assert joined.name(41) == "s1/d:2"
+    assert joined.sample(41).name == "s1/d:2"
     assert blend([0.7, 0.4])[1].shares() == "63.64 % from s0, 36.36 % from s1"
 
 

@@ -4,7 +4,6 @@ import gzip
 import json
 import math
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +20,6 @@ from smp_train.data.rows import Recipe
 from smp_train.data.source import Row
 from smp_train.data.token_rows import TokenRows
 from smp_train.errors import ConfigError, DataError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def document(n):
@@ -195,11 +192,9 @@ def test_options_of_the_trained_tokenizer(texts, made, tmp_path):
 BAD_CALLS = {
     "no input": ("--output o", ConfigError, "required: --input"),
     "no tokenizer": ("--input i --output o", ConfigError, "--tokenizer --train_tokenizer is required"),
-    "unknown": ("--nonsense 1", ConfigError, "see smp-train prepare --help"),
     "nowhere": ("--input /nowhere --output o --train_tokenizer 400", DataError, "/nowhere: "),
     "short rows": ("--input {here} --output o --train_tokenizer 400 --seq_len 1", ConfigError, "--seq_len: 1: must"),
     "fraction": ("--input {here} --output o --tokenizer t --validation_fraction 1", ConfigError, "--validation_f"),
-    "output": ("--input i --output o --tokenizer t --output_type cache", ConfigError, "--output_type cache: training"),
     "special": ("--input i --output o --tokenizer t --special_tokens <x>", ConfigError, "--train_tokenizer"),
     "many special": ("--input {here} --output {out} --train_tokenizer 258 --special_tokens a b", ConfigError, "259"),
 }
@@ -260,20 +255,6 @@ def test_a_killed_preparation_continues(texts, made, tmp_path, monkeypatch, limi
     monkeypatch.setattr(convert, "write_group", None)
     assert prepare(texts, output, *limits) == 0
     assert contents(output) == contents(whole)
-
-
-def test_the_committed_sample_is_what_its_manifest_says():
-    sample = ROOT / "data/sample"
-    manifest = json.loads((sample / MANIFEST).read_text())
-    assert (sample / "tokenizer.json").stat().st_size < 100_000
-    assert "Python Software Foundation" in (sample / "README.md").read_text()
-    for split in SPLITS:
-        names = [shard["name"] for shard in manifest["splits"][split]["shards"]]
-        lines = [line for name in names for line in gzip.decompress((sample / split / name).read_bytes()).splitlines()]
-        for line in lines:
-            (row,) = TokenRows(manifest["vocab_size"])([line])
-            assert (row.input_ids.size, row.labels) == (manifest["seq_len"], None)
-        assert len(lines) == manifest["splits"][split]["rows"]
 
 
 def test_malformed_records_stop_it_or_are_left_out(made, tmp_path):

@@ -245,7 +245,7 @@ def test_a_state_of_other_data_is_refused(corpus, caplog):
     assert other.check_state(saved, allow_data_change=True) == 1
     assert "may come twice or not at all" in caplog.text
     with pytest.raises(DataError, match="the checkpoint is of indexed data, not of streams"):
-        other.check_state({"version": 1, "consumed": 5})
+        other.check_state({"kind": "indexed", "consumed": 5})
     iterator.close()
 
 
@@ -340,7 +340,7 @@ def test_validation_is_the_beginning_in_stored_order(corpus):
     args, letters = SimpleNamespace(bad_rows="stop", max_bad=0.001, seed=1), SimpleNamespace(open=Letters)
     ids = [token for tokens in texts(corpus).values() for token in tokens]
     for most, count in ((5, 5), (10**6, -(-len(ids) // LENGTH))):
-        samples = first_samples(args, [(corpus, letters)], short="concat", long="split", seq_len=LENGTH, most=most)
+        samples = first_samples(args, corpus, letters, short="concat", long="split", seq_len=LENGTH, most=most)
         assert len(samples) == count
         found = np.concatenate([samples.row(n).input_ids for n in range(count)]).tolist()
         assert found == ids[: len(found)]

@@ -188,7 +188,7 @@ def write_one(folder, tick):
     """Convert the first shard of a folder as a rank does, with progress going to ``tick``."""
     files = list_files(str(folder))
     recipe = Recipe(files.kind, 97)
-    cache = TokenCache(files, recipe.identity(), None)
+    cache = TokenCache(files, recipe.identity, None)
     group = [(files.files[0], None)]
     convert.write_group(cache.base(files.files[:1]), group, recipe.open(), 97, tick, False)
 

@@ -40,7 +40,6 @@ BAD = {
     "byte order mark": (b'\xef\xbb\xbf{"input_ids": [1, 2], "attention_mask": [1, 1]}', "byte order mark"),
     "byte order mark, no mask": (b' \xef\xbb\xbf{"input_ids": [1, 2]}', "byte order mark"),
     "truncated": (b'{"input_ids": [1, 2, 3], "attention_mask": [1, 1', "broken JSON"),
-    "truncated in ids": (b'{"input_ids": [1, 2, 3', "broken JSON"),
     "two objects": (b'{"input_ids": [1, 2]} {"input_ids": [3, 4]}', "broken JSON"),
     "carriage returns only": (b'{"input_ids": [1, 2]}\r{"input_ids": [3, 4]}', "broken JSON"),
     "pretty printed": (b"{", "broken JSON"),
@@ -49,10 +48,9 @@ BAD = {
     "NaN elsewhere": (b'{"input_ids": [1, 2], "t": NaN}', "broken JSON"),
     "nested without end": (b"[" * 100_000, "jq -c"),
     "nested within": (b'{"t": ' * 100_000, "broken JSON"),
-    "UTF-16": ('{"input_ids": [1, 2]}'.encode("utf-16-le"), "broken JSON"),
+    "UTF-16": ('{"input_ids": [1, 2]}'.encode("utf-16"), "UTF-16"),
     "NaN": (b'{"input_ids": [1, NaN]}', "broken JSON"),
     "array of objects": (b'[{"input_ids": [1, 2]}]', "jq -c"),
-    "start of an array": (b"[", "jq -c"),
     "number": (b"17", "no object in this line"),
     "string": (b'"input_ids"', "no object in this line"),
     "no ids": (b'{"attention_mask": [1, 1]}', "no input_ids"),
@@ -67,22 +65,16 @@ BAD = {
     "null": (b'{"input_ids": [null, 1], "attention_mask": [1, 1]}', "input_ids[0] is null"),
     "string id": (b'{"input_ids": [1, "2"], "attention_mask": [1, 1]}', "input_ids[1] is \"2\""),
     "nested": (b'{"input_ids": [[1, 2]], "attention_mask": [1, 1]}', "input_ids[0] is ["),
-    "each nested": (b'{"input_ids": [[1], [2], [3]], "attention_mask": [1, 1, 1]}', "input_ids[0] is ["),
-    "each nested, no mask": (b'{"input_ids": [[1], [2], [3]]}', "input_ids[0] is ["),
     "nested, then an empty list": (b'{"input_ids": [[1, 2], []], "attention_mask": [1, 1]}', "input_ids[0] is ["),
     "nested further on": (b'{"input_ids": [1, [2]], "attention_mask": [1, 1]}', "input_ids[1] is ["),
     "object": (b'{"input_ids": [{"a": 1}, 2], "attention_mask": [1, 1]}', "input_ids[0] is {"),
     "mask nested": (b'{"input_ids": [1, 2], "attention_mask": [[1], [1]]}', "attention_mask[0] is ["),
-    "mask nested, then an empty list": (b'{"input_ids": [1, 2], "attention_mask": [[1, 1], []]}', "attention_mask[0] is ["),
     "negative": (b'{"input_ids": [1, -1], "attention_mask": [1, 1]}', "token id -1 is outside the vocabulary [0, 100)"),
     "outside": (b'{"input_ids": [1, 100], "attention_mask": [1, 1]}', "token id 100 is outside the vocabulary [0, 100)"),
     "64 bits": (b'{"input_ids": [1, 9223372036854775808]}', "input_ids[1] is 9223372036854775808"),
     "65 bits": (b'{"input_ids": [1, 99999999999999999999]}', "input_ids[1] is "),
     "mask short": (b'{"input_ids": [1, 2], "attention_mask": [1]}', "input_ids has 2 elements and attention_mask 1"),
-    "mask long": (b'{"input_ids": [1, 2], "attention_mask": [1, 1, 1]}', "input_ids has 2 elements and attention_mask 3"),
     "mask 2": (b'{"input_ids": [1, 2, 3], "attention_mask": [1, 2, 1]}', "attention_mask[1] is 2; use 0 or 1"),
-    "mask -1": (b'{"input_ids": [1, 2], "attention_mask": [1, -1]}', "attention_mask[1] is -1; use 0 or 1"),
-    "mask 256": (b'{"input_ids": [1, 2], "attention_mask": [1, 256]}', "attention_mask[1] is 256; use 0 or 1"),
     "mask float": (b'{"input_ids": [1, 2], "attention_mask": [1, 0.5]}', "attention_mask[1] is 0.5;"),
     "mask bool": (b'{"input_ids": [1, 2], "attention_mask": [1, true]}', "attention_mask[1] is true"),
     "mask null": (b'{"input_ids": [1, 2], "attention_mask": null}', "attention_mask is null; a list"),
@@ -92,9 +84,7 @@ BAD = {
     "a key twice elsewhere": (rb'{"input_ids": [1, 2], "t": {"a": "\\", "a": 2}}', "a is given twice"),
     "one token": (b'{"input_ids": [1], "attention_mask": [1]}', "none to predict"),
     "ids twice": (b'{"input_ids": [1, 2], "input_ids": [3, 4]}', "input_ids is given twice"),
-    "ids twice and mask": (b'{"input_ids": [1, 2], "input_ids": [3, 4], "attention_mask": [1, 1]}', "given twice"),
     "ids twice, once escaped": (rb'{"input_ids": [1, 2], "input\u005fids": [3, 4], "attention_mask": [1, 1]}', "input_ids is given twice"),
-    "ids twice, escaped first": (rb'{"input\u005fids": [3, 4], "input_ids": [1, 2], "attention_mask": [1, 1]}', "input_ids is given twice"),
     "mask twice, once escaped": (rb'{"input_ids": [1, 2], "attention\u005fmask": [1, 0], "attention_mask": [1, 1]}', "attention_mask is given twice"),
     "labels twice": (b'{"input_ids": [1, 2], "labels": [1, 2], "labels": [-100, 2]}', "labels is given twice"),
     "mask twice": (b'{"input_ids": [1, 2], "attention_mask": [1, 1], "attention_mask": [1, 0]}', "given twice"),
@@ -103,17 +93,14 @@ BAD = {
 
 BAD_LABELS = {
     "[1, 2]": "input_ids has 3 elements and labels 2",
-    "[1, 2, 3, 4]": "input_ids has 3 elements and labels 4",
     "[1, 2, 100]": "labels[2] is 100, outside the vocabulary [0, 100)",
     "[1, -1, 2]": "labels[1] is -1, outside the vocabulary",
     "[1, 2, 9223372036854775808]": "labels[2] is 9223372036854775808",
     "[1, 2.0, 3]": "labels[1] is 2.0;",
     "[1, true, 3]": "labels[1] is true",
     "null": "labels is null",
-    "[1, null, 3]": "labels[1] is null",
     "[[1], [2], [3]]": "labels[0] is [",
     '"1 2 3"': "labels is \"1 2 3\"",
-    "3": "labels is 3;",
     "[-100, -100, -100]": "nothing to learn",
     "[1, -100, -100]": "nothing to learn",
 }
@@ -175,13 +162,6 @@ def test_rows_of_tables():
                             (floats, "input_ids[0] is 1.5;")):  # fmt: skip
         assert isinstance(problem, Problem)
         assert reason in problem
-
-
-def test_long_line():
-    ids = [7] * 200_000
-    row = one_row(TokenRows(8), json.dumps({"input_ids": ids, "attention_mask": [1] * len(ids)}).encode())
-    assert isinstance(row, Row)
-    assert row.input_ids.size == 200_000
 
 
 def trimmed(record: dict) -> list[int]:

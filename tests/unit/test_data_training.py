@@ -191,16 +191,9 @@ def test_state_refuses_other_data(caplog):
         data(17, seed=4).check_state(state, allow_data_change=True)
 
 
-def test_bad_arguments():
-    for options, reason in (
-        ({"mb": 0}, "--train_batch_size"), ({"rank": 2, "world": 2}, "rank 2 .* 2"), ({"acc": 0}, "accumulation"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=reason):
-            data(5, **options)
+def test_an_order_of_other_data_is_refused():
     with pytest.raises(ConfigError, match=r"4 rows.* 5"):
         training(Numbers(5), 3, order=Order(4))
-    with pytest.raises(ConfigError, match="--max_context_width 1"):
-        training(Numbers(5), 1)
 
 
 class Lines(Source):

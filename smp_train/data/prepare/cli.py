@@ -64,18 +64,11 @@ def main(argv: Sequence[str]) -> int:
     request = {**flags, "contents": hashlib.sha256(json.dumps(contents).encode()).hexdigest()}
     output = Path(args.output)
     earlier = _read_manifest(output)
-    if earlier.get("complete"):
-        shards = [(split, shard) for split in SPLITS for shard in earlier["splits"][split]["shards"]]
-        sizes = {path: shard["bytes"] for split, shard in shards if (path := output / split / shard["name"])}
-        whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
-        if whole and earlier.get("request") == request:
+    if earlier.get("complete") and not args.overwrite:
+        if earlier.get("request") == request:
             print(f"{output}: already prepared from the same input")
             return 0
-        if not args.overwrite:
-            raise ConfigError(
-                f"--output {output}: holds another preparation, or one of another version; give another folder, or "
-                "--overwrite 1"
-            )
+        raise ConfigError(f"--output {output}: holds another preparation; give another folder, or --overwrite 1")
     try:
         _begin(output, earlier, request)
         manifest = prepare(args, files, output)
@@ -132,13 +125,13 @@ def prepare(args: Namespace, files: FileSet, output: Path) -> dict[str, Any]:
 
 def _write_rows(args: Namespace, files: FileSet, recipe: Recipe, train: SplitWriter, test: SplitWriter) -> None:
     """Write the shards of both splits from the first files that suffice."""
-    limited = args.validation_shards is not None
+    test_rows = 1 if args.validation_shards is None else test.max_rows
+    test_rows = test_rows if args.validation_fraction else 0
 
     def has_enough() -> bool:
-        tested = test.full or not args.validation_fraction or (not limited and test.available > 0)
-        return train.full and tested
+        return train.full and test.rows >= test_rows
 
-    most = train.max_rows / (1 - args.validation_fraction) + (test.max_rows if limited else 0)
+    most = train.max_rows / (1 - args.validation_fraction) + test_rows
     needed = most * (args.seq_len or SEQ_LEN) * BYTES_PER_TOKEN
     count = 0
     with Progress("prepare", args.max_rows, " rows") as progress:
@@ -230,11 +223,9 @@ def _read_manifest(output: Path) -> dict[str, Any]:
 
 
 def _begin(output: Path, earlier: dict[str, Any], request: dict[str, Any]) -> None:
-    """Mark the output as unfinished; delete an earlier preparation, except token files that this one continues."""
+    """Mark the output as unfinished; delete an earlier preparation, except its token files."""
     output.mkdir(parents=True, exist_ok=True)
-    # Without malformed records --bad_rows makes no difference to the output.
-    if earlier.get("complete") or earlier.get("request") not in (request, {**request, "bad_rows": "stop"}):
-        shutil.rmtree(output / TOKENS, ignore_errors=True)
+    if earlier.get("complete") or earlier.get("request") != request:
         for name in ("tokenizer.json", "chat_template.jinja"):
             (output / name).unlink(missing_ok=True)
     _write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})

@@ -37,7 +37,6 @@ def parser() -> argparse.ArgumentParser:
     add("--max_rows", type=at_least(1), help="most training rows; default: no limit")
     add("--validation_fraction", type=float, default=0.1, help="share of records held out (default: 0.1)")
     add("--validation_shards", type=at_least(0), help="most validation files; default: no limit")
-    add("--output_type", default="shards", help="accepted where it is shards: JSON lines")
     add("--processes", type=at_least(1), help="processes that tokenize; default: one per core")
     add("--zip", type=int, choices=(0, 1), default=1, help="gzip the shards (default: %(default)s)")
     add("--overwrite", type=int, choices=(0, 1), default=0, help="replace an earlier preparation")
@@ -49,8 +48,6 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     args = parser().parse_args([_with_underscores(argument) for argument in argv])
     if not 0 <= args.validation_fraction < 1:
         raise ConfigError(f"--validation_fraction {args.validation_fraction}: must be in [0, 1)")
-    if args.output_type != "shards":
-        raise ConfigError(f"--output_type {args.output_type}: training converts shards itself, once; leave it out")
     for flag in ("special_tokens", "min_frequency"):
         if getattr(args, flag) and not args.train_tokenizer:
             raise ConfigError(f"--{flag} needs --train_tokenizer")

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
-import json
-import sys
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from smp_train.data.arrays_file import atomic_file
-from smp_train.data.readers import open_gzip_writer
+from smp_train.data.readers import compress
 from smp_train.data.source import IGNORED, Row
 
-try:
-    import orjson
-except ImportError:
-    orjson = None  # type: ignore[assignment]
+GZIP_LEVEL = 2
 
 
 def is_held_out(record: str, fraction: float) -> bool:
@@ -30,7 +24,7 @@ def is_held_out(record: str, fraction: float) -> bool:
 
 
 class SplitWriter:
-    """Collects the rows of one split and writes them as shards. The same rows give the same bytes.
+    """Collects the rows of one split, at most ``max_rows``, and writes them as shards.
 
     Text fills rows of ``seq_len`` tokens end to end: a document may end in a row and the next one begin in it; only the
     tokens that do not fill the last row are dropped. Rows with answers (no ``seq_len``) keep their length.
@@ -40,67 +34,53 @@ class SplitWriter:
         self.folder, self.seq_len, self.args, self.max_rows = Path(args.output, split), args.seq_len, args, max_rows
         self.counts = np.zeros(vocab_size, dtype=np.int64)
         """How often each token carries loss."""
-        self.rows = self.tokens = self.longest = self.documents = 0
+        self.rows = self.longest = self.documents = self.tokens = self.tokens_added = 0
         self.shards: list[dict[str, Any]] = []
         """Name, rows, bytes and checksum of each shard."""
-        self._pending: deque[Row] = deque()
-        self._pending_tokens = 0
-
-    @property
-    def available(self) -> int:
-        """Return the number of rows that the records so far suffice for."""
-        return self.rows + (self._pending_tokens // self.seq_len if self.seq_len else len(self._pending))
+        self._unwritten: list[Row] = []
+        self._remainder = np.empty(0, dtype=np.uint32)
+        """The last tokens, which do not fill a row of text."""
 
     @property
     def full(self) -> bool:
         """Return whether no further row is needed."""
-        return self.available >= self.max_rows
+        return self.rows >= self.max_rows
 
     def add(self, row: Row) -> None:
-        """Add the row of a record, unless the split is full; write the shard that it fills."""
-        if not self.full:
-            self.documents += 1
-            self._pending.append(row)
-            self._pending_tokens += row.input_ids.size
-            self.write(self.args.rows_per_shard)
+        """Add the row of a record, unless the split is full; write the shards that it fills."""
+        if self.full:
+            return
+        self.documents += 1
+        self.tokens_added += row.input_ids.size
+        rows = [row]
+        if self.seq_len:
+            ids = np.concatenate([self._remainder, row.input_ids])
+            whole = ids.size // self.seq_len * self.seq_len
+            rows = [Row(part) for part in ids[:whole].reshape(-1, self.seq_len)]
+            self._remainder = ids[whole:]
+        rows = rows[: self.max_rows - self.rows]
+        self.rows += len(rows)
+        self._unwritten += rows
+        while len(self._unwritten) >= self.args.rows_per_shard:
+            self.write()
 
-    def write(self, least: int = 1) -> None:
-        """Write shards while there are at least ``least`` rows."""
-        while (number := self.available - self.rows) >= least and self.rows < self.max_rows:
-            number = min(number, self.args.rows_per_shard, self.max_rows - self.rows)
-            rows = self._fill(number) if self.seq_len else [self._take() for _ in range(number)]
+    def write(self) -> None:
+        """Write the next shard, unless all rows are written."""
+        rows = self._unwritten[: self.args.rows_per_shard]
+        del self._unwritten[: len(rows)]
+        if rows:
             targets = np.concatenate([row.targets() for row in rows])
             self.counts += np.bincount(targets[targets != IGNORED], minlength=self.counts.size)
-            self.rows += number
             self.tokens += targets.size
             self.longest = max(self.longest, *(row.input_ids.size for row in rows))
             self._write_shard(rows)
-
-    def _take(self, most: int = sys.maxsize) -> Row:
-        """Return the next pending row, or its first ``most`` tokens."""
-        row = self._pending.popleft()
-        size = row.input_ids.size
-        if size > most:
-            self._pending.appendleft(row.cut(most, size))
-        self._pending_tokens -= min(size, most)
-        return row.cut(0, min(size, most))
-
-    def _fill(self, number: int) -> list[Row]:
-        """Return a number of rows of text, filled end to end."""
-        parts, missing = [], number * self.seq_len
-        while missing:
-            parts.append(self._take(missing).input_ids)
-            missing -= parts[-1].size
-        return [Row(ids) for ids in np.concatenate(parts).reshape(number, self.seq_len)]
 
     def _write_shard(self, rows: list[Row]) -> None:
         path = self.folder / f"{self.folder.name}-{len(self.shards):05d}.json"
         content = b"".join(map(_line, rows))
         if self.args.zip:
-            buffer = io.BytesIO()
-            with open_gzip_writer(buffer) as stream:
-                stream.write(content)
-            path, content = path.with_suffix(".json.gz"), buffer.getvalue()
+            # Without a time equal content gives equal bytes.
+            path, content = path.with_suffix(".json.gz"), compress(content, GZIP_LEVEL, mtime=0)
         with atomic_file(str(path)) as file:
             file.write(content)
         sha256 = hashlib.sha256(content).hexdigest()
@@ -109,17 +89,15 @@ class SplitWriter:
     def totals(self) -> dict[str, Any]:
         """Return the entry of the split in the manifest."""
         totals = {"documents": self.documents, "rows": self.rows, "tokens": self.tokens}
-        more = {"tokens_dropped": self._pending_tokens} if self.seq_len else {"counted_tokens": int(self.counts.sum())}
+        dropped, counted = self.tokens_added - self.tokens, int(self.counts.sum())
+        more = {"tokens_dropped": dropped} if self.seq_len else {"counted_tokens": counted}
         return {**totals, **more, "shards": self.shards}
 
 
 def _line(row: Row) -> bytes:
     columns = {"input_ids": row.input_ids, "attention_mask": np.ones(row.input_ids.size), "labels": row.labels}
     record = {name: values.astype(np.int64) for name, values in columns.items() if values is not None}
-    if orjson is not None:
-        return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
-    lists = {name: values.tolist() for name, values in record.items()}
-    return json.dumps(lists, separators=(",", ":")).encode() + b"\n"
+    return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
 def entropy(counts: np.ndarray) -> float:
