@@ -230,7 +230,7 @@ def read_apart() -> str:
     """Let each rank read a tree of its own, as tensor ranks do; that of rank 1 is broken."""
     from smp_train import distributed
     from smp_train.checkpoints.dcp import load_state
-    from smp_train.checkpoints.saver import Library
+    from smp_train.checkpoints.saver import Library, LibrarySaver
     from smp_train.checkpoints.translated import TensorReader
 
     class Broken(TensorReader):
@@ -241,7 +241,7 @@ def read_apart() -> str:
     distributed.start(ranks, timeout_seconds=300)
     reader = (Broken if ranks.rank == 1 else TensorReader)({"model.a": torch.ones(2)})
     try:
-        load_state({"model": {"a": torch.zeros(2)}}, reader, "trees", load=Library().load)
+        load_state({"model": {"a": torch.zeros(2)}}, reader, "trees", load=LibrarySaver(library=Library()).load)
     except CheckpointError as error:
         return str(error)
     return "loaded"
