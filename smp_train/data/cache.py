@@ -7,7 +7,6 @@ convert the same shards at once.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -27,10 +26,8 @@ from smp_train.storage.paths import private_folder
 logger = logging.getLogger("smp_train.data")
 
 FOLDER_NAME = ".smp_train_cache"
-STALE_SECONDS = 3600
-"""Age at which a temporary file, or a token file of removed shards, belongs to no running job."""
-PARTIAL_SECONDS = 24 * 3600
-"""Age at which a partial copy of an object in S3 is no longer continued."""
+STALE_SECONDS = 24 * 3600
+"""Age at which a temporary file, or a token file of removed shards, is deleted: no running job needs it."""
 
 
 def _digest(*identity: Any) -> str:
@@ -121,16 +118,14 @@ class TokenCache:
 
         Ages are by the clock of the file server. Raises OSError where the folder cannot be written.
         """
-        storage = FolderStorage(folder)
-        now = storage.now()
+        now = FolderStorage(folder).now()
         tables = f"{prefix}-{_digest_of_files(self.files.files)}-"
         pairs: dict[str, bool] = {}
         for name in os.listdir(folder):
             stem, suffix = os.path.splitext(os.path.join(folder, name))
             # Another job may have deleted the file, or another user may own it.
             with contextlib.suppress(OSError):
-                age = now - os.stat(os.path.join(folder, name)).st_mtime
-                needed = age < (PARTIAL_SECONDS if name.startswith(COPY_PREFIX) else STALE_SECONDS)
+                needed = now - os.stat(os.path.join(folder, name)).st_mtime < STALE_SECONDS
                 if name.startswith(tables) and suffix == ".tab":
                     needed = True
                 elif name.startswith(prefix) and suffix in (".tok", ".idx"):
@@ -141,29 +136,26 @@ class TokenCache:
                     os.unlink(os.path.join(folder, name))
 
     def _is_needed(self, base: str, new: bool) -> bool:
-        """Return whether a token file holds a listed shard, or may still be read by another job.
-
-        A file whose shards are all listed in newer versions is superseded, and not needed however new it is.
-        """
+        """Return whether a token file holds a listed shard, or a ``new`` one may still be read by another job."""
         file = read_index(base)
-        if file is None:  # damaged, one of two files, or of another version of this program
+        if file is None:  # damaged, incomplete, or of a different version of this program
             return new
         listed = {shard.name: (shard.size, shard.version) for shard in self.files.files}
         if any(listed.get(header.source) == (header.size, header.version) for header in file.headers):
             return True
+        # However new, a file is not needed if the files of all its shards have changed.
         return new and not all(header.source in listed for header in file.headers)
 
 
 def unwritable(folder: str, error: OSError) -> DataError:
     """Return the error for a token cache that cannot be written."""
-    advice = "free some space or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
     return DataError(
-        f"{folder}: cannot write the token cache ({error.strerror}); {advice} a --data_cache_dir that can be written"
+        f"{folder}: cannot write the token cache ({error.strerror}); free some space or give another --data_cache_dir"
     )
 
 
 def user_folder() -> str:
-    """Return the folder of this user's caches, for data without a writable folder of its own. Raises ConfigError."""
+    """Return the folder of this user's caches, for data whose folder cannot be written. Raises ConfigError."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if os.access(base if os.path.isdir(base) else os.path.dirname(base), os.W_OK):
         return os.path.join(base, "smp_train", "tokens")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from smp_train import distributed
@@ -26,7 +27,7 @@ from smp_train.data.rows import Recipe, RowMaker, read_rows
 from smp_train.data.samples import Samples, make_table, needs_tables, table_ranges
 from smp_train.data.source import Source
 from smp_train.data.token_file import VERSION, TokenRows, dtype_for
-from smp_train.data.writer import writing
+from smp_train.data.writer import Shard, write_token_file
 from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError, DataError, SmpTrainError, first_few
 from smp_train.progress import Progress
@@ -61,75 +62,60 @@ def open_token_rows(
 ) -> TokenRows:  # fmt: skip
     """Return the rows of a file set, converted first where necessary; collective.
 
-    Args:
-        files: the same on every rank.
-        recipe: makes rows of records.
-        cache_dir: --data_cache_dir.
-        max_bad: fraction of bad records that may be left out (--bad_rows skip); None allows none.
-        ranks: this rank among all, which share the conversion; None: it is alone.
-        processes: number of processes of this rank.
+    ``max_bad`` is the fraction of bad records that may be left out (--bad_rows skip), None allows none. All ``ranks``
+    share the conversion, in so many ``processes`` each; without ``ranks`` this process converts alone.
     """
-    reading = f"reading {files.location}"
-    with distributed.together(reading):
+    with distributed.together(f"reading {files.location}"):
         cache = TokenCache(files, recipe.identity, cache_dir)
         missing = cache.missing(files.files)
         if missing and (ranks is None or ranks.local_rank == 0):
             _check_space(cache, missing, recipe, processes * (ranks.world_size if ranks else 1))
+
+    def convert(rank: int, world: int, report: Report) -> None:
+        # The missing shards change during the conversion, so ranks divide the list of all shards.
+        shards = cache.missing(share(files.files, rank, world))
+        if shards:
+            _convert(cache, recipe, shards, report, processes, max_bad is not None)
+
     total = sum(file.size * (1 + file.remote) for file in missing)
-
-    def convert(rank: int, world: int) -> None:
-        def work(report: Report) -> None:
-            # Shares are taken of one list on all ranks, and not of the missing shards: those change meanwhile.
-            shards = cache.missing(share(files.files, rank, world))
-            if shards:
-                _convert(cache, recipe, shards, report, processes, max_bad is not None)
-
-        with Progress(f"Converting {files.location}", total, "B", ranks is None or ranks.is_main) as progress:
-            distributed.finish_together(reading, work, progress=progress, total=total)
-
-    _on_all_nodes(convert, ranks)
+    _on_all_nodes(f"converting {files.location}", convert, cache, ranks, total)
     with distributed.together(f"opening {files.location}"):
         shards = list(files.files)
         for shard in cache.missing(shards):
             raise DataError(f"{shard.shown}: its token cache vanished; is something clearing the --data_cache_dir?")
         rows = TokenRows(shards, [stored for stored in map(cache.stored, shards) if stored is not None])
         rows.cache = cache
-        headers = zip(shards, rows.headers, strict=True)
-        bad = [(shard, header.skipped, header.first_bad_number, header.first_bad) for shard, header in headers]
-        judge_bad_records(bad, len(rows), max_bad)
+        bad = [(shard, header) for shard, header in zip(shards, rows.headers, strict=True) if header.skipped]
+        first = [f"{shard.at(header.first_bad_number)}: {header.first_bad}" for shard, header in bad[:1]]
+        skipped = sum(header.skipped for _, header in bad)
+        judge_bad_records(skipped, len(rows) + skipped, "".join(first), max_bad)
         return rows
 
 
 def open_samples(
     source: Source, seq_len: int, *, long: str, short: str, ranks: Runtime | None = None
 ) -> Samples:  # fmt: skip
-    """Return the samples of rows; tables of samples are made by all ranks together, and kept in the cache; collective.
+    """Return the samples of rows; all ranks together write the tables of samples to the cache; collective.
 
-    A program's rows have no cache: their tables are in the memory of each rank.
+    A program's rows have no cache: each rank holds their tables in memory.
     """
-    cache = getattr(source, "cache", None)
+    laying_out = "laying out the samples"
+    cache = source.cache if isinstance(source, TokenRows) else None
     if cache is None or not needs_tables(source, seq_len, long, short):
-        with distributed.together("laying out the samples"):
+        with distributed.together(laying_out):
             return Samples(source, seq_len, long=long, short=short)
     ranges = table_ranges(source)
-    with distributed.together("laying out the samples"):
+    with distributed.together(laying_out):
         paths = [cache.table(source.fingerprint, f"{short} {long} {seq_len}", number) for number in range(len(ranges))]
 
-    def make(rank: int, world: int) -> None:
-        def work(report: Report) -> None:
-            for path, rows in list(zip(paths, ranges, strict=True))[rank::world]:
-                report(0)
-                if read_header(path, VERSION) is None:
-                    table = make_table(source, rows, seq_len, long, short)
-                    try:
-                        write_arrays(path, VERSION, list(table), list(table.values()))
-                    except OSError as error:
-                        raise unwritable(os.path.dirname(path), error) from None
+    def write_tables(rank: int, world: int, report: Report) -> None:
+        for path, rows in list(zip(paths, ranges, strict=True))[rank::world]:
+            report(0)
+            if read_header(path, VERSION) is None:
+                table = make_table(source, rows, seq_len, long, short)
+                write_arrays(path, VERSION, list(table), list(table.values()))
 
-        with Progress("Laying out samples", shown=ranks is None or ranks.is_main) as progress:
-            distributed.finish_together("laying out the samples", work, progress=progress)
-
-    _on_all_nodes(make, ranks)
+    _on_all_nodes(laying_out, write_tables, cache, ranks)
     with distributed.together("opening the samples"):
         tables = []
         for path in paths:
@@ -140,11 +126,26 @@ def open_samples(
         return Samples(source, seq_len, long=long, short=short, tables=tables)
 
 
-def _on_all_nodes(work: Callable[[int, int], None], ranks: Runtime | None) -> None:
-    """Share work among all ranks, then among the ranks of each node what other nodes have on their own disks."""
-    work(*((ranks.rank, ranks.world_size) if ranks else (0, 1)))
+def _on_all_nodes(
+    doing: str, work: Callable[[int, int, Report], None], cache: TokenCache, ranks: Runtime | None, total: int = 0
+) -> None:  # fmt: skip
+    """Run ``work(rank, world size, report)`` for all ranks, then for the ranks of each node; collective.
+
+    The second turn fills the caches of nodes that do not share a disk.
+    """
+
+    def run(rank: int, world: int, report: Report) -> None:
+        try:
+            work(rank, world, report)
+        except OSError as error:
+            raise unwritable(cache.destination[0], error) from None
+
+    turns = [(ranks.rank, ranks.world_size)] if ranks else [(0, 1)]
     if ranks and ranks.num_nodes > 1:
-        work(ranks.local_rank, ranks.local_world_size)
+        turns.append((ranks.local_rank, ranks.local_world_size))
+    for turn in turns:
+        with Progress(doing, total, "B", ranks is None or ranks.is_main) as progress:
+            distributed.finish_together(doing, partial(run, *turn), progress=progress, total=total)
 
 
 def share(files: Sequence[DataFile], rank: int, world: int) -> list[DataFile]:
@@ -160,24 +161,22 @@ def share(files: Sequence[DataFile], rank: int, world: int) -> list[DataFile]:
 
 def _check_space(cache: TokenCache, missing: Sequence[DataFile], recipe: Recipe, processes: int) -> None:
     """Log the size, the expected time and the disk space of a conversion; ConfigError where the cache cannot fit."""
-    is_tokens, folder = recipe.kind.name == "tokens", cache.destination[0]
+    folder, size = cache.destination[0], sum(file.size for file in missing)
     # A token takes 8 bytes of JSON, or 4 bytes of text; compressed files hold four times as many.
-    tokens = sum(
-        file.size * (4 if file.name.lower().endswith((".gz", ".parquet")) else 1) / (8 if is_tokens else 4)
-        for file in missing
-    )
+    bytes_of_token, tokens_per_second = (8, 20e6) if recipe.kind.name == "tokens" else (4, 1e6)
+    packed = sum(file.size for file in missing if file.name.lower().endswith((".gz", ".parquet")))
+    tokens = (size + 3 * packed) / bytes_of_token
     needed = tokens * (dtype_for(recipe.vocab_size).itemsize + 4 * recipe.kind.answers_only)
     free = shutil.disk_usage(folder).free
-    minutes = tokens / (20e6 if is_tokens else 1e6) / processes / 60
-    read, needed_mb, free_mb = sum(file.size for file in missing) / 1e6, needed / 1e6, free / 1e6
     logger.info(
         "%s: converting %d files, %.1f MB, in about %.1f min; the token cache in %s takes about %.1f of %.0f MB free",
-        cache.files.location, len(missing), read, minutes, folder, needed_mb, free_mb,
+        cache.files.location, len(missing), size / 1e6, tokens / tokens_per_second / processes / 60, folder,
+        needed / 1e6, free / 1e6,
     )  # fmt: skip
     if needed / 2 > free:  # the estimate may be off by a factor of two
         raise ConfigError(
-            f"{folder}: the token cache of {cache.files.location} takes about {needed_mb:.1f} MB, but {free_mb:.1f} MB "
-            "are free; train on it without a cache by --streaming 1, or give another --data_cache_dir"
+            f"{folder}: the token cache of {cache.files.location} takes about {needed / 1e6:.1f} MB, but "
+            f"{free / 1e6:.1f} MB are free; train without a cache by --streaming 1, or give another --data_cache_dir"
         )
 
 
@@ -216,19 +215,19 @@ def write_group(
     base: str, group: Group, maker: RowMaker, vocab_size: int, tick: Report, skip_bad: bool
 ) -> None:  # fmt: skip
     """Convert files to one token file, and delete their local copies. Raises DataError."""
-    try:
-        with writing(base, vocab_size) as writer:
-            for file, copy in group:
-                bad = BadRecords(skip_bad)
-                rows = read_rows(file, maker, bad, copy=copy, tick=tick)
-                may_be_empty = file.kind == "text"
-                writer.add(file.name, file.size, file.version, rows, bad, shown=file.shown, may_be_empty=may_be_empty)
-                if not file.remote and not os.path.exists(file.path):
-                    raise DataError(f"{file.path}: vanished while it was being read; put it back and start again")
-                if not file.remote and os.stat(file.path).st_mtime_ns != int(file.version):
-                    raise DataError(f"{file.path}: changed while it was being read; start again when it is complete")
-    except OSError as error:
-        raise unwritable(os.path.dirname(base), error) from None
+
+    def shards() -> Iterator[Shard]:
+        for file, copy in group:
+            bad = BadRecords(skip_bad)
+            yield file, read_rows(file, maker, bad, copy=copy, tick=tick), bad
+            if file.remote:
+                continue
+            if not os.path.exists(file.path) or os.stat(file.path).st_mtime_ns != int(file.version):
+                raise DataError(
+                    f"{file.path}: was changed or removed while it was being read; start again when it is complete"
+                )
+
+    write_token_file(base, shards(), vocab_size)
     for _, copy in group:
         if copy is not None:
             os.unlink(copy)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train import distributed
 from smp_train.arguments.own import Own, Rows
 from smp_train.arguments.sources import is_streamed, training_sources
+from smp_train.data.bad_records import judge_bad_records
 from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.convert import open_samples, open_token_rows, processes_for
 from smp_train.data.files import HELD_OUT, FileSet, Selection, list_sources
@@ -22,7 +23,6 @@ from smp_train.data.samples import Samples, check_layout
 from smp_train.data.streamed import first_samples, open_streams
 from smp_train.data.synthetic import Synthetic
 from smp_train.data.token_file import TokenRows
-from smp_train.distributed import ALL_RANKS
 from smp_train.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Opener:
                 location, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],
                 " by their labels" if totals["labelled"] else "", totals["longest"],
             )  # fmt: skip
-            if long == "truncate" and totals["latest_target"] >= self.seq_len:
+            if long == "truncate":
                 _refuse_unlearnable(rows, self.seq_len, self.max_bad)
         _refuse_different(location, rows.fingerprint)
         return open_samples(rows, self.seq_len, long=long, short=short, ranks=self.ranks)
@@ -206,22 +206,15 @@ def open_evaluation(opener: Opener, location: str) -> Samples:
 
 
 def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) -> None:
-    """Refuse rows that have no token with loss among their first ``seq_len``; with --bad_rows skip only too many.
-
-    Such rows keep their positions, and train on nothing.
-    """
+    """Refuse rows without loss among their first ``seq_len`` tokens; --bad_rows skip tolerates up to ``max_bad``."""
     count, first = 0, ""
-    for shard in rows.shards or []:
-        late = shard.start + (rows.first_targets(shard) >= seq_len).nonzero()[0]
-        count += late.size
-        first = first or (rows.name(int(late[0])) if late.size else "")
+    for shard, header in enumerate(rows.headers):
+        if header.latest_target >= seq_len:
+            late = (rows.first_targets(shard) >= seq_len).nonzero()[0]
+            count += late.size
+            first = first or rows.name(rows.shards[shard][int(late[0])])
     problem = f"{first}: none of its first {seq_len} tokens is counted: nothing to learn; raise --max_context_width"
-    if max_bad is None:
-        raise DataError(f"{problem}, or leave such rows out with --bad_rows skip")
-    summary = f"{count} of {len(rows)} rows have nothing to learn; the first is {problem}"
-    if count > max_bad * len(rows):
-        raise DataError(f"{summary}; that is more than --max_bad {max_bad:.4%}")
-    logger.warning("%s (--bad_rows skip)", summary, extra=ALL_RANKS)
+    judge_bad_records(count, len(rows), problem, max_bad)
 
 
 def _refuse_different(location: str, value: Any) -> None:

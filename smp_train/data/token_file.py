@@ -1,9 +1,9 @@
 """Token files: the rows of one or more shards as ``<base>.tok`` (tokens) and ``<base>.idx`` (where each row is).
 
-``.tok`` holds the shards one after the other. A shard is the ids of its rows, uint16 or uint32, little-endian, without
-gaps; where rows have labels, the labels of a row (int32) follow its ids. ``.idx`` is an `arrays_file` with a `Header`
-and the arrays of `ARRAYS` for each shard. Every row has a CRC-32 that is checked whenever the row is read. Both files
-appear complete and synced, the ``.idx`` last; a ``.tok`` without ``.idx`` is ignored.
+``.tok`` holds the shards in sequence: the ids of every row, uint16 or uint32, little-endian, without gaps, each row
+followed by its labels (int32) if the shard has labels. ``.idx`` is an `arrays_file` with a `Header` and the arrays of
+`ARRAYS` for each shard. Every row has a CRC-32 that is checked whenever the row is read. Both files appear complete
+and synced, the ``.idx`` last; a ``.tok`` without ``.idx`` is ignored.
 
 The index is mapped, so that the ranks of a node share it. Tokens are read with pread and not mapped: random rows that
 are not in the page cache take three times as long through a mapping.
@@ -15,7 +15,7 @@ import bisect
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -36,7 +36,7 @@ try:
 except ImportError:
     from zlib import crc32
 
-VERSION = 7
+VERSION = 8
 REMEDY = "remove it and start again: it is made anew"
 ARRAYS = {"starts": "<u8", "numbers": "<u8", "crc": "<u4", "first_targets": "<u4"}
 """Arrays of a shard: the first token of each row, and the end; the number of its record, from 1; its checksum; the
@@ -64,7 +64,6 @@ class Header:
     labelled: bool
     latest_target: int
     """Largest index of the first token that carries loss, over all rows."""
-    vocab_size: int
     digest: str
     """Identity of the rows."""
     skipped: int = 0
@@ -89,60 +88,39 @@ def row_checksum(data: np.ndarray | bytes, tokens: int) -> int:
     return int(crc32(tokens.to_bytes(8, "little"), crc32(data)))
 
 
-class OpenFile:
-    """The descriptor of a ``.tok``, and the mapped arrays of each shard in its ``.idx``."""
-
-    def __init__(self, file: TokenFile) -> None:
-        arrays = file.index.map()
-        self.shards = [arrays[first : first + len(ARRAYS)] for first in range(0, len(arrays), len(ARRAYS))]
-        self.descriptor = os.open(file.path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.descriptor).atexit = False
-
-
 class TokenFile:
     """A pair of token files at ``base``, the path without suffix."""
 
-    def __init__(self, base: str, index: ArraysFile, headers: list[Header]) -> None:
-        self.base, self.path, self.index, self.headers = base, base + ".tok", index, headers
-        self.begins = list(accumulate((header.tokens * header.token_bytes for header in headers), initial=0))
+    def __init__(self, base: str, index: ArraysFile) -> None:
+        self.base, self.path, self.index = base, base + ".tok", index
+        self.headers = [Header(**header) for header in index.header]
+        self.begins = list(accumulate((header.tokens * header.token_bytes for header in self.headers), initial=0))
         """Offset of each shard in the ``.tok``, and the file's size."""
 
     @cached_property
-    def opened(self) -> OpenFile:
-        """The open files, which are read to their end though they may be removed. Raises OSError."""
-        return OpenFile(self)
+    def opened(self) -> tuple[int, list[list[np.ndarray]]]:
+        """The descriptor of the ``.tok``, and the mapped arrays of each shard in the ``.idx``. Raises OSError.
+
+        Both stay readable after the files are removed.
+        """
+        arrays, step = self.index.map(), len(ARRAYS)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        return descriptor, [arrays[first : first + step] for first in range(0, len(arrays), step)]
 
 
 def read_index(base: str) -> TokenFile | None:
-    """Return the pair of token files at ``base``; None where there is no complete one of this version."""
+    """Return the token file at ``base``; None if it is incomplete or has a different version."""
     index = read_header(base + ".idx", VERSION)
     try:
-        if index is None:
-            return None
-        headers = [Header(**header) for header in index.header]
-        if not headers or not all(map(_is_consistent, headers)) or index.shapes != _shapes(headers):
-            return None
-        file = TokenFile(base, index, headers)
-        return file if os.stat(file.path).st_size == file.begins[-1] else None
-    except (OSError, TypeError, ValueError, AttributeError, IndexError):
+        file = None if index is None else TokenFile(base, index)
+        return file if file and os.stat(file.path).st_size == file.begins[-1] else None
+    except OSError:
         return None
 
 
-def _is_consistent(header: Header) -> bool:
-    """Return whether the values of a header are possible; with its arrays' shapes, they bound what is allocated."""
-    h = header
-    numbers = (h.rows, h.tokens, h.longest, h.size, h.vocab_size, h.latest_target, h.skipped)
-    possible = all(type(number) is int and number >= 0 for number in numbers) and h.longest <= h.tokens
-    return possible and h.dtype in ("<u2", "<u4") and type(h.labelled) is bool
-
-
-def _shapes(headers: Sequence[Header]) -> list[list[Any]]:
-    """Return the type and the number of elements of each array."""
-    return [[dtype, h.rows + (name == "starts")] for h in headers for name, dtype in ARRAYS.items()]
-
-
 class TokenRows(Source):
-    """The rows of shards, numbered in their order; ``stored`` is each shard's token file, and its number in that."""
+    """The rows of shards, in the order of ``files``; ``stored`` has each shard's token file and its index there."""
 
     def __init__(self, files: Sequence[DataFile], stored: Sequence[tuple[TokenFile, int]]) -> None:
         self.files, self._stored = list(files), list(stored)
@@ -158,10 +136,10 @@ class TokenRows(Source):
             )
         self._starts = [0, *accumulate(header.rows for header in headers)]
         self._first_tokens = [0, *accumulate(header.tokens for header in headers)]
-        # A token and its label take an element; where there are labels, the type is of their common size alone.
+        # With labels, one element has the bytes of a token and of its label.
         self._dtypes = [np.dtype((np.void, h.token_bytes) if h.labelled else h.dtype) for h in headers]
         self._begins = [file.begins[number] for file, number in stored]
-        self.shards = [range(first, end) for first, end in pairwise(self._starts)]
+        self.shards: list[range] = [range(first, end) for first, end in pairwise(self._starts)]
         digest = hashlib.blake2b(digest_size=16)
         for header in headers:
             digest.update(f"{header.digest} {header.rows} {header.tokens} {header.dtype}\n".encode())
@@ -171,11 +149,12 @@ class TokenRows(Source):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _open(self, shard: int) -> tuple[OpenFile, list[np.ndarray]]:
-        """Return the open token file of a shard, and the shard's arrays."""
+    def _open(self, shard: int) -> tuple[int, list[np.ndarray]]:
+        """Return the descriptor of a shard's token file, and the shard's arrays."""
         file, number = self._stored[shard]
         try:
-            return file.opened, file.opened.shards[number]
+            descriptor, arrays = file.opened
+            return descriptor, arrays[number]
         except OSError as error:
             problem = "was removed" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise DataError(f"{file.base}: {problem}; start again; is the --data_cache_dir still there?") from None
@@ -191,14 +170,14 @@ class TokenRows(Source):
         """Read a row. Raises DataError where its bytes cannot be read or do not match their checksum."""
         shard, row = self._locate(index)
         header, dtype = self.headers[shard], self._dtypes[shard]
-        opened, (starts, _, crc, _) = self._open(shard)
+        descriptor, (starts, _, crc, _) = self._open(shard)
         start, end = starts[row : row + 2].tolist()
         if not start <= end <= header.tokens:
             raise self._damaged(shard, row)
         tokens = end - start
         data = np.empty(tokens, dtype)
         try:
-            size = os.preadv(opened.descriptor, [data.data], self._begins[shard] + start * dtype.itemsize)
+            size = os.preadv(descriptor, [data.data], self._begins[shard] + start * dtype.itemsize)
         except OSError as error:
             path = self._stored[shard][0].path
             raise DataError(f"{path}: cannot be read ({error.strerror}); {REMEDY}") from None
@@ -222,22 +201,16 @@ class TokenRows(Source):
 
     def lengths(self, rows: range) -> np.ndarray:
         """Return the number of tokens of each of some consecutive rows, int64."""
-        return self._column(rows, lambda arrays, first, end: np.diff(arrays[0][first : end + 1]))
-
-    def first_targets(self, rows: range) -> np.ndarray:
-        """Return the index of the first token that carries loss in each of some consecutive rows, int64."""
-        return self._column(rows, lambda arrays, first, end: arrays[3][first:end])
-
-    def _column(self, rows: range, read: Callable[[list[np.ndarray], int, int], np.ndarray]) -> np.ndarray:
-        """Return ``read(arrays, first, end)`` of each shard that consecutive rows are in."""
+        first, last = self._locate(rows.start)[0], self._locate(rows.stop - 1)[0]
         parts = []
-        for shard in range(bisect.bisect_right(self._starts, rows.start) - 1, len(self.headers)):
-            begin = self._starts[shard]
-            if begin >= rows.stop:
-                break
-            first, end = max(rows.start - begin, 0), min(rows.stop - begin, self.headers[shard].rows)
-            parts.append(read(self._open(shard)[1], first, end).astype(np.int64))
-        return np.concatenate(parts)
+        for shard in range(first, last + 1):
+            begin, starts = self._starts[shard], self._open(shard)[1][0]
+            parts.append(np.diff(starts[max(0, rows.start - begin) : rows.stop - begin + 1]))
+        return np.concatenate(parts).astype(np.int64)
+
+    def first_targets(self, shard: int) -> np.ndarray:
+        """Return the index of the first token that carries loss in each row of a shard."""
+        return self._open(shard)[1][3]
 
     @property
     def tokens(self) -> int:
@@ -261,8 +234,6 @@ class TokenRows(Source):
             "tokens": self.tokens,
             "counted_tokens": sum(header.counted for header in headers),
             "labelled": any(header.labelled for header in headers),
-            "left_out": sum(header.skipped for header in headers),
             "longest": headers[longest].longest,
             "longest_at": self.files[longest].at(headers[longest].longest_number),
-            "latest_target": max(header.latest_target for header in headers),
         }

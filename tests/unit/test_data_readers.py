@@ -239,12 +239,12 @@ def test_a_malformed_record_stops_the_run_or_is_left_out(tmp_path, caplog):
     assert [number for number, _ in read_rows(file, token_maker(), bad)] == [1, 2, 3, 5, 7]
     assert (bad.count, bad.first_number) == (2, 4)
     assert "a.jsonl:6: has labels, but earlier rows have no labels" in caplog.text
-    judge_bad_records([(file, bad.count, bad.first_number, bad.first_problem)], 5, 0.3)
-    assert "left out 2 of 7 records" in caplog.text
+    judge_bad_records(bad.count, 7, bad.first, 0.3)
+    assert "2 of 7 records are bad" in caplog.text
     with pytest.raises(DataError, match=r"2 of 7 records .*more than --max_bad 20.*a\.jsonl:4: broken JSON"):
-        judge_bad_records([(file, bad.count, bad.first_number, bad.first_problem)], 5, 0.2)
+        judge_bad_records(bad.count, 7, bad.first, 0.2)
     with pytest.raises(DataError, match=r"^.*a\.jsonl:4: broken JSON"):
-        judge_bad_records([(file, bad.count, bad.first_number, bad.first_problem)], 5, None)
+        judge_bad_records(bad.count, 7, bad.first, None)
 
 
 def test_records_before_the_damage_come_first(tmp_path):

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from smp_train.data import convert, token_file, writer
-from smp_train.data.arrays_file import MAGIC, PREFIX, read_header, write_arrays
+from smp_train.data.arrays_file import MAGIC, PREFIX, read_header
+from smp_train.data.bad_records import BadRecords
 from smp_train.data.cache import FOLDER_NAME, STALE_SECONDS, TokenCache
 from smp_train.data.files import DataFile, list_files
 from smp_train.data.order import Order
@@ -70,7 +71,8 @@ def test_rows_come_back(tmp_path, kind, vocab_size):
     assert [source.find_token(token)[0] for token in (0, sum(sizes[:30]), sum(sizes) - 1)] == [0, 30, 74]
     assert [source.name(index) for index in (0, 26, 74)] == ["a.json:1", "b.json.gz:3", "c.jsonl:25"]
     firsts = [next(i for i, label in enumerate(row[-1]) if i and label != -100) for row in rows]
-    assert source.first_targets(range(75)).tolist() == (firsts if kind == "labels" else [1] * 75)
+    stored = np.concatenate([source.first_targets(shard) for shard in range(3)]).tolist()
+    assert stored == (firsts if kind == "labels" else [1] * 75)
     assert len(files_in(tmp_path, "*.tok")) == 1, "small shards share a file"
     assert {header.dtype for header in source.headers} == {"<u2" if vocab_size <= 65_536 else "<u4"}
     report = source.report()
@@ -133,7 +135,7 @@ def test_bad_rows_are_left_out_and_counted(tmp_path, caplog):
     source = opened(tmp_path, max_bad=0.01)
     assert len(source) == 398
     assert [source.name(index) for index in (6, 7, 298)] == ["a.json:7", "a.json:9", "b.json:1"]
-    assert source.report()["left_out"] == 2
+    assert "2 of 400 records are bad" in caplog.text
     assert f"{tmp_path / 'a.json'}:8: token id -2" in caplog.text
     with pytest.raises(DataError, match=rf"^{tmp_path / 'a.json'}:8: token id -2 is outside"):
         opened(tmp_path)
@@ -200,7 +202,7 @@ def test_a_shard_that_changes_under_the_converter(tmp_path, change):
     def tick(done):
         os.utime(path, ns=(5, 5)) if change == "changed" else path.unlink(missing_ok=True)
 
-    with pytest.raises(DataError, match=rf"a\.json: {change} while it was being read"):
+    with pytest.raises(DataError, match=r"a\.json: was changed or removed while it was being read"):
         write_one(tmp_path, tick)
     assert files_in(tmp_path) == [".gitignore"]
 
@@ -409,34 +411,8 @@ def test_faults_under_the_reader(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"row 40 \(a\.json:41\) does not match its checksum"):
         source.row(40)
     with pytest.raises(DataError, match="was removed"):
-        token_file.TokenRows(source.files, [(token_file.TokenFile(str(tok)[:-4], file.index, file.headers), 0)
+        token_file.TokenRows(source.files, [(token_file.TokenFile(str(tok)[:-4], file.index), 0)
                                             for file, _ in source._stored]).row(1)  # fmt: skip
-
-
-FORGED = {
-    "no rows": {"rows": 0, "tokens": 0},
-    "more rows than its arrays": {"rows": 10**6, "tokens": 9 * 10**6},
-    "a negative number of rows": {"rows": -4},
-    "fewer rows than its arrays": {"rows": 1},
-    "a field that is not known": {"arrays": {}},
-    "ids of no known type": {"dtype": "<f8"},
-    "text for a number": {"longest": "long"},
-    "labels that are not there": {"labelled": True},
-}
-
-
-@pytest.mark.parametrize("forged", FORGED)
-def test_a_forged_index_is_made_again(forged, tmp_path):
-    rows = random_rows("same length", 4)
-    write_shard(tmp_path / "a.json", rows)
-    opened(tmp_path)
-    (path,) = tmp_path.glob("**/*.idx")
-    content = path.read_bytes()
-    file = read_header(str(path), VERSION)
-    write_arrays(str(path), VERSION, [{**file.header[0], **FORGED[forged]}], file.map())
-    assert read_index(str(path)[:-4]) is None
-    check_rows(opened(tmp_path), rows)
-    assert path.read_bytes() == content
 
 
 ROWS, SHARDS, TOKENS = 10**6, 1000, 8
@@ -444,8 +420,8 @@ ROWS, SHARDS, TOKENS = 10**6, 1000, 8
 
 def test_a_billion_rows_start_and_resume_at_once(tmp_path):
     """1e9 rows in 1,000 shards, of which only what the first batches need is really on disk."""
-    with writer.writing(str(tmp_path / "0"), 97) as file:
-        file.add("0", 0, "", [(1, Row(np.zeros(TOKENS, dtype=np.uint16)))])
+    shard = DataFile("0", "0", 0, "", "lines"), [(1, Row(np.zeros(TOKENS, dtype=np.uint16)))], BadRecords(skip=False)
+    writer.write_token_file(str(tmp_path / "0"), [shard], 97)
     header = read_header(str(tmp_path / "0.idx"), VERSION).header[0]
     crc = np.full(ROWS, row_checksum(bytes(2 * TOKENS), TOKENS), dtype="<u4")
     starts, numbers = np.arange(0, (ROWS + 1) * TOKENS, TOKENS, dtype="<u8"), np.arange(1, ROWS + 1, dtype="<u8")
