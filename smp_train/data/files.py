@@ -19,7 +19,7 @@ from smp_train import distributed
 from smp_train.arguments.sources import is_hub_name
 from smp_train.data import hub, manifest, s3
 from smp_train.data.kinds import TEXTS, Kind, kind_of_record
-from smp_train.data.readers import is_gzip, records
+from smp_train.data.readers import records
 from smp_train.data.text import object_of
 from smp_train.errors import ConfigError, DataError, first_few
 from smp_train.storage.client import is_s3
@@ -145,11 +145,9 @@ def check_local_files(files: Sequence[DataFile]) -> None:
         try:
             size = os.stat(file.path).st_size
         except OSError:
-            siblings = set(map(str, Path(file.path).parent.glob("*"))) - {listed.path for listed in files}
-            why = "which has other files there: each node has its own part of the data (SageMaker's ShardedByS3Key)"
             raise DataError(
-                f"{file.path}: is missing on this node{', ' + why if any(map(reader_of, siblings)) else ''}; give each "
-                "node all files under the same path (in SageMaker with S3DataDistributionType FullyReplicated)"
+                f"{file.path}: is missing on this node; give each node all files under the same path (in SageMaker by "
+                "S3DataDistributionType FullyReplicated, not ShardedByS3Key)"
             ) from None
         if size != file.size:
             raise DataError(
@@ -379,7 +377,7 @@ def _is_usable(file: DataFile, single: bool, zipped: bool | None) -> bool:
         logger.warning("%s: left out, as it is empty", file.path)
     elif zipped is not None and file.kind != "lines":
         raise ConfigError(f"--zipped_data {int(zipped)} is for JSON lines, and {file.path} is none: leave it out")
-    elif zipped is not None and zipped != (file.name.lower().endswith(".gz") if file.remote else is_gzip(file)):
+    elif zipped is not None and zipped != file.name.lower().endswith(".gz"):
         form = "plain" if zipped else "gzipped"
         raise DataError(f"{file.path}: is {form}, but --zipped_data is {int(zipped)}; leave the flag out")
     return bool(file.size)

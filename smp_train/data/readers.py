@@ -101,12 +101,6 @@ def open_file(file: DataFile, copy: str | None = None) -> IO[bytes]:
     return raw
 
 
-def is_gzip(file: DataFile) -> bool:
-    """Return whether a file is gzipped, by its content."""
-    with open_file(file) as raw:
-        return raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-
-
 def open_gzip_writer(raw: IO[bytes], level: int = 2) -> IO[bytes]:
     """Return a stream that compresses into ``raw``, without name or time: equal content gives equal bytes."""
     return cast(IO[bytes], GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=level))
