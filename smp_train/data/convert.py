@@ -98,12 +98,11 @@ def open_samples(
 
     A program's rows have no cache: each rank holds their tables in memory.
     """
-    laying_out = "laying out the samples"
     cache = source.cache if isinstance(source, TokenRows) else None
     if cache is None or not needs_tables(source, seq_len, long, short):
-        with distributed.together(laying_out):
+        with distributed.together("opening the samples"):
             return Samples(source, seq_len, long=long, short=short)
-    ranges = table_ranges(source)
+    ranges, laying_out = table_ranges(source), "laying out the samples"
     with distributed.together(laying_out):
         paths = [cache.table(source.fingerprint, f"{short} {long} {seq_len}", number) for number in range(len(ranges))]
 

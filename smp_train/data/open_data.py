@@ -207,9 +207,6 @@ def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) ->
 def _refuse_different(location: str, value: Any) -> None:
     """Raise DataError where a value differs between ranks; collective."""
     values = distributed.gather(f"comparing {location}", lambda: value)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            raise DataError(
-                f"{location}: rank {rank} reads other rows ({other}) than rank 0 ({values[0]}); give every rank the "
-                "same data"
-            )
+    different = [rank for rank, value_of_rank in enumerate(values) if value_of_rank != values[0]]
+    if different:
+        raise DataError(f"{location}: rank {different[0]} reads other rows than rank 0; give every rank the same data")

@@ -129,8 +129,6 @@ def read_lines(raw: IO[bytes], shown: str, tick: Callable[[int], None]) -> Itera
                 tick(raw.tell() - done)
                 done = raw.tell()
         tick(raw.tell() - done)
-    except InterruptedError:  # raised by `tick`; it is an OSError too
-        raise
     except GZIP_ERRORS as error:
         # The decoder reads ahead: the damage may lie many lines after the last line that was yielded.
         reason = "gzip stream is damaged or cut short" if zipped else f"cannot be read after line {number}"

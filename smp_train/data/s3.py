@@ -75,7 +75,7 @@ def fetch(
 
     def count(done: int) -> None:
         if closing.is_set():
-            raise InterruptedError
+            raise DataError(f"{folder}: the fetch has ended")
         tick(done)
 
     def take(copies: Iterable[tuple[DataFile, IO[bytes]]]) -> Iterator[tuple[DataFile, str]]:
@@ -109,8 +109,6 @@ def _fetch_object(file: DataFile, folder: str, tick: Callable[[int], None]) -> I
             tick(done)
             storage.receive(key, write, done, file.size, f'"{file.version}"')
             copy.flush()
-        except InterruptedError:
-            raise
         except OSError as error:
             raise DataError(
                 f"{folder}: cannot hold a copy of {file.path} ({error.strerror or error}); "

@@ -64,8 +64,8 @@ def test_files_by_name_with_all_folders_below(tmp_path, caplog):
     assert all(file.path == f"{tmp_path}/{file.name}" for file in fileset.files)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
-    for part in (str(tmp_path), "2 *.csv", "*.html", "*.zst", "*.tmp", "*.txt"):
-        assert part in warnings[0].lower()
+    for part in (str(tmp_path), "e.json.tmp", "f.json.zst", "more/table.CSV", "notes.txt", "page.html and 1 more"):
+        assert part in warnings[0]
     assert names(tmp_path / "a.JSONL") == ["a.JSONL"], "one file"
 
 
@@ -81,7 +81,7 @@ def test_nothing_to_read(tmp_path):
     refuses(tmp_path / "missing", "missing: no such file or folder", "--training_dir")
     refuses(tmp_path, tmp_path, "no file that matches", "*.json.gz", "--dataset", flag="--dataset")
     put(tmp_path, "a.csv", "b.tsv", "c.html")
-    refuses(tmp_path, "1 *.csv, 1 *.html, 1 *.tsv, which are not read", "JSON lines")
+    refuses(tmp_path, "a.csv, b.tsv, c.html, which are not read", "JSON lines")
     refuses("s3://", "s3://: names no bucket", "s3://bucket/prefix")
     put(tmp_path, "d/x.json", content=b"\n\n")
     refuses(tmp_path / "d", "x.json: no record")
@@ -90,9 +90,7 @@ def test_nothing_to_read(tmp_path):
 @pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.html", "a.pdf", "a.jsonl.zst"])
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path, name):
     put(tmp_path, name, content=b"a,b\n1,2\n")
-    refuses(
-        tmp_path / name, name, f"1 *.{name.rpartition('.')[2].lower()}", "not read", "write their records as JSON lines"
-    )
+    refuses(tmp_path / name, name, "not read", "write their records as JSON lines")
     refuses(tmp_path, "not read", patterns=["*"])
 
 
@@ -174,12 +172,12 @@ def test_texts_next_to_other_records(tmp_path, caplog):
     assert names(tmp_path) == ["README.md", "a.jsonl"], "both are text"
     write_lines(tmp_path / "a.jsonl", [{"messages": chat(1)}])
     assert names(tmp_path) == ["a.jsonl"]
-    assert "*.md" in caplog.text
+    assert "README.md" in caplog.text
 
 
 def test_token_files_are_no_records(tmp_path):
     put(tmp_path, "a.tok", "a.idx")
-    refuses(tmp_path, "no file that matches", "1 *.tok")
+    refuses(tmp_path, "no file that matches", "a.tok")
     refuses(tmp_path / "a.tok", "no file that matches")
 
 
