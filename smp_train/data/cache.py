@@ -50,19 +50,18 @@ class TokenCache:
     def __init__(self, files: FileSet, identity: str, cache_dir: str | None) -> None:
         self.files = files
         first = files.files[0]
-        # Names of files are relative to this folder, which is a split's folder below the location, say.
+        # File names are relative to this folder, such as the folder of a split below the location.
         root = first.path.removesuffix(first.name)
         key = [VERSION, identity, first.config, first.split]
-        if first.remote:
-            self.folders = [(cache_dir or user_folder(), _digest(*key, root.rstrip("/")))]
-        else:
-            path, root = os.path.realpath(files.location), os.path.realpath(root)
-            folder = path if os.path.isdir(path) else os.path.dirname(path)
-            single = "" if folder == path else os.path.basename(path)
-            elsewhere = cache_dir or user_folder(), _digest(*key, root, single)
-            # In the data's folder its path is no part of the key: the cache stays valid on another mount.
-            inside = os.path.join(folder, FOLDER_NAME), _digest(*key, os.path.relpath(root, folder), single)
-            self.folders = [elsewhere] if cache_dir else [inside, elsewhere]
+        location, root = files.location, root.rstrip("/")
+        if not first.remote:
+            location, root = os.path.realpath(location), os.path.realpath(root)
+        folder, name = os.path.split(location) if os.path.isfile(location) else (location, "")
+        self.folders = [(cache_dir or user_folder(), _digest(*key, root, name))]
+        if not (first.remote or cache_dir):
+            # The key lacks the path of the data's folder: the cache stays valid on another mount.
+            inside = os.path.join(folder, FOLDER_NAME), _digest(*key, os.path.relpath(root, folder), name)
+            self.folders.insert(0, inside)
         self._scanned: set[str] = set()
         self._stored: dict[tuple[str, int, str], tuple[TokenFile, int]] = {}
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if len(report.problems) > SHOWN:
         print(f"... and {len(report.problems) - SHOWN} more")
     if args.verb == "inspect":
-        print(report.text(args.tokenizer))
+        print(report.text(files, args.tokenizer))
     else:
-        print(f"{args.path}: {len(report.lengths)} rows in {report.files} files, {len(report.problems)} problems")
+        print(f"{args.path}: {len(report.lengths)} rows in {len(files.files)} files, {len(report.problems)} problems")
     return DataError.exit_code if report.problems else 0

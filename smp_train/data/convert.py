@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import heapq
 import logging
 import multiprocessing
 import os
@@ -99,12 +98,11 @@ def open_samples(
 
     A program's rows have no cache: each rank holds their tables in memory.
     """
-    laying_out = "laying out the samples"
     cache = source.cache if isinstance(source, TokenRows) else None
     if cache is None or not needs_tables(source, seq_len, long, short):
-        with distributed.together(laying_out):
+        with distributed.together("opening the samples"):
             return Samples(source, seq_len, long=long, short=short)
-    ranges = table_ranges(source)
+    ranges, laying_out = table_ranges(source), "laying out the samples"
     with distributed.together(laying_out):
         paths = [cache.table(source.fingerprint, f"{short} {long} {seq_len}", number) for number in range(len(ranges))]
 
@@ -149,14 +147,8 @@ def _on_all_nodes(
 
 
 def share(files: Sequence[DataFile], rank: int, world: int) -> list[DataFile]:
-    """Return a rank's share: the largest files first, each to the rank with the fewest bytes so far."""
-    loads = [(0, number) for number in range(world)]
-    shares: list[list[DataFile]] = [[] for _ in range(world)]
-    for file in sorted(files, key=lambda file: (-file.size, file.name)):
-        load, least = loads[0]
-        heapq.heapreplace(loads, (load + max(1, file.size), least))
-        shares[least].append(file)
-    return shares[rank]
+    """Return a rank's share: the files are dealt in turn, the largest first, so that shares have similar sizes."""
+    return sorted(files, key=lambda file: (-file.size, file.name))[rank::world]
 
 
 def _check_space(cache: TokenCache, missing: Sequence[DataFile], recipe: Recipe, processes: int) -> None:
@@ -202,9 +194,8 @@ def _groups(copies: Iterable[tuple[DataFile, str | None]]) -> Iterator[Group]:
     size = 0
     for file, copy in copies:
         group.append((file, copy))
-        size += file.size
-        # The size of a shard on the hub is unknown, and probably large.
-        if size >= FILE_BYTES or file.kind == "hub":
+        size += file.size or FILE_BYTES  # a shard on the hub is probably large
+        if size >= FILE_BYTES:
             yield group
             group, size = [], 0
     if group:

@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 import stat
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,7 +18,7 @@ from smp_train import distributed
 from smp_train.arguments.sources import is_hub_name
 from smp_train.data import hub, manifest, s3
 from smp_train.data.kinds import TEXTS, Kind, kind_of_record
-from smp_train.data.readers import is_gzip, records
+from smp_train.data.readers import records
 from smp_train.data.text import object_of
 from smp_train.errors import ConfigError, DataError, first_few
 from smp_train.storage.client import is_s3
@@ -115,8 +114,7 @@ def list_sources(
 ) -> list[FileSet]:  # fmt: skip
     """Return the files of each location as rank 0 lists them; one rank per node checks the local sizes. Collective.
 
-    With ``held_out``, `list_held_out` is called for each location, and locations without such a split are skipped.
-    Raises DataError and ConfigError, on all ranks.
+    ``held_out`` selects `list_held_out`, and skips locations without such a split. Raises DataError and ConfigError.
     """
     content = b""
     with distributed.together(f"listing {first_few(locations)}"):
@@ -145,11 +143,9 @@ def check_local_files(files: Sequence[DataFile]) -> None:
         try:
             size = os.stat(file.path).st_size
         except OSError:
-            siblings = set(map(str, Path(file.path).parent.glob("*"))) - {listed.path for listed in files}
-            why = "which has other files there: each node has its own part of the data (SageMaker's ShardedByS3Key)"
             raise DataError(
-                f"{file.path}: is missing on this node{', ' + why if any(map(reader_of, siblings)) else ''}; give each "
-                "node all files under the same path (in SageMaker with S3DataDistributionType FullyReplicated)"
+                f"{file.path}: is missing on this node; give each node all files under the same path (in SageMaker by "
+                "S3DataDistributionType FullyReplicated, not ShardedByS3Key)"
             ) from None
         if size != file.size:
             raise DataError(
@@ -160,10 +156,9 @@ def check_local_files(files: Sequence[DataFile]) -> None:
 def list_files(location: str, selection: Selection | None = None, *, split: str | Sequence[str] = "train") -> FileSet:
     """Return the files of a file, a folder, an ``s3://`` prefix or a data set on the hub. Not collective.
 
-    Folders are read with all folders below. Of a folder of splits (a DatasetDict, the output of prepare, or folders
-    called train and test) and of a data set on the hub, ``split`` is read, or the first of several that exists.
-
-    Raises DataError and ConfigError.
+    Folders are read with all folders below. A folder of splits (a DatasetDict, the output of prepare, or folders called
+    train and test) and a data set on the hub are read for the first ``split`` that exists. Raises DataError and
+    ConfigError.
     """
     selection = selection or Selection()
     splits = (split,) if isinstance(split, str) else tuple(split)
@@ -185,7 +180,7 @@ def list_held_out(location: str, selection: Selection | None = None) -> FileSet 
 def reader_of(name: str) -> str | None:
     """Return the reader of a file by its name; None for a file that is not read."""
     lower = os.path.basename(name).lower()
-    if lower[0] in "._" or any(fnmatch.fnmatchcase(lower, pattern) for pattern in OTHER_FILES):
+    if lower[0] in "._" or _is_other(lower):
         return None
     return READERS.get(_suffix(lower))
 
@@ -316,10 +311,8 @@ def _readers(location: str, entries: dict[str, DataFile], patterns: Sequence[str
     readers: dict[str, str] = {}
     for name in entries:
         selected = single or any(fnmatch.fnmatchcase(os.path.basename(name), pattern) for pattern in patterns)
-        reader = reader_of(name) if selected or not patterns else None
-        if selected and not reader and not name.lower().endswith(NOT_TEXT):
-            reader = READERS.get(_suffix(name), "text")
-        if reader:
+        reader = READERS.get(_suffix(name)) or (None if name.lower().endswith(NOT_TEXT) else "text")
+        if reader and (selected or (not patterns and reader_of(name))):
             readers[name] = reader
     return readers
 
@@ -379,18 +372,16 @@ def _is_usable(file: DataFile, single: bool, zipped: bool | None) -> bool:
         logger.warning("%s: left out, as it is empty", file.path)
     elif zipped is not None and file.kind != "lines":
         raise ConfigError(f"--zipped_data {int(zipped)} is for JSON lines, and {file.path} is none: leave it out")
-    elif zipped is not None and zipped != (file.name.lower().endswith(".gz") if file.remote else is_gzip(file)):
-        form = "plain" if zipped else "gzipped"
-        raise DataError(f"{file.path}: is {form}, but --zipped_data is {int(zipped)}; leave the flag out")
+    elif zipped is not None and zipped != file.name.lower().endswith(".gz"):
+        ending = "does not end" if zipped else "ends"
+        raise DataError(f"{file.path}: {ending} with .gz, but --zipped_data is {int(zipped)}; leave the flag out")
     return bool(file.size)
 
 
 def _describe(names: Iterable[str]) -> str:
-    """Return the number of files of each suffix, such as ``3 *.csv, 1 *.html``; known files without records are not."""
-    suffixes = Counter(
-        f"*{os.path.splitext(name)[1].lower()}" if "." in name else name
-        for name in map(os.path.basename, names)
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in OTHER_FILES)
-    )
-    ordered = sorted(suffixes.items(), key=lambda item: (-item[1], item[0]))
-    return first_few([f"{count} {suffix}" for suffix, count in ordered], most=5)
+    """Return the first few names, except for known files without records."""
+    return first_few(sorted(name for name in names if not _is_other(os.path.basename(name))), most=5)
+
+
+def _is_other(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in OTHER_FILES)

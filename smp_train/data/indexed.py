@@ -12,12 +12,11 @@ from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.loader import Loader, change_data, refuse_changed
 from smp_train.data.order import Order
 from smp_train.data.samples import Sample, Samples
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import DataError
 
 STATE_VERSION = 2
 FILLER = -1
 """The sample of a position after the last epoch."""
-ANEW = "or start a new run from its weights (--finetune 1)"
 DATA_KEYS = {"layout": "samples made by", "blend": "blend", "size": "samples", "fingerprint": "fingerprint"}
 """Fields of a state that name the data, and their names in messages."""
 
@@ -33,8 +32,6 @@ class TrainingData(Loader):
         self, samples: Samples | Joined, order: Order | BlendOrder, *, named: bool = True, epochs: int | None = None,
         **share: Any,
     ) -> None:  # fmt: skip
-        if order.size != len(samples):
-            raise ConfigError(f"the order is of {order.size} rows, but the data set has {len(samples)}")
         super().__init__(**share)
         self.samples, self.order, self.named = samples, order, named
         self.rows_in_epoch = len(samples)
@@ -83,28 +80,19 @@ class TrainingData(Loader):
             steps = min(4 * steps, most)
 
     def state(self, consumed: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the positions consumed, and the identity of the data and its order.
-
-        The same on every rank. The trainer advances ``consumed`` after the optimizer step.
-        """
+        """Return the number of consumed positions, and the identity of the data and its order; equal on all ranks."""
         return {
             "kind": "indexed", "version": STATE_VERSION, "consumed": consumed, **self.order.identity(),
             "layout": self.samples.layout, "fingerprint": self.samples.fingerprint,
         }  # fmt: skip
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
-        """Return ``consumed`` of a saved state; DataError names what would change the sample at a position.
-
-        Batch sizes and ranks may change, as they do not decide which sample is at a position.
-        """
-        if state.get("kind") == "streamed":
+        """Return ``consumed`` of a saved state; DataError names what would change the sample at a position."""
+        kind, version = state.get("kind"), state.get("version")
+        if (kind, version) != ("indexed", STATE_VERSION):
             raise DataError(
-                f"the checkpoint is of streamed data, and this run's is indexed; give --streaming 1, {ANEW}"
-            )
-        if state.get("kind") != "indexed" or state.get("version") != STATE_VERSION:
-            raise DataError(
-                f"the checkpoint's data state has version {state.get('version')}, this program reads {STATE_VERSION}; "
-                + ANEW
+                f"the checkpoint's data is {kind} (version {version}), the run's is indexed (version {STATE_VERSION}); "
+                "give --streaming 1 for streamed data, or start a new run from the checkpoint's weights (--finetune 1)"
             )
         now = self.state(0)
         for key in ("seed", "shuffle"):
@@ -130,8 +118,6 @@ class ValidationData:
         self, samples: Samples, rows: range | None = None, *, seq_len: int, micro_batch: int, dp_rank: int,
         dp_size: int, max_batches: int | None = None, pin_memory: bool = False,
     ) -> None:  # fmt: skip
-        if len(samples) < 1:
-            raise DataError("the validation data has no row; give --test_dir a folder with at least one shard")
         self.samples, self.seq_len, self.micro_batch = samples, seq_len, micro_batch
         self.dp_rank, self.dp_size, self.pin_memory = dp_rank, dp_size, pin_memory
         self.rows = rows or range(len(samples))

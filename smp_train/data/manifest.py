@@ -17,10 +17,7 @@ MANIFEST = "_manifest.json"
 
 
 def check(location: str, sizes: Mapping[str, int]) -> None:
-    """Raise DataError where a folder has other files than its manifest lists. Does nothing without a manifest.
-
-    ``sizes`` are the bytes of the folder's files by name.
-    """
+    """Raise DataError where the folder's files, by name and size, are not the ones that its manifest lists."""
     problems = differences(location, sizes)
     if problems:
         raise DataError(
@@ -54,21 +51,19 @@ def differences(location: str, sizes: Mapping[str, int], *, checksums: bool = Fa
 
 
 def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:
-    """Return (size, sha256) of the files that the manifest in a folder, or in its parent, lists for the folder."""
+    """Return (size, sha256) of the files that the manifest in the parent folder lists for a folder."""
     folder = location.rstrip("/") if is_s3(location) else os.path.realpath(location)
     parent, _, name = folder.rpartition("/")
-    for root in (folder, parent):
-        manifest = {} if root in ("s3:/", "s3:") else _read(f"{root}/{MANIFEST}")
-        try:
-            files = manifest["splits"][name]["shards"]
-            return {file["name"]: (int(file["bytes"]), file.get("sha256")) for file in files}
-        except (KeyError, TypeError, AttributeError, ValueError):
-            pass  # a manifest for a different split, or by a different program
-        if manifest.get("complete") is False and name in ("train", "test"):
-            raise DataError(
-                f"{root}/{MANIFEST}: this preparation is not finished; run smp-train prepare again, and it continues"
-            )
-    return None
+    manifest = {} if parent == "s3:/" else _read(f"{parent}/{MANIFEST}")
+    if manifest.get("complete") is False and name in ("train", "test"):
+        raise DataError(
+            f"{parent}/{MANIFEST}: this preparation is not finished; run smp-train prepare again, and it continues"
+        )
+    try:
+        files = manifest["splits"][name]["shards"]
+        return {file["name"]: (int(file["bytes"]), file.get("sha256")) for file in files}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return None  # a manifest for a different split, or by a different program
 
 
 def _read(path: str) -> dict[str, Any]:

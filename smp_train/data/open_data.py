@@ -1,9 +1,10 @@
-"""The data of a run, as its arguments ask for it: opened on all ranks together."""
+"""Opens the training data and the validation data of a run, on all ranks together."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
@@ -42,60 +43,46 @@ def layout(args: Arguments, kind: str) -> tuple[str, str]:
     return long, short
 
 
+@dataclass
 class Opener:
-    """Opens the sources of one run; its methods are collective.
+    """Opens the sources of one run; its methods are collective."""
 
-    Args:
-        args: the flags of the run.
-        vocab_size: ids must be below it.
-        seq_len: tokens of a sample.
-        ranks: this rank among all ranks, which share the conversion.
-        tokenizer: returns the tokenizer's location, called only for records that need one; None where none is known.
-    """
-
-    def __init__(
-        self, args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime,
-        tokenizer: Callable[[], str | None],
-    ) -> None:  # fmt: skip
-        self.args, self.vocab_size, self.seq_len, self.ranks = args, vocab_size, seq_len, ranks
-        self._tokenizer = tokenizer
-        self.max_bad = args.max_bad if args.bad_rows == "skip" else None
+    args: Arguments
+    vocab_size: int
+    seq_len: int
+    ranks: Runtime
+    tokenizer: Callable[[], str | None]
+    """Returns the location of the tokenizer, if there is one; called only for records that need it."""
 
     def list(self, locations: Sequence[str], flag: str, **options: Any) -> list[FileSet]:
         """Return the files of some locations."""
-        args = self.args
-        return list_sources(
-            locations,
-            Selection(column=args.text_column, config=args.dataset_config_name, zipped=args.zipped_data, flag=flag),
-            ranks=self.ranks, **options,
-        )  # fmt: skip
+        column, config, zipped = self.args.text_column, self.args.dataset_config_name, self.args.zipped_data
+        selection = Selection(column=column, config=config, zipped=zipped, flag=flag)
+        return list_sources(locations, selection, ranks=self.ranks, **options)
 
     def recipe(self, kind: Kind) -> Recipe:
         """Return how records of a kind become rows."""
         with distributed.together("reading the tokenizer"):
-            tokenizer = None if kind.name == "tokens" else self._tokenizer()
-        args = self.args
-        return Recipe(
-            kind, self.vocab_size, tokenizer, args.chat_template, trust_remote_code=args.trust_remote_code
-        )  # fmt: skip
+            tokenizer = None if kind.name == "tokens" else self.tokenizer()
+        template, trusted = self.args.chat_template, self.args.trust_remote_code
+        return Recipe(kind, self.vocab_size, tokenizer, template, trust_remote_code=trusted)
 
     def samples(self, files: FileSet) -> Samples:
         """Return the samples of a location, converted first where necessary."""
         args, location = self.args, files.location
         long, short = layout(args, files.kind.name)
+        max_bad = args.max_bad if args.bad_rows == "skip" else None
         rows = open_token_rows(
-            files, self.recipe(files.kind), cache_dir=args.data_cache_dir, max_bad=self.max_bad, ranks=self.ranks,
+            files, self.recipe(files.kind), cache_dir=args.data_cache_dir, max_bad=max_bad, ranks=self.ranks,
             processes=processes_for(args.data_num_workers, self.ranks.local_world_size),
         )  # fmt: skip
         with distributed.together(f"checking {location}"):
-            totals = rows.report()
             logger.info(
-                "%s: %d rows in %d files, %d tokens of which %d count%s, the longest row of %d",
-                location, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],
-                " by their labels" if totals["labelled"] else "", totals["longest"],
+                "%(location)s: %(rows)d rows of at most %(longest)d tokens, %(tokens)d in all, %(counted_tokens)d of "
+                "them with loss", {"location": location, **rows.report()},
             )  # fmt: skip
             if long == "truncate":
-                _refuse_unlearnable(rows, self.seq_len, self.max_bad)
+                _refuse_unlearnable(rows, self.seq_len, max_bad)
         _refuse_different(location, rows.fingerprint)
         return open_samples(rows, self.seq_len, long=long, short=short, ranks=self.ranks)
 
@@ -132,13 +119,13 @@ def open_data(
     args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime, dp_rank: int, dp_size: int,
     pin_memory: bool = False, own: Own | None = None, tokenizer: Callable[[], str | None] = lambda: None,
 ) -> tuple[Loader, ValidationData | None]:  # fmt: skip
-    """Return the training and the validation data for this rank; collective.
+    """Return the training data and the validation data for this rank; collective.
 
-    ``args``, ``vocab_size``, ``seq_len``, ``ranks`` and ``tokenizer`` are those of `Opener`; ``dp_rank`` is one of
-    ``dp_size`` data-parallel ranks, which share the samples; ``own`` has rows that a program passes.
+    ``dp_rank`` is one of ``dp_size`` data-parallel ranks, which share the samples; ``own`` has a program's rows; the
+    other arguments are the fields of `Opener`.
     """
     own = own or Own()
-    opener = Opener(args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks, tokenizer=tokenizer)
+    opener = Opener(args, vocab_size, seq_len, ranks, tokenizer)
     share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
     read = own.training_data is None and not args.use_synthetic_data
     with distributed.together("reading the flags of the data"):
@@ -179,7 +166,7 @@ def open_data(
 
 
 def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int) -> Samples:
-    """Return what a run validates on; collective."""
+    """Return the validation samples of a run; collective."""
     args = opener.args
     if own.validation_data is not None:
         return opener.program_rows(own.validation_data, "validation_data")
@@ -220,9 +207,6 @@ def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) ->
 def _refuse_different(location: str, value: Any) -> None:
     """Raise DataError where a value differs between ranks; collective."""
     values = distributed.gather(f"comparing {location}", lambda: value)
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            raise DataError(
-                f"{location}: rank {rank} reads other rows ({other}) than rank 0 ({values[0]}); give every rank the "
-                "same data"
-            )
+    different = [rank for rank, value_of_rank in enumerate(values) if value_of_rank != values[0]]
+    if different:
+        raise DataError(f"{location}: rank {different[0]} reads other rows than rank 0; give every rank the same data")

@@ -87,12 +87,6 @@ def open_file(file: DataFile, copy: str | None = None) -> IO[bytes]:
     return raw
 
 
-def is_gzip(file: DataFile) -> bool:
-    """Return whether a file is gzipped, by its content."""
-    with open_file(file) as raw:
-        return raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-
-
 def read_lines(raw: IO[bytes], shown: str, tick: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
     r"""Yield (number from 1, line) of the lines of a file that are not blank, plain or gzipped; ``\n`` ends a line."""
     number = done = 0
@@ -112,8 +106,6 @@ def read_lines(raw: IO[bytes], shown: str, tick: Callable[[int], None]) -> Itera
                 tick(raw.tell() - done)
                 done = raw.tell()
         tick(raw.tell() - done)
-    except InterruptedError:  # raised by `tick`; it is an OSError too
-        raise
     except GZIP_ERRORS as error:
         # The decoder reads ahead: the damage may lie many lines after the last line that was yielded.
         reason = "gzip stream is damaged or cut short" if zipped else f"cannot be read after line {number}"

@@ -8,8 +8,8 @@ import hashlib
 import io
 import os
 import posixpath
-import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
@@ -68,24 +68,23 @@ def fetch(
 ) -> Iterator[Iterator[tuple[DataFile, str]]]:
     """Yield an iterator of (file, path of its local copy), in order; several objects are fetched ahead.
 
-    A copy that an earlier process began is continued if the object still has the same version. The caller deletes the
-    copies that it takes; other copies stay for the next fetch. ``tick`` is called with the bytes fetched since its
-    last call, from any thread; an exception that it raises ends the fetch. Raises DataError.
+    The caller deletes the copies that it takes; other copies, complete or not, stay for the next fetch. ``tick`` is
+    called with the bytes fetched since its last call, from any thread. Raises DataError.
     """
     closing = threading.Event()
 
     def count(done: int) -> None:
         if closing.is_set():
-            raise InterruptedError
+            raise DataError(f"{folder}: the fetch has ended")
         tick(done)
 
     def take(copies: Iterable[tuple[DataFile, IO[bytes]]]) -> Iterator[tuple[DataFile, str]]:
         for file, copy in copies:
             # Under its new name no other process continues, or deletes, the copy.
-            name = _new_file(folder)
+            path = _new_path(folder)
             with copy:
-                os.replace(copy.name, name)
-            yield file, name
+                os.replace(copy.name, path)
+            yield file, path
 
     try:
         work = lambda file: (file, _fetch_object(file, folder, count))  # noqa: E731
@@ -102,8 +101,6 @@ def _fetch_object(file: DataFile, folder: str, tick: Callable[[int], None]) -> I
         try:
             copy = on_error.enter_context(_open_copy(file, folder))
             done = copy.seek(0, os.SEEK_END)
-            if done > file.size:
-                done = copy.truncate(0)
 
             def write(chunk: bytes) -> None:
                 copy.write(chunk)
@@ -113,8 +110,6 @@ def _fetch_object(file: DataFile, folder: str, tick: Callable[[int], None]) -> I
             storage.receive(key, write, done, file.size, f'"{file.version}"')
             copy.flush()
         except OSError as error:
-            if isinstance(error, InterruptedError):
-                raise
             raise DataError(
                 f"{folder}: cannot hold a copy of {file.path} ({error.strerror or error}); "
                 "free some space or give another --data_cache_dir"
@@ -133,10 +128,8 @@ def _open_copy(file: DataFile, folder: str) -> IO[bytes]:
         if os.path.samestat(os.fstat(copy.fileno()), os.stat(path)):  # else another process has just taken it
             return copy
     copy.close()
-    return open(_new_file(folder), "ab+")
+    return open(_new_path(folder), "ab+")
 
 
-def _new_file(folder: str) -> str:
-    handle, path = tempfile.mkstemp(prefix=COPY_PREFIX, suffix=COPY_SUFFIX, dir=folder)
-    os.close(handle)
-    return path
+def _new_path(folder: str) -> str:
+    return os.path.join(folder, f"{COPY_PREFIX}{uuid.uuid4().hex}{COPY_SUFFIX}")

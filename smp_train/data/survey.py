@@ -23,8 +23,6 @@ class Survey(BadRecords):
     """Counts and problems of the rows of a data set, in which each row must have a target within ``seq_len``."""
 
     seq_len: int | None = None
-    kind: str = ""
-    files: int = 0
     lengths: array[int] = field(default_factory=lambda: array("Q"))
     counted: int = 0
     labelled: int = 0
@@ -49,10 +47,10 @@ class Survey(BadRecords):
         self.ids = min(self.ids[0], int(row.input_ids.min())), max(self.ids[1], int(row.input_ids.max()))
         self.sample = self.sample or (name, row.cut(0, SAMPLE_TOKENS))
 
-    def text(self, tokenizer: str | None) -> str:
+    def text(self, files: FileSet, tokenizer: str | None) -> str:
         """Return the report of ``data inspect``."""
         rows, tokens = len(self.lengths), sum(self.lengths)
-        lines = [f"{self.kind}: {rows} rows, {tokens} tokens in {self.files} files"]
+        lines = [f"{files.kind.plural.capitalize()}: {rows} rows, {tokens} tokens in {len(files.files)} files"]
         if self.sample is not None:
             name, row = self.sample
             least, median, most_of, most = np.quantile(self.lengths, (0, 0.5, 0.95, 1), method="inverted_cdf")
@@ -84,22 +82,21 @@ def _marked_text(row: Row, tokenizer: str) -> str:
 
 def survey(files: FileSet, recipe: Recipe, seq_len: int | None = None) -> Survey:
     """Read a whole data set, past every malformed record; each row must have a target within ``seq_len``."""
-    result = Survey(skip=True, seq_len=seq_len, kind=files.kind.plural.capitalize())
+    result = Survey(skip=True, seq_len=seq_len)
     maker = recipe.open()
     with_labels: dict[bool, str] = {}
     """The first file with labels, and the first without."""
     with Progress("reading", files.size, "B") as progress:
         for file in files.files:
-            result.files += 1
-            before, labelled = len(result.lengths), result.labelled
+            rows_before, labelled_before = len(result.lengths), result.labelled
             try:
                 for number, row in read_rows(file, maker, result, tick=progress.update):
                     result.count_row(file.at(number), row)
             except DataError as error:
                 result.problems.append(str(error))
                 continue
-            if len(result.lengths) > before:
-                with_labels.setdefault(result.labelled > labelled, file.shown)
+            if len(result.lengths) > rows_before:
+                with_labels.setdefault(result.labelled > labelled_before, file.shown)
             elif file.kind != "text":
                 result.problems.append(f"{file.shown}: no row in this file; write it again or remove it")
     if len(with_labels) > 1:

@@ -23,17 +23,11 @@ class Synthetic(Source):
 
     def row(self, index: int) -> Row:
         """Return row ``index``: int64 ids."""
-        if not 0 <= index < self.size:
-            raise IndexError(f"row {index} of {self.size}")
         key = np.array([self.seed & ((1 << 64) - 1), index], dtype=np.uint64)
         raw = np.random.Philox(key=key).random_raw((self.seq_len + 1) // 2)
         draws = raw.astype("<u8").view("<u4")[: self.seq_len].astype(np.uint64)
         # Multiply and shift: 32 random bits onto [0, vocab_size), uneven by less than vocab_size / 2**32.
         return Row(((draws * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64))
-
-    def lengths(self, rows: range) -> np.ndarray:
-        """Return ``seq_len`` for each row."""
-        return np.full(len(rows), self.seq_len, dtype=np.int64)
 
     def name(self, index: int) -> str:
         """Return ``synthetic:<index>``."""

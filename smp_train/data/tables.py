@@ -24,10 +24,7 @@ ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 def batches(
     file: DataFile, raw: IO[bytes], fields: Sequence[str] | None, first: int, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (index of its first row, record batch) of a parquet or Arrow file; row groups before ``first`` are skipped.
-
-    Raises DataError where the file is damaged.
-    """
+    """Yield (index of its first row, record batch) of a parquet or Arrow file; skip the row groups before ``first``."""
     try:
         import pyarrow as pa
     except ImportError:
@@ -38,8 +35,6 @@ def batches(
             yield row, batch
             row += batch.num_rows
         tick(file.size)
-    except InterruptedError:  # raised by `tick`; it is an OSError too
-        raise
     except (pa.ArrowException, OSError, EOFError) as error:
         kind = "a parquet" if file.kind == "parquet" else "an Arrow"
         raise DataError(f"{file.path}: is damaged or not {kind} file ({one_line(error)}); copy it again") from None

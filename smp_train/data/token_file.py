@@ -136,6 +136,7 @@ class TokenRows(Source):
             )
         self._starts = [0, *accumulate(header.rows for header in headers)]
         self._first_tokens = [0, *accumulate(header.tokens for header in headers)]
+        self.tokens = self._first_tokens[-1]
         # With labels, one element has the bytes of a token and of its label.
         self._dtypes = [np.dtype((np.void, h.token_bytes) if h.labelled else h.dtype) for h in headers]
         self._begins = [file.begins[number] for file, number in stored]
@@ -212,11 +213,6 @@ class TokenRows(Source):
         """Return the index of the first token that carries loss in each row of a shard."""
         return self._open(shard)[1][3]
 
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of all rows."""
-        return self._first_tokens[-1]
-
     def find_token(self, token: int) -> tuple[int, int]:
         """Return (row that holds a token of all rows end to end, first token of that row)."""
         shard = bisect.bisect_right(self._first_tokens, token) - 1
@@ -226,14 +222,11 @@ class TokenRows(Source):
 
     def report(self) -> dict[str, Any]:
         """Return the totals of all shards, and the longest row with its name."""
-        headers = self.headers
-        longest = max(range(len(headers)), key=lambda shard: headers[shard].longest)
+        file, longest = max(zip(self.files, self.headers, strict=True), key=lambda shard: shard[1].longest)
         return {
-            "shards": len(headers),
             "rows": len(self),
             "tokens": self.tokens,
-            "counted_tokens": sum(header.counted for header in headers),
-            "labelled": any(header.labelled for header in headers),
-            "longest": headers[longest].longest,
-            "longest_at": self.files[longest].at(headers[longest].longest_number),
+            "counted_tokens": sum(header.counted for header in self.headers),
+            "longest": longest.longest,
+            "longest_at": file.at(longest.longest_number),
         }

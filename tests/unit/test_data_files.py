@@ -64,8 +64,8 @@ def test_files_by_name_with_all_folders_below(tmp_path, caplog):
     assert all(file.path == f"{tmp_path}/{file.name}" for file in fileset.files)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
-    for part in (str(tmp_path), "2 *.csv", "*.html", "*.zst", "*.tmp", "*.txt"):
-        assert part in warnings[0].lower()
+    for part in (str(tmp_path), "e.json.tmp", "f.json.zst", "more/table.CSV", "notes.txt", "page.html and 1 more"):
+        assert part in warnings[0]
     assert names(tmp_path / "a.JSONL") == ["a.JSONL"], "one file"
 
 
@@ -81,7 +81,7 @@ def test_nothing_to_read(tmp_path):
     refuses(tmp_path / "missing", "missing: no such file or folder", "--training_dir")
     refuses(tmp_path, tmp_path, "no file that matches", "*.json.gz", "--dataset", flag="--dataset")
     put(tmp_path, "a.csv", "b.tsv", "c.html")
-    refuses(tmp_path, "1 *.csv, 1 *.html, 1 *.tsv, which are not read", "JSON lines")
+    refuses(tmp_path, "a.csv, b.tsv, c.html, which are not read", "JSON lines")
     refuses("s3://", "s3://: names no bucket", "s3://bucket/prefix")
     put(tmp_path, "d/x.json", content=b"\n\n")
     refuses(tmp_path / "d", "x.json: no record")
@@ -90,9 +90,7 @@ def test_nothing_to_read(tmp_path):
 @pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.html", "a.pdf", "a.jsonl.zst"])
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path, name):
     put(tmp_path, name, content=b"a,b\n1,2\n")
-    refuses(
-        tmp_path / name, name, f"1 *.{name.rpartition('.')[2].lower()}", "not read", "write their records as JSON lines"
-    )
+    refuses(tmp_path / name, name, "not read", "write their records as JSON lines")
     refuses(tmp_path, "not read", patterns=["*"])
 
 
@@ -146,9 +144,9 @@ def test_records_that_would_count_twice(tmp_path):
 def test_zipped_flag_checks(tmp_path):
     put(tmp_path, "a.json.gz")
     assert names(tmp_path, Selection(zipped=True)) == ["a.json.gz"]
-    refuses(tmp_path, tmp_path / "a.json.gz", "is gzipped, but --zipped_data is 0", zipped=False)
+    refuses(tmp_path, tmp_path / "a.json.gz", "ends with .gz, but --zipped_data is 0", zipped=False)
     put(tmp_path, "b.json")
-    refuses(tmp_path, tmp_path / "b.json", "is plain, but --zipped_data is 1", zipped=True)
+    refuses(tmp_path, tmp_path / "b.json", "does not end with .gz, but --zipped_data is 1", zipped=True)
     put(tmp_path / "texts", "a.txt")
     refuses(tmp_path / "texts", "--zipped_data 1", error=ConfigError, zipped=True)
 
@@ -174,12 +172,12 @@ def test_texts_next_to_other_records(tmp_path, caplog):
     assert names(tmp_path) == ["README.md", "a.jsonl"], "both are text"
     write_lines(tmp_path / "a.jsonl", [{"messages": chat(1)}])
     assert names(tmp_path) == ["a.jsonl"]
-    assert "*.md" in caplog.text
+    assert "README.md" in caplog.text
 
 
 def test_token_files_are_no_records(tmp_path):
     put(tmp_path, "a.tok", "a.idx")
-    refuses(tmp_path, "no file that matches", "1 *.tok")
+    refuses(tmp_path, "no file that matches", "a.tok")
     refuses(tmp_path / "a.tok", "no file that matches")
 
 
@@ -262,9 +260,6 @@ def test_the_files_of_this_node(tmp_path):
         check_local_files(files)
     (tmp_path / "b.json").unlink()
     with pytest.raises(DataError, match=r"b\.json: is missing on this node; give each node all files"):
-        check_local_files(files)
-    put(tmp_path, "c.json")
-    with pytest.raises(DataError, match=r"b\.json: is missing .*own part of the data .*ShardedByS3Key.*FullyRepl"):
         check_local_files(files)
 
 
