@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, BinaryIO
 
@@ -23,6 +24,8 @@ from smp_train.storage.folder import FolderStorage
 MAGIC = b"SMPARRAY"
 PREFIX = struct.Struct("<8sII")
 FIRST_READ = 4096
+ITEM_BYTES = {"<u4": 4, "<u8": 8}
+"""Types of arrays, and the bytes of an element."""
 
 
 def atomic_file(path: str) -> AbstractContextManager[BinaryIO]:
@@ -52,16 +55,20 @@ class ArraysFile:
 
     def __init__(self, path: str, header: Any, shapes: Sequence[tuple[str, int]], begin: int) -> None:
         self.path, self.header, self.shapes = path, header, shapes
-        sizes = (_padded(np.dtype(dtype).itemsize * count) for dtype, count in shapes)
+        sizes = (_padded(ITEM_BYTES[dtype] * count) for dtype, count in shapes)
         self.begins = list(accumulate(sizes, initial=begin))
         """Offset of each array in bytes, and the size of the file."""
 
-    def map(self) -> list[np.ndarray]:
-        """Return the arrays, which are views of the mapped file. Raises OSError."""
+    @cached_property
+    def mapped(self) -> mmap.mmap:
+        """The mapped file. Raises OSError."""
         with open(self.path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        shapes = zip(self.shapes, self.begins[:-1], strict=True)
-        return [np.frombuffer(mapped, dtype, count, begin) for (dtype, count), begin in shapes]
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def arrays(self, part: slice = slice(None)) -> list[np.ndarray]:
+        """Return some of the arrays, as views of the mapped file. Raises OSError."""
+        shapes = zip(self.shapes[part], self.begins[part], strict=False)
+        return [np.frombuffer(self.mapped, dtype, count, begin) for (dtype, count), begin in shapes]
 
 
 def read_header(path: str, version: int) -> ArraysFile | None:
@@ -81,5 +88,5 @@ def read_header(path: str, version: int) -> ArraysFile | None:
             return None
         arrays = ArraysFile(path, content["header"], content["arrays"], PREFIX.size + length)
         return arrays if arrays.begins[-1] == size else None
-    except (OSError, struct.error, ValueError):
+    except (OSError, struct.error, ValueError, KeyError):
         return None

@@ -120,7 +120,7 @@ def open_samples(
             file = read_header(path, VERSION)
             if file is None:
                 raise DataError(f"{path}: vanished or damaged; is something clearing the --data_cache_dir? start again")
-            tables.append(dict(zip(file.header, file.map(), strict=True)))
+            tables.append(dict(zip(file.header, file.arrays(), strict=True)))
         return Samples(source, seq_len, long=long, short=short, tables=tables)
 
 

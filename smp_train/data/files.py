@@ -187,7 +187,8 @@ def reader_of(name: str) -> str | None:
 
 def _suffix(name: str) -> str:
     """Return the longest known suffix of a name, or an empty one."""
-    return max((suffix for suffix in READERS if name.lower().endswith(suffix)), key=len, default="")
+    lower = name.lower()
+    return max((suffix for suffix in READERS if lower.endswith(suffix)), key=len, default="")
 
 
 def _listed(

@@ -248,6 +248,10 @@ class Samples:
         """Return a sample; ``key`` decides the part that --long crop takes. Raises DataError for damaged data."""
         if not 0 <= index < self._size:
             raise IndexError(f"sample {index} of {self._size}")
+        if self._offsets is None and not self._tables:
+            row = self.source.row(index)
+            if row.input_ids.size <= self.seq_len:
+                return Sample(row, self.source.name(index) if named else "")
         pieces: list[Piece] = []
 
         def add(number: int, begin: int, most: int) -> int:
@@ -272,9 +276,6 @@ class Samples:
             for piece in range(*table["bounds"][sample : sample + 2].tolist()):
                 add(number * TABLE_ROWS + int(table["rows"][piece]), int(table["begins"][piece]), self.seq_len)
         else:
-            row = self.source.row(index)
-            if row.input_ids.size <= self.seq_len:
-                return Sample(row, self.source.name(index) if named else "")
             begin, end = window(row, self.source.name(index), self.seq_len, self.long, key)
             add(index, begin, end - begin)
         return join(pieces, packed=self.short == "pack")

@@ -16,10 +16,9 @@ import hashlib
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -45,8 +44,7 @@ LABELS = np.dtype("<i4")
 """Type of stored labels: any id, and -100."""
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """Summary of one shard in the index of a token file."""
 
     source: str
@@ -84,8 +82,8 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 def row_checksum(data: np.ndarray | bytes, tokens: int) -> int:
-    """Return the CRC-32 of a row: of its stored bytes and its length."""
-    return int(crc32(tokens.to_bytes(8, "little"), crc32(data)))
+    """Return the CRC-32 of a row: of its stored bytes, begun with its length."""
+    return int(crc32(data, tokens))
 
 
 class TokenFile:
@@ -98,15 +96,17 @@ class TokenFile:
         """Offset of each shard in the ``.tok``, and the file's size."""
 
     @cached_property
-    def opened(self) -> tuple[int, list[list[np.ndarray]]]:
-        """The descriptor of the ``.tok``, and the mapped arrays of each shard in the ``.idx``. Raises OSError.
-
-        Both stay readable after the files are removed.
-        """
-        arrays, step = self.index.map(), len(ARRAYS)
+    def descriptor(self) -> int:
+        """The descriptor of the ``.tok``. Raises OSError. It and the index stay readable after their removal."""
+        assert self.index.mapped
         descriptor = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, descriptor).atexit = False
-        return descriptor, [arrays[first : first + step] for first in range(0, len(arrays), step)]
+        return descriptor
+
+    def arrays(self, number: int) -> list[np.ndarray]:
+        """Return the `ARRAYS` of a shard, mapped. Raises OSError."""
+        first = number * len(ARRAYS)
+        return self.index.arrays(slice(first, first + len(ARRAYS)))
 
 
 def read_index(base: str) -> TokenFile | None:
@@ -117,6 +117,20 @@ def read_index(base: str) -> TokenFile | None:
         return file if file and os.stat(file.path).st_size == file.begins[-1] else None
     except OSError:
         return None
+
+
+class OpenShard(NamedTuple):
+    """A shard whose rows are read: the ``.tok``'s descriptor, the shard's offset in it, and its `ARRAYS`."""
+
+    descriptor: int
+    begin: int
+    dtype: np.dtype
+    """Of a token, or with labels the bytes of a token and its label."""
+    tokens: int
+    starts: np.ndarray
+    numbers: np.ndarray
+    crc: np.ndarray
+    first_targets: np.ndarray
 
 
 class TokenRows(Source):
@@ -137,9 +151,7 @@ class TokenRows(Source):
         self._starts = [0, *accumulate(header.rows for header in headers)]
         self._first_tokens = [0, *accumulate(header.tokens for header in headers)]
         self.tokens = self._first_tokens[-1]
-        # With labels, one element has the bytes of a token and of its label.
-        self._dtypes = [np.dtype((np.void, h.token_bytes) if h.labelled else h.dtype) for h in headers]
-        self._begins = [file.begins[number] for file, number in stored]
+        self._opened: dict[int, OpenShard] = {}
         self.shards: list[range] = [range(first, end) for first, end in pairwise(self._starts)]
         digest = hashlib.blake2b(digest_size=16)
         for header in headers:
@@ -150,12 +162,17 @@ class TokenRows(Source):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _open(self, shard: int) -> tuple[int, list[np.ndarray]]:
-        """Return the descriptor of a shard's token file, and the shard's arrays."""
-        file, number = self._stored[shard]
+    def _open(self, shard: int) -> OpenShard:
+        """Return a shard, opened at the first call."""
+        opened = self._opened.get(shard)
+        if opened is not None:
+            return opened
+        (file, number), header = self._stored[shard], self.headers[shard]
+        dtype = np.dtype((np.void, header.token_bytes) if header.labelled else header.dtype)
         try:
-            descriptor, arrays = file.opened
-            return descriptor, arrays[number]
+            arrays = file.arrays(number)
+            opened = OpenShard(file.descriptor, file.begins[number], dtype, header.tokens, *arrays)
+            return self._opened.setdefault(shard, opened)
         except OSError as error:
             problem = "was removed" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise DataError(f"{file.base}: {problem}; start again; is the --data_cache_dir still there?") from None
@@ -170,26 +187,25 @@ class TokenRows(Source):
     def row(self, index: int) -> Row:
         """Read a row. Raises DataError where its bytes cannot be read or do not match their checksum."""
         shard, row = self._locate(index)
-        header, dtype = self.headers[shard], self._dtypes[shard]
-        descriptor, (starts, _, crc, _) = self._open(shard)
+        descriptor, begin, dtype, tokens_of_shard, starts, _, crc, _ = self._open(shard)
         start, end = starts[row : row + 2].tolist()
-        if not start <= end <= header.tokens:
+        if not start <= end <= tokens_of_shard:
             raise self._damaged(shard, row)
         tokens = end - start
         data = np.empty(tokens, dtype)
         try:
-            size = os.preadv(descriptor, [data.data], self._begins[shard] + start * dtype.itemsize)
+            size = os.preadv(descriptor, [data.data], begin + start * dtype.itemsize)
         except OSError as error:
             path = self._stored[shard][0].path
             raise DataError(f"{path}: cannot be read ({error.strerror}); {REMEDY}") from None
         if size != data.nbytes or row_checksum(data, tokens) != crc[row]:
             raise self._damaged(shard, row)
-        if not header.labelled:
+        if dtype.kind == "u":
             return Row(data)
         # The ids of a row come first, then its labels.
         stored = data.view(np.uint8)
         ids = tokens * (dtype.itemsize - LABELS.itemsize)
-        return Row(stored[:ids].view(header.dtype), stored[ids:].view(LABELS))
+        return Row(stored[:ids].view(self.headers[shard].dtype), stored[ids:].view(LABELS))
 
     def _damaged(self, shard: int, row: int) -> DataError:
         file, name = self._stored[shard][0], self.name(self._starts[shard] + row)
@@ -198,25 +214,25 @@ class TokenRows(Source):
     def name(self, index: int) -> str:
         """Return ``file:number`` of the row's record."""
         shard, row = self._locate(index)
-        return f"{self.headers[shard].source}:{self._open(shard)[1][1][row]}"
+        return f"{self.headers[shard].source}:{self._open(shard).numbers[row]}"
 
     def lengths(self, rows: range) -> np.ndarray:
         """Return the number of tokens of each of some consecutive rows, int64."""
         first, last = self._locate(rows.start)[0], self._locate(rows.stop - 1)[0]
         parts = []
         for shard in range(first, last + 1):
-            begin, starts = self._starts[shard], self._open(shard)[1][0]
+            begin, starts = self._starts[shard], self._open(shard).starts
             parts.append(np.diff(starts[max(0, rows.start - begin) : rows.stop - begin + 1]))
         return np.concatenate(parts).astype(np.int64)
 
     def first_targets(self, shard: int) -> np.ndarray:
         """Return the index of the first token that carries loss in each row of a shard."""
-        return self._open(shard)[1][3]
+        return self._open(shard).first_targets
 
     def find_token(self, token: int) -> tuple[int, int]:
         """Return (row that holds a token of all rows end to end, first token of that row)."""
         shard = bisect.bisect_right(self._first_tokens, token) - 1
-        first, starts = self._first_tokens[shard], self._open(shard)[1][0]
+        first, starts = self._first_tokens[shard], self._open(shard).starts
         row = int(np.searchsorted(starts, np.uint64(token - first), side="right")) - 1
         return self._starts[shard] + row, first + int(starts[row])
 

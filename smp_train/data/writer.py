@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import BinaryIO
 
 import numpy as np
@@ -30,7 +29,7 @@ def write_token_file(base: str, shards: Iterable[Shard], vocab_size: int) -> Non
             header, arrays_of_shard = _write_shard(tok, *shard, dtype_for(vocab_size))
             headers.append(header)
             arrays += arrays_of_shard
-    write_arrays(base + ".idx", VERSION, [asdict(header) for header in headers], arrays)
+    write_arrays(base + ".idx", VERSION, [header._asdict() for header in headers], arrays)
 
 
 def _write_shard(
