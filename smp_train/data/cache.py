@@ -22,6 +22,7 @@ from smp_train.data.s3 import COPY_PREFIX
 from smp_train.data.token_file import VERSION, TokenFile, read_index
 from smp_train.errors import DataError
 from smp_train.storage.folder import PARTIAL, FolderStorage
+from smp_train.storage.paths import private_folder
 
 logger = logging.getLogger("smp_train.data")
 
@@ -149,5 +150,8 @@ def unwritable(folder: str, error: OSError) -> DataError:
 
 
 def user_folder() -> str:
-    """Return the folder of this user's caches, for data whose folder cannot be written."""
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "smp_train", "tokens")
+    """Return the folder of this user's caches, for data whose folder cannot be written. Raises ConfigError."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.access(base if os.path.isdir(base) else os.path.dirname(base), os.W_OK):
+        return os.path.join(base, "smp_train", "tokens")
+    return os.path.join(private_folder("smp_train"), "tokens")
