@@ -72,7 +72,7 @@ class ArraysFile:
 
 
 def read_header(path: str, version: int) -> ArraysFile | None:
-    """Return a complete file of this version; None where there is none."""
+    """Return the file at ``path``; None if it is missing, damaged, or has a different version."""
     try:
         with open(path, "rb", buffering=0) as file:
             data, size = file.read(FIRST_READ), os.fstat(file.fileno()).st_size

@@ -23,12 +23,10 @@ class BadRecords:
 
     skip: bool
     count: int = 0
-    first: str = ""
-    """The first bad record as ``PATH:LINE: reason; what to do``; its number and its problem follow."""
-    first_number: int = 0
-    first_problem: str = ""
-    read: int = 0
-    """Records read, good and bad, where the reader counts them."""
+    first: str = ""  # the first bad record as "PATH:LINE: reason; what to do"
+    first_number: int = 0  # its number, from 1
+    first_problem: str = ""  # its "reason; what to do"
+    read: int = 0  # good and bad records, if the reader counts them
 
     def add(self, file: DataFile, number: int, problem: str) -> None:
         """Count a malformed record. Raises DataError unless malformed records are skipped."""

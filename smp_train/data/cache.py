@@ -7,6 +7,7 @@ convert the same shards at once.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
@@ -68,7 +69,7 @@ class TokenCache:
     @cached_property
     def destination(self) -> tuple[str, str]:
         """Return (folder, prefix of file names) for new files; creates the folder. Raises DataError."""
-        reasons = []
+        reason = ""
         for number, (folder, prefix) in enumerate(self.folders):
             try:
                 os.makedirs(folder, mode=0o775 if number == 0 else 0o700, exist_ok=True)
@@ -76,13 +77,11 @@ class TokenCache:
                 ignore = Path(folder, ".gitignore")
                 if os.path.basename(folder) == FOLDER_NAME and not ignore.exists():
                     ignore.write_text("*\n")
+                return folder, prefix
             except OSError as error:
-                reasons.append(f"{folder}: cannot hold the token cache ({error.strerror})")
-                continue
-            if reasons:
-                logger.info("%s; using %s instead (--data_cache_dir chooses)", reasons[0], folder)
-            return folder, prefix
-        raise DataError(f"{reasons[-1]}; give a --data_cache_dir that can be written")
+                reason = f"{folder}: cannot hold the token cache ({error.strerror})"
+                logger.info("%s", reason)
+        raise DataError(f"{reason}; give a --data_cache_dir that can be written")
 
     def base(self, shards: Sequence[DataFile]) -> str:
         """Return the path without suffix of a new token file of some shards in these versions."""
@@ -91,21 +90,17 @@ class TokenCache:
 
     def table(self, fingerprint: str, layout: str, number: int) -> str:
         """Return the path of a table of samples of the whole file set."""
-        name = _digest(fingerprint, layout, number)
-        return f"{self.base(self.files.files)}-{name}.tab"
+        return f"{self.base(self.files.files)}-{_digest(fingerprint, layout, number)}.tab"
 
     def missing(self, shards: Iterable[DataFile]) -> list[DataFile]:
         """Return the shards that no token file holds; reads the indexes that have appeared since the last call."""
         for folder, prefix in self.folders:
-            with contextlib.suppress(OSError):
-                for name in os.listdir(folder):
-                    base = os.path.join(folder, name.removesuffix(".idx"))
-                    if name.startswith(prefix) and name.endswith(".idx") and base not in self._scanned:
-                        file = read_index(base)
-                        if file is not None:
-                            self._scanned.add(base)
-                            for number, header in enumerate(file.headers):
-                                self._stored[header.source, header.size, header.version] = file, number
+            for path in glob.iglob(f"{glob.escape(folder)}/{prefix}-*.idx"):
+                file = None if path in self._scanned else read_index(path.removesuffix(".idx"))
+                if file is not None:
+                    self._scanned.add(path)
+                    for number, header in enumerate(file.headers):
+                        self._stored[header.source, header.size, header.version] = file, number
         return [shard for shard in shards if self.stored(shard) is None]
 
     def stored(self, shard: DataFile) -> tuple[TokenFile, int] | None:
@@ -121,10 +116,11 @@ class TokenCache:
         tables = f"{prefix}-{_digest_of_files(self.files.files)}-"
         pairs: dict[str, bool] = {}
         for name in os.listdir(folder):
-            stem, suffix = os.path.splitext(os.path.join(folder, name))
+            path = os.path.join(folder, name)
+            stem, suffix = os.path.splitext(path)
             # Another job may have deleted the file, or another user may own it.
             with contextlib.suppress(OSError):
-                needed = now - os.stat(os.path.join(folder, name)).st_mtime < STALE_SECONDS
+                needed = now - os.stat(path).st_mtime < STALE_SECONDS
                 if name.startswith(tables) and suffix == ".tab":
                     needed = True
                 elif name.startswith(prefix) and suffix in (".tok", ".idx"):
@@ -132,7 +128,7 @@ class TokenCache:
                 elif not name.startswith((prefix, COPY_PREFIX)) and suffix != PARTIAL:
                     continue
                 if not needed:
-                    os.unlink(os.path.join(folder, name))
+                    os.unlink(path)
 
     def _is_needed(self, base: str, new: bool) -> bool:
         """Return whether a token file holds a listed shard, or a ``new`` one may still be read by another job."""

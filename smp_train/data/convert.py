@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp_train.data")
 
 Group = list[tuple[DataFile, str | None]]
-"""Shards of one token file, each with its local copy where it is in S3."""
+"""Shards of one token file, each with the path of its local copy if it is in S3."""
 Report = Callable[[int], None]
 """Counts bytes of progress; raises an exception when another rank has failed."""
 FILE_BYTES = 64 << 20
@@ -61,8 +61,8 @@ def open_token_rows(
 ) -> TokenRows:  # fmt: skip
     """Return the rows of a file set, converted first where necessary; collective.
 
-    ``max_bad`` is the fraction of bad records that may be left out (--bad_rows skip), None allows none. All ``ranks``
-    share the conversion, in so many ``processes`` each; without ``ranks`` this process converts alone.
+    ``max_bad`` is the largest fraction of bad records with --bad_rows skip; None allows no bad record. All ``ranks``
+    share the conversion, with this number of ``processes`` each; without ``ranks`` this process converts alone.
     """
     with distributed.together(f"reading {files.location}"):
         cache = TokenCache(files, recipe.identity, cache_dir)

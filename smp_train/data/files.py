@@ -295,7 +295,12 @@ def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) 
         raise DataError(f"{selection.flag} {location}: no file that matches {suffixes}{hint}")
     _refuse_duplicates(files)
     if selection.check_manifest and not selection.patterns and not single:
-        manifest.check(location, {file.name: file.size for file in files})
+        problems = manifest.differences(location, {file.name: file.size for file in files})
+        if problems:
+            raise DataError(
+                f"{location}: is not what its {manifest.MANIFEST} lists: {first_few(problems, '; ')}: copy or prepare "
+                "it again, or remove the manifest if the files are as intended"
+            )
     kind = _kind_of_files(files, selection.column)
     if kind.name != "text":  # such as a README
         files = [file for file in files if file.kind != "text"]
@@ -371,11 +376,9 @@ def _is_usable(file: DataFile, single: bool, zipped: bool | None) -> bool:
         raise DataError(f"{file.path}: is empty (0 bytes); write it again or remove it")
     if not file.size:
         logger.warning("%s: left out, as it is empty", file.path)
-    elif zipped is not None and file.kind != "lines":
-        raise ConfigError(f"--zipped_data {int(zipped)} is for JSON lines, and {file.path} is none: leave it out")
-    elif zipped is not None and zipped != file.name.lower().endswith(".gz"):
-        ending = "does not end" if zipped else "ends"
-        raise DataError(f"{file.path}: {ending} with .gz, but --zipped_data is {int(zipped)}; leave the flag out")
+    elif zipped is not None and (file.kind != "lines" or zipped != file.name.lower().endswith(".gz")):
+        form = "gzipped" if zipped else "plain"
+        raise DataError(f"{file.path}: is no {form} file of JSON lines, but --zipped_data is {int(zipped)}; omit it")
     return bool(file.size)
 
 

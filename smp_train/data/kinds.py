@@ -18,12 +18,9 @@ PLURALS = {"tokens": "rows of tokens", "text": "text", "chats": "chats", "comple
 class Kind:
     """The kind of a data set's records, and the fields that hold them."""
 
-    name: str
-    """``tokens``, ``text``, ``chats`` or ``completions``."""
-    fields: tuple[str, ...]
-    """Fields (or columns) that are read, the required ones first."""
-    style: str = ""
-    """``sharegpt`` for turns with ``from`` and ``value``, ``alpaca`` for instruction, input and output; else empty."""
+    name: str  # tokens, text, chats or completions
+    fields: tuple[str, ...]  # fields or columns that are read, the required ones first
+    style: str = ""  # sharegpt: turns with from and value; alpaca: instruction, input and output
 
     @property
     def plural(self) -> str:

@@ -10,20 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.data import s3
-from smp_train.errors import DataError, first_few
+from smp_train.errors import DataError
 from smp_train.storage.client import is_s3
 
 MANIFEST = "_manifest.json"
-
-
-def check(location: str, sizes: Mapping[str, int]) -> None:
-    """Raise DataError where the folder's files, by name and size, are not the ones that its manifest lists."""
-    problems = differences(location, sizes)
-    if problems:
-        raise DataError(
-            f"{location}: is not what its {MANIFEST} lists: {first_few(problems, '; ')}: copy or prepare it again, or "
-            f"remove the {MANIFEST} if it is meant to be as it is"
-        )
 
 
 def differences(location: str, sizes: Mapping[str, int], *, checksums: bool = False) -> list[str]:
@@ -40,14 +30,17 @@ def differences(location: str, sizes: Mapping[str, int], *, checksums: bool = Fa
             problems.append(f"{name} is missing")
         elif sizes[name] != size:
             problems.append(f"{name} has {sizes[name]} bytes, not {size}")
-        elif checksums and not is_s3(location):
-            digest = hashlib.sha256()
-            with Path(location, name).open("rb") as file:
-                for block in iter(lambda: file.read(1 << 22), b""):
-                    digest.update(block)
-            if digest.hexdigest() != sha256:
-                problems.append(f"{name} has another checksum")
+        elif checksums and not is_s3(location) and _sha256(Path(location, name)) != sha256:
+            problems.append(f"{name} has another checksum")
     return problems + [f"{name} is not listed" for name in sorted(sizes) if name not in listed]
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:

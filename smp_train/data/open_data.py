@@ -52,7 +52,7 @@ class Opener:
     seq_len: int
     ranks: Runtime
     tokenizer: Callable[[], str | None]
-    """Returns the location of the tokenizer, if there is one; called only for records that need it."""
+    """Returns the location of the tokenizer or None; called only for records that need a tokenizer."""
 
     def list(self, locations: Sequence[str], flag: str, **options: Any) -> list[FileSet]:
         """Return the files of some locations."""

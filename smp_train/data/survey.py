@@ -26,11 +26,9 @@ class Survey(BadRecords):
     lengths: array[int] = field(default_factory=lambda: array("Q"))
     counted: int = 0
     labelled: int = 0
-    ids: tuple[int, int] = (1 << 62, -1)
-    """The lowest and the highest token id."""
+    ids: tuple[int, int] = (1 << 62, -1)  # the lowest and the highest token id
     problems: list[str] = field(default_factory=list)
-    sample: tuple[str, Row] | None = None
-    """Name and beginning of the first row."""
+    sample: tuple[str, Row] | None = None  # name and beginning of the first row
 
     def add(self, file: DataFile, number: int, problem: str) -> None:
         """Keep the problem of a malformed record."""
@@ -84,8 +82,7 @@ def survey(files: FileSet, recipe: Recipe, seq_len: int | None = None) -> Survey
     """Read a whole data set, past every malformed record; each row must have a target within ``seq_len``."""
     result = Survey(skip=True, seq_len=seq_len)
     maker = recipe.open()
-    with_labels: dict[bool, str] = {}
-    """The first file with labels, and the first without."""
+    with_labels: dict[bool, str] = {}  # the first file with labels, and the first without
     with Progress("reading", files.size, "B") as progress:
         for file in files.files:
             rows_before, labelled_before = len(result.lengths), result.labelled

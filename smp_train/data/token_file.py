@@ -47,28 +47,21 @@ LABELS = np.dtype("<i4")
 class Header(NamedTuple):
     """Summary of one shard in the index of a token file."""
 
-    source: str
-    """Name of the shard's file, as `DataFile.name`; its size and version follow."""
+    source: str  # name, size and version of the shard's `DataFile`
     size: int
     version: str
     rows: int
     tokens: int
-    counted: int
-    """Tokens that carry loss."""
+    counted: int  # tokens that carry loss
     dtype: str
-    longest: int
-    longest_number: int
-    """Number of the longest row's record, from 1."""
+    longest: int  # tokens of the longest row
+    longest_number: int  # number of its record, from 1
     labelled: bool
-    latest_target: int
-    """Largest index of the first token that carries loss, over all rows."""
-    digest: str
-    """Identity of the rows."""
-    skipped: int = 0
-    """Bad records that were left out (--bad_rows skip)."""
-    first_bad_number: int = 0
-    first_bad: str = ""
-    """Problem of the first bad record: ``reason; what to do``."""
+    latest_target: int  # largest index of the first token that carries loss, over all rows
+    digest: str  # identity of the rows
+    skipped: int  # bad records that were left out (--bad_rows skip)
+    first_bad_number: int  # number of the first bad record
+    first_bad: str  # its problem: "reason; what to do"
 
     @property
     def token_bytes(self) -> int:

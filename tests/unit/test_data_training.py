@@ -12,17 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_train import distributed
 from smp_train.data.indexed import ValidationData
 from smp_train.data.order import Order
 from smp_train.data.own_rows import Checked
 from smp_train.data.samples import Samples
 from smp_train.data.source import IGNORED, Row, Source
 from smp_train.data.synthetic import Synthetic
-from smp_train.distributed.long_work import finish_together
 from smp_train.errors import ConfigError, DataError
-from smp_train.progress import Progress
-from tests.shards import opened, training, write_shard
+from tests.shards import training
 from tests.tiers import slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,16 +214,6 @@ def test_validation_reads_each_row_once(world, mb, fast, most):
     assert all(a.equal(b.input_ids) for a, b in zip(again, batches[0], strict=True))
 
 
-def test_labels_reach_the_batch(tmp_path):
-    """Only the labels are learnt from: in training, and in validation."""
-    rows = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 9]}, {"input_ids": [5, 6, 7], "labels": [5, -100, 7]}]
-    write_shard(tmp_path / "a.json", rows)
-    (batch,) = next(training(opened(tmp_path), 5, 2).batches(0))
-    assert batch.labels.tolist() == [[-100, -100, 3, 9, -100], [5, -100, 7, -100, -100]]
-    held = ValidationData(Samples(opened(tmp_path), 5), seq_len=5, micro_batch=2, dp_rank=0, dp_size=1)
-    assert sum(batch.counted_tokens() for batch in held.batches()) == batch.counted_tokens() == 3
-
-
 def test_synthetic_rows_depend_on_seed_and_index_alone():
     source = Synthetic(seq_len=9, vocab_size=50, seed=12345, size=100)
     # The same on every machine and in every version: measurements and tests compare them.
@@ -280,13 +267,6 @@ def test_a_program_must_give_a_source():
             Checked(thing, "training_data", 50)
     with pytest.raises(DataError, match="has no row"):
         Checked(Numbers(0), "training_data", 50)
-
-
-def test_work_of_one_process_is_done_at_once():
-    done = []
-    with Progress("working", shown=False) as progress:
-        assert finish_together("working", lambda report: done.append(report(3)) or 7, progress=progress) == [7]
-    assert len(done) == distributed.world_size() == 1
 
 
 def test_the_example_of_the_documentation(tmp_path):
