@@ -185,7 +185,10 @@ def evaluate(
         args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks, tokenizer=tokenizer_for_text
     )  # fmt: skip
     for name, place in places.items():
-        samples = opener.program_rows(place, name) if isinstance(place, Source) else open_evaluation(opener, place)
+        if isinstance(place, Source):
+            samples = opener.program_rows(place, name)
+        else:
+            samples = open_evaluation(opener, place, most and most * args.val_batch_size * topology.dp_size)
         with distributed.together(f"preparing {name}"):
             data[name] = ValidationData(
                 samples, seq_len=seq_len, micro_batch=args.val_batch_size, max_batches=most,

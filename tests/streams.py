@@ -34,8 +34,8 @@ def positions_of(ranks, iterators, consumed: int) -> list[tuple[str, list[int]]]
 
 
 def spans_of(name: str) -> Iterator[tuple[str, int, int | None]]:
-    """Yield (row, begin, end or None for a whole row) of the tokens in the name of a sample."""
+    """Yield (record, begin, end or None for a whole record) of the tokens in the name of a sample."""
     for part in filter(None, name.split("+")):
-        row, _, span = part.partition("[")
+        record, _, span = part.partition("[")
         begin, _, end = span.rstrip("]").partition(":")
-        yield row, int(begin or 0), int(end) if end else None
+        yield record.partition("@")[0], int(begin or 0), int(end) if end else None

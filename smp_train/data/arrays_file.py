@@ -40,7 +40,7 @@ def _padded(size: int) -> int:
 
 def write_arrays(path: str, version: int, header: Any, arrays: Sequence[np.ndarray]) -> None:
     """Write a header and uint32 or uint64 arrays to a file that appears complete and synced."""
-    shapes = [(array.dtype.str, array.size) for array in arrays]
+    shapes = [(array.dtype.str, array.size, zlib.crc32(array.tobytes())) for array in arrays]
     text = json.dumps({"version": version, "arrays": shapes, "header": header}).encode()
     text += b" " * (_padded(len(text) + PREFIX.size) - len(text) - PREFIX.size)
     with atomic_file(path) as file:
@@ -51,11 +51,11 @@ def write_arrays(path: str, version: int, header: Any, arrays: Sequence[np.ndarr
 
 
 class ArraysFile:
-    """A file of arrays whose header has been read; ``shapes`` has (type, number of elements) of each array."""
+    """A file of arrays whose header has been read; ``shapes``: (type, elements, CRC-32) of each array."""
 
-    def __init__(self, path: str, header: Any, shapes: Sequence[tuple[str, int]], begin: int) -> None:
+    def __init__(self, path: str, header: Any, shapes: Sequence[tuple[str, int, int]], begin: int) -> None:
         self.path, self.header, self.shapes = path, header, shapes
-        sizes = (_padded(ITEM_BYTES[dtype] * count) for dtype, count in shapes)
+        sizes = (_padded(ITEM_BYTES[dtype] * count) for dtype, count, _ in shapes)
         self.begins = list(accumulate(sizes, initial=begin))
         """Offset of each array in bytes, and the size of the file."""
 
@@ -68,7 +68,12 @@ class ArraysFile:
     def arrays(self, part: slice = slice(None)) -> list[np.ndarray]:
         """Return some of the arrays, as views of the mapped file. Raises OSError."""
         shapes = zip(self.shapes[part], self.begins[part], strict=False)
-        return [np.frombuffer(self.mapped, dtype, count, begin) for (dtype, count), begin in shapes]
+        return [np.frombuffer(self.mapped, dtype, count, begin) for (dtype, count, _), begin in shapes]
+
+    def intact(self) -> bool:
+        """Return whether every array matches its checksum; reads the whole file. Raises OSError."""
+        sums = (zlib.crc32(array.data) for array in self.arrays())
+        return all(found == expected for found, (_, _, expected) in zip(sums, self.shapes, strict=True))
 
 
 def read_header(path: str, version: int) -> ArraysFile | None:

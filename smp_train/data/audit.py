@@ -15,8 +15,8 @@ from smp_train.data.blend import BLOCK, apportion, sources_of_block
 from smp_train.errors import ConfigError, DataError, first_few
 
 SHOWN = 100
-PART = re.compile(r"(.+?:\d+)(?:\[(\d+):(\d+)\])?(?:\+|$)")
-"""A record in the name of a sample: whole, or tokens of it."""
+PART = re.compile(r"(.+?:\d+)(?:@(\d+))?(?:\[(\d+):(\d+)\])?(?:\+|$)")
+"""A record in the name of a sample: its name, its epoch of a stream after the first, and its tokens unless whole."""
 WINDOW = re.compile(r"\[\d+:\d+\](?=\+|$)")
 END = float("inf")
 """End of a record that a sample has as a whole."""
@@ -189,38 +189,28 @@ def _repeats(source: str, used: list[tuple[int, str]], rows: int | None) -> list
 def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str]) -> str:
     """Append the problems of a streamed run, and return the verdict on a run without problems.
 
-    A record must continue at the token at which the sample before ended; it may begin again after its end, which is
-    known when another record follows it in a sample.
+    In each epoch a record begins once, and goes on at the token at which the sample before it ended.
     """
-    times: Counter[str] = Counter()
-    ends: dict[str, float] = {}
-    next_tokens: dict[str, float] = {}
-    by_step: dict[int, dict[str, list[tuple[int, float]]]] = {step: {} for step in steps}
+    next_tokens: dict[tuple[str, int], float] = {}
     for step, samples in steps.items():
-        for sample in samples:
-            spans = [(record, int(begin or 0), float(end or END)) for record, begin, end in PART.findall(sample)]
-            ends.update((record, end) for record, _, end in spans[:-1])
-            for record, begin, end in spans:
-                times[record] += not begin
-                by_step[step].setdefault(record, []).append((begin, end))
-    for step, records in by_step.items():
-        for record, remaining in records.items():
-            # The order of ranks in a step is not recorded, but the spans of a record follow each other.
-            remaining.sort()
-            while remaining:
-                token = next_tokens.get(record, 0)
-                may_begin = token in (ends.get(record, token), END)
-                fitting = [span for span in remaining if span[0] == token or (may_begin and not span[0])]
-                span = (fitting or remaining)[0]
-                remaining.remove(span)
-                if not fitting and (record in next_tokens or min(steps) == 1):
-                    problems.append(f"step {step}: {record} goes on at token {span[0]}, but was left at {token:.0f}")
-                next_tokens[record] = span[1]
+        spans = [
+            (record, int(epoch or 0), int(begin or 0), float(end or END))
+            for sample in samples
+            for record, epoch, begin, end in PART.findall(sample)
+        ]
+        # The order of ranks in a step is not recorded, but the spans of a record follow each other.
+        for record, epoch, begin, end in sorted(spans):
+            # A record that a run without its first steps has begun before may go on anywhere.
+            token = next_tokens.get((record, epoch), 0 if min(steps) == 1 else begin)
+            if begin != token:
+                left = "its end" if token == END else f"token {token:.0f}"
+                problems.append(f"step {step}: {record} goes on at token {begin}, but epoch {epoch} left it at {left}")
+            next_tokens[record, epoch] = end
+    times = Counter(record for record, _ in next_tokens)
     epochs = (facts.get("config") or {}).get("epochs")
-    if not epochs:
-        return "no token of a record twice or left out"
-    repeated = [f"{record} ({number} times)" for record, number in sorted(times.items()) if number > epochs]
-    if repeated:
-        problems.append(f"used more than {epochs} times: {first_few(repeated, most=10)}")
-    complete = sum(number == epochs for number in times.values())
-    return f"{complete} of {len(times)} records {epochs} times, no token twice or left out"
+    late = sorted(record for record, epoch in next_tokens if epochs and epoch >= epochs)
+    if late:
+        problems.append(f"used after epoch {epochs}: {first_few(late, most=10)}")
+    whole = sum(count == epochs for count in times.values())
+    parts = f"{whole} of {len(times)} records {epochs} times, " if epochs else ""
+    return f"{parts}no token twice, no record left in its middle"

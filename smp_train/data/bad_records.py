@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp_train.data")
 
 FEWEST_JUDGED = 1000
-"""A stream is judged as if it had read at least this many records: one early bad record is no tendency."""
+"""A stream is judged as if it had read at least this many records: one early bad record does not stop the run."""
 
 
 @dataclass

@@ -21,8 +21,8 @@ class Batch:
     """int64 [micro_batch, seq_len]; 0 where a short sample is padded on the right."""
     labels: Tensor
     """int64 [micro_batch, seq_len], not shifted: the sample's labels, or its ids; `IGNORED` in padding and where a
-    packed document begins. Padding needs no attention mask: no earlier token attends to it. `input_ids` itself where
-    all labels equal the ids: do not write into it."""
+    packed document begins. Padding is on the right, so causal attention needs no mask. The same tensor as
+    `input_ids` if all labels equal the ids: do not write into it."""
     samples: list[str] = field(default_factory=list)
     """Name of each sample; empty for a filler."""
     truncated: int = 0

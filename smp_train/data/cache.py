@@ -51,18 +51,16 @@ class TokenCache:
     def __init__(self, files: FileSet, identity: str, cache_dir: str | None) -> None:
         self.files = files
         first = files.files[0]
-        # File names are relative to this folder, such as the folder of a split below the location.
-        root = first.path.removesuffix(first.name)
-        key = [VERSION, identity, first.config, first.split]
-        location, root = files.location, root.rstrip("/")
+        # The folder of the files as rank 0 found it: on another rank a relative location may be another folder.
+        root = first.path.removesuffix(first.name).rstrip("/")
+        single = first.name if len(files.files) == 1 and files.location.endswith(first.name) else ""
+        key = [VERSION, identity, first.config, first.split, single]
         if not first.remote:
-            location, root = os.path.realpath(location), os.path.realpath(root)
-        folder, name = os.path.split(location) if os.path.isfile(location) else (location, "")
-        self.folders = [(cache_dir or user_folder(), _digest(*key, root, name))]
+            root = os.path.realpath(root)
+        self.folders = [(cache_dir or user_folder(), _digest(*key, root))]
         if not (first.remote or cache_dir):
             # The key lacks the path of the data's folder: the cache stays valid on another mount.
-            inside = os.path.join(folder, FOLDER_NAME), _digest(*key, os.path.relpath(root, folder), name)
-            self.folders.insert(0, inside)
+            self.folders.insert(0, (os.path.join(root, FOLDER_NAME), _digest(*key)))
         self._scanned: set[str] = set()
         self._stored: dict[tuple[str, int, str], tuple[TokenFile, int]] = {}
 
@@ -73,7 +71,6 @@ class TokenCache:
         for number, (folder, prefix) in enumerate(self.folders):
             try:
                 os.makedirs(folder, mode=0o775 if number == 0 else 0o700, exist_ok=True)
-                self._remove_stale(folder, prefix)
                 ignore = Path(folder, ".gitignore")
                 if os.path.basename(folder) == FOLDER_NAME and not ignore.exists():
                     ignore.write_text("*\n")
@@ -107,11 +104,14 @@ class TokenCache:
         """Return the token file that holds a shard, and the shard's number in it; None unless `missing` saw it."""
         return self._stored.get((shard.name, shard.size, shard.version))
 
-    def _remove_stale(self, folder: str, prefix: str) -> None:
-        """Delete what killed conversions left, and files of shards that were changed or removed.
+    def remove_stale(self) -> None:
+        """Delete what killed conversions left, and files of shards that were changed or removed."""
+        for folder, prefix in self.folders:
+            with contextlib.suppress(OSError):  # no such folder, or one that cannot be written
+                self._remove_stale(folder, prefix)
 
-        Ages are by the clock of the file server. Raises OSError where the folder cannot be written.
-        """
+    def _remove_stale(self, folder: str, prefix: str) -> None:
+        # Ages are by the clock of the file server.
         now = FolderStorage(folder).now()
         tables = f"{prefix}-{_digest_of_files(self.files.files)}-"
         pairs: dict[str, bool] = {}

@@ -76,7 +76,7 @@ class Chats:
             turns, tools = chat_of(object_of(record), self._kind)
             parts = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
             text = "" if self._marked and not parts else self._render(turns, tools)
-            if any(str(content) in text for content in parts):  # as Python shows a list
+            if any(str(content) in text for content in parts):  # the template printed a list
                 raise ValueError("the chat template knows no content in parts; make it one string")
             if self._marked:
                 options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,10 @@ def open_token_rows(
     with distributed.together(f"reading {files.location}"):
         cache = TokenCache(files, recipe.identity, cache_dir)
         missing = cache.missing(files.files)
-        if missing and (ranks is None or ranks.local_rank == 0):
+        first_of_node = ranks is None or ranks.local_rank == 0
+        if first_of_node:
+            cache.remove_stale()
+        if missing and first_of_node:
             _check_space(cache, missing, recipe, processes * (ranks.world_size if ranks else 1))
 
     def convert(rank: int, world: int, report: Report) -> None:
@@ -109,7 +112,8 @@ def open_samples(
     def write_tables(rank: int, world: int, report: Report) -> None:
         for path, rows in list(zip(paths, ranges, strict=True))[rank::world]:
             report(0)
-            if read_header(path, VERSION) is None:
+            existing = read_header(path, VERSION)
+            if existing is None or not existing.intact():
                 table = make_table(source, rows, seq_len, long, short)
                 write_arrays(path, VERSION, list(table), list(table.values()))
 
@@ -210,18 +214,33 @@ def write_group(
     def shards() -> Iterator[Shard]:
         for file, copy in group:
             bad = BadRecords(skip_bad)
+            # Copies of a file on other nodes may have other modification times than the file that rank 0 listed.
+            modified = _modified(file)
             yield file, read_rows(file, maker, bad, copy=copy, tick=tick), bad
-            if file.remote:
-                continue
-            if not os.path.exists(file.path) or os.stat(file.path).st_mtime_ns != int(file.version):
+            if _modified(file) != modified:
                 raise DataError(
                     f"{file.path}: was changed or removed while it was being read; start again when it is complete"
                 )
 
-    write_token_file(base, shards(), vocab_size)
+    try:
+        write_token_file(base, shards(), vocab_size)
+    finally:
+        _delete_copies(group)
+
+
+def _modified(file: DataFile) -> int | None:
+    """Return the modification time of a local file on this node, in ns; None for a missing or a remote file."""
+    try:
+        return None if file.remote else os.stat(file.path).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _delete_copies(group: Group) -> None:
     for _, copy in group:
         if copy is not None:
-            os.unlink(copy)
+            with suppress(FileNotFoundError):
+                os.unlink(copy)
 
 
 def _convert_in_processes(
@@ -262,6 +281,9 @@ def _convert_in_processes(
             f"{names}: a process that converted one of these files was killed; memory may have run out: start again, "
             "with fewer --data_num_workers"
         ) from None
+    finally:
+        for _, group in pending.values():
+            _delete_copies(group)
 
 
 _worker: list[tuple[RowMaker, int, bool, Event]] = []

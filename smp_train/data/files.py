@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_train import distributed
-from smp_train.arguments.sources import is_hub_name
+from smp_train.arguments.sources import HELD_OUT, is_hub_name
 from smp_train.data import hub, manifest, s3
 from smp_train.data.kinds import TEXTS, Kind, kind_of_record
 from smp_train.data.readers import records
@@ -39,8 +39,6 @@ NOT_TEXT = (
     ".idx",
 )  # fmt: skip
 """Suffixes of files that are refused. A single file with any other unknown suffix is read as text."""
-HELD_OUT = ("validation", "valid", "val", "dev", "test")
-"""Splits to validate on; the first that exists is read."""
 DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
 OTHER_FILES = (
     DATASET_DICT, DATASET_STATE, "dataset_info.json", "cache-*.arrow", "tmp*.arrow", "tokenizer.json",
@@ -85,9 +83,14 @@ class DataFile:
 class FileSet:
     """The files of one location, ordered by name, and the kind of their records."""
 
-    location: str
+    location: str  # as it was given, with the split that was chosen
     files: tuple[DataFile, ...]
     kind: Kind
+
+    @property
+    def on_hub(self) -> bool:
+        """Return whether this is a data set of the hub."""
+        return self.files[0].kind == "hub"
 
     @property
     def size(self) -> int:

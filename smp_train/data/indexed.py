@@ -18,7 +18,7 @@ STATE_VERSION = 2
 FILLER = -1
 """The sample of a position after the last epoch."""
 DATA_KEYS = {"layout": "samples made by", "blend": "blend", "size": "samples", "fingerprint": "fingerprint"}
-"""Fields of a state that name the data, and their names in messages."""
+"""Fields of a state that identify the data, with their names in messages."""
 
 
 class TrainingData(Loader):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
 from smp_train.arguments.own import Own, Rows
-from smp_train.arguments.sources import is_streamed, training_sources
+from smp_train.arguments.sources import HELD_OUT, is_streamed, training_sources
 from smp_train.data.bad_records import judge_bad_records
 from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.convert import open_samples, open_token_rows, processes_for
-from smp_train.data.files import HELD_OUT, FileSet, Selection, list_sources
+from smp_train.data.files import FileSet, Selection, list_sources
 from smp_train.data.indexed import TrainingData, ValidationData
 from smp_train.data.kinds import Kind
 from smp_train.data.loader import Loader
@@ -96,7 +96,7 @@ class Opener:
 
     def held_out(self, files: FileSet, most: int) -> Samples:
         """Return the samples of a location to validate on; of a streamed location the first ``most``, in memory."""
-        if not is_streamed(self.args, [files.location]):
+        if not (files.on_hub if self.args.streaming is None else self.args.streaming):
             return self.samples(files)
         long, short = layout(self.args, files.kind.name)
         recipe = self.recipe(files.kind)
@@ -127,10 +127,15 @@ def open_data(
     own = own or Own()
     opener = Opener(args, vocab_size, seq_len, ranks, tokenizer)
     share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
-    read = own.training_data is None and not args.use_synthetic_data
-    with distributed.together("reading the flags of the data"):
-        locations, weights = training_sources(args) if read else ([], None)
-        streamed = bool(locations) and is_streamed(args, locations)
+
+    def read_flags() -> tuple[list[str], list[float] | None, bool]:
+        if own.training_data is not None or args.use_synthetic_data:
+            return [], None, False
+        locations, weights = training_sources(args)
+        return locations, weights, bool(locations) and is_streamed(args, locations)
+
+    # On rank 0: what a relative location is may differ between ranks.
+    locations, weights, streamed = distributed.on_main("reading the flags of the data", read_flags)
     filesets = opener.list(locations, "--training_dir" if args.training_dir else "--dataset") if locations else []
     training: Loader | None = opener.streams(filesets, **share) if streamed else None
     samples: Samples | Joined | None = None
@@ -183,13 +188,17 @@ def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int
         raise ConfigError(
             f"{cause} needs --test_dir: {' '.join(locations) or 'training_data'} has no split called validation or test"
         )
+    if len(filesets) > 1:
+        logger.info("Validating on %s only; choose with --test_dir", filesets[0].location)
     return opener.held_out(filesets[0], most)
 
 
-def open_evaluation(opener: Opener, location: str) -> Samples:
-    """Return the samples of a location to evaluate on; collective."""
+def open_evaluation(opener: Opener, location: str, most: int | None) -> Samples:
+    """Return the samples of a location to evaluate on, of a streamed location the first ``most``; collective."""
     (files,) = opener.list([location], "--data", split=(*HELD_OUT, "train"))
-    return opener.held_out(files, ALL_SAMPLES)
+    if files.on_hub and most is None:
+        raise ConfigError(f"--data {location}: is on the hub, and streamed; give the number of batches with --batches")
+    return opener.held_out(files, most or ALL_SAMPLES)
 
 
 def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) -> None:

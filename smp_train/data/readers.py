@@ -114,7 +114,7 @@ def read_lines(raw: IO[bytes], shown: str, tick: Callable[[int], None]) -> Itera
 
 def _whole_text(raw: IO[bytes], shown: str) -> str | UnicodeDecodeError:
     try:
-        content = raw.read()
+        content = raw.read(TEXT_BYTES + 1)
         if content.startswith(GZIP_MAGIC):
             content = GzipFile(fileobj=io.BytesIO(content), mode="rb").read(TEXT_BYTES + 1)
     except GZIP_ERRORS as error:

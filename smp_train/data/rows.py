@@ -78,7 +78,7 @@ class Recipe:
 
 @dataclass
 class RowMaker:
-    """Makes rows of records: ``rows`` returns the row of each, the problem with it, or None for a blank record.
+    """Converts records to rows: ``rows`` returns for each record its row, its problem, or None if it is blank.
 
     Use one per thread. ``identity`` is the recipe's.
     """

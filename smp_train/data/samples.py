@@ -240,7 +240,7 @@ class Samples:
         return self._size
 
     def last_shard(self) -> range:
-        """Return the samples of the last shard; all where samples are made of several rows (--fast_validation)."""
+        """Return the samples of the last shard; all samples if a sample may combine rows of several shards."""
         shards = [rows for rows in self.source.shards or [] if rows]
         return shards[-1] if shards and not self._tables and self._offsets is None else range(len(self))
 

@@ -243,6 +243,7 @@ class Stream:
                     name = reading.name(part, number)
                     key = f"{reading.seed} {cursor.epoch} {name}"
                     begin, end = window(row, name, reading.seq_len, reading.long, key)
+                    name = f"{name}@{cursor.epoch}" if cursor.epoch else name
                     if cursor == start._replace(token=0):
                         begin = max(begin, start.token)
                     if begin < end:

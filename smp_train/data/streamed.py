@@ -88,7 +88,7 @@ class StreamedData(Loader):
         return step[self._deal(step) == self.dp_rank].reshape(self.accumulation, self.micro_batch)
 
     def _by_turn(self, step: np.ndarray) -> np.ndarray:
-        """Return the rank of each position, so that a rank reads one stream in dp_size if dp_size divides V."""
+        """Return the rank of each position in turn; if dp_size divides V, each rank reads V / dp_size streams."""
         return step % self.dp_size
 
     def _by_stream(self, step: np.ndarray) -> np.ndarray:
@@ -139,8 +139,11 @@ class StreamedData(Loader):
                     present = [sample for sample in samples if sample is not None]
                     batches.append(collate(present, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory))
                 consumed += self.global_batch
-                ended = (stream.skip_to(self._samples(v, consumed)).ended for v, stream in streams.items())
-                exhausted = self.reading.epochs is not None and all(ended)
+                exhausted = False
+                if self.reading.epochs is not None:
+                    # All streams: ranks that know the cursor of the same stream must agree on it.
+                    ended = [stream.skip_to(self._samples(v, consumed)).ended for v, stream in streams.items()]
+                    exhausted = all(ended)
                 yield batches, consumed, {v: (s.samples, s.cursor) for v, s in streams.items()}, exhausted
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -12,6 +12,7 @@ are not in the page cache take three times as long through a mapping.
 from __future__ import annotations
 
 import bisect
+import errno
 import hashlib
 import os
 import weakref
@@ -167,6 +168,8 @@ class TokenRows(Source):
             opened = OpenShard(file.descriptor, file.begins[number], dtype, header.tokens, *arrays)
             return self._opened.setdefault(shard, opened)
         except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise DataError(f"{file.base}: too many open files; raise the limit with ulimit -n") from None
             problem = "was removed" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise DataError(f"{file.base}: {problem}; start again; is the --data_cache_dir still there?") from None
 

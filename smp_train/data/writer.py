@@ -17,7 +17,7 @@ from smp_train.data.token_file import ARRAYS, LABELS, VERSION, Header, dtype_for
 from smp_train.errors import DataError
 
 Shard = tuple[DataFile, Iterable[tuple[int, Row]], BadRecords]
-"""A file, its rows with the numbers of their records, and its bad records, counted while the rows are read."""
+"""(file, (record number, row) pairs, bad records); the bad records are complete once all rows have been read."""
 
 
 def write_token_file(base: str, shards: Iterable[Shard], vocab_size: int) -> None:

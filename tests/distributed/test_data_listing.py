@@ -11,7 +11,9 @@ import pytest
 
 from smp_train import distributed
 from smp_train.data import files, hub
+from smp_train.data.convert import open_token_rows
 from smp_train.data.files import Selection, list_sources
+from smp_train.data.rows import Recipe
 from smp_train.errors import DataError
 from tests.harness import run
 
@@ -23,6 +25,7 @@ def list_from(folder: str, location: str) -> list[str]:
     os.chdir(f"{folder}/{ranks.rank}")
     try:
         (fileset,) = list_sources([location], Selection(flag="--dataset"), ranks=ranks)
+        assert len(open_token_rows(fileset, Recipe(fileset.kind, 99), ranks=ranks)) == len(fileset.files)
     except DataError as error:
         return [str(error)]
     return [file.path for file in fileset.files]
@@ -33,7 +36,7 @@ def test_ranks_in_other_folders_read_the_files_of_rank_0(tmp_path: Path) -> None
     for rank, names in ((0, ("a.jsonl", "b.jsonl")), (1, ("a.jsonl", "c.jsonl"))):
         (tmp_path / str(rank) / "data").mkdir(parents=True)
         for name in names:
-            (tmp_path / str(rank) / "data" / name).write_text(json.dumps({"text": f"of rank {rank}"}) + "\n")
+            (tmp_path / str(rank) / "data" / name).write_text(json.dumps({"input_ids": [rank, 1]}) + "\n")
     expected = [f"{tmp_path}/0/data/a.jsonl", f"{tmp_path}/0/data/b.jsonl"]
     assert run(list_from, 2, str(tmp_path), "data") == [expected, expected]
     (tmp_path / "1" / "only").mkdir()

@@ -176,6 +176,19 @@ def test_tables_of_samples_are_made_once_and_mapped(tmp_path, monkeypatch):
     assert first.fingerprint == in_memory.fingerprint
 
 
+def test_a_damaged_table_of_samples_is_made_again(tmp_path):
+    write_shard(tmp_path / "a.json", [[1] * (2 + number % 29) for number in range(100)])
+    source = opened(tmp_path)
+    before = open_samples(source, 16, long="split", short="pack")
+    names = [before.sample(index).name for index in range(len(before))]
+    (table,) = tmp_path.glob(".smp_train_cache/*.tab")
+    content = bytearray(table.read_bytes())
+    content[-200] ^= 1
+    table.write_bytes(content)
+    again = open_samples(source, 16, long="split", short="pack")
+    assert [again.sample(index).name for index in range(len(again))] == names
+
+
 def sample(ids, labels=None):
     return Sample(Row(np.array(ids), labels and np.array(labels)), "a:1")
 

@@ -182,6 +182,19 @@ def test_epochs_hold_every_token_of_every_record(corpus, layout, ranks):
     assert not more.exhausted
 
 
+def test_all_ranks_know_the_same_cursors_to_the_end(corpus):
+    """Three ranks share four streams, so that several ranks read the same stream."""
+    how = reading(corpus, **LAYOUTS["concat"], epochs=1)
+    several, (alone,) = world(how, 3), world(how, 1, mb=3)
+    iterators, other = [rank.batches() for rank in several], alone.batches()
+    consumed = 0
+    while not alone.exhausted:
+        positions_of(several, iterators, consumed)
+        next(other)
+        consumed += 3
+        assert state_of(several, consumed) == state_of([alone], consumed)
+
+
 def test_steps_that_were_only_read_ahead_come_again(corpus, alone):
     (rank,) = world(reading(corpus, **LAYOUTS["concat"]), 1, mb=4, prefetch=3)
     samples, consumed = [], 0

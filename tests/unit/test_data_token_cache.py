@@ -202,6 +202,24 @@ def test_a_shard_that_changes_under_the_converter(tmp_path, change):
     assert files_in(tmp_path) == [".gitignore"]
 
 
+def test_the_copy_of_a_file_on_another_node_has_another_time(tmp_path):
+    path = write_shard(tmp_path / "a.json", random_rows("ragged", 3))
+    listed = list_files(str(tmp_path))
+    os.utime(path, ns=(5, 5))
+    check_rows(convert.open_token_rows(listed, Recipe(listed.kind, 97)), random_rows("ragged", 3))
+
+
+def test_a_conversion_that_fails_leaves_no_copy(tmp_path):
+    copy = write_shard(tmp_path / "copy.json", [[1, 2], [99]])
+    listed = list_files(str(tmp_path))
+    file = DataFile("s3://bucket/a.json", "a.json", copy.stat().st_size, "1", "lines")
+    with pytest.raises(DataError, match=r"a\.json:2"):
+        convert.write_group(
+            str(tmp_path / "a"), [(file, str(copy))], Recipe(listed.kind, 97).open(), 97, lambda size: None, False
+        )
+    assert files_in(tmp_path) == []
+
+
 def test_no_writable_folder_in_the_data(tmp_path, monkeypatch, caplog):
     """A plain file instead of the cache folder stands for a folder that cannot be written."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -389,7 +407,7 @@ def test_a_billion_rows_start_and_resume_at_once(tmp_path):
     for number in range(SHARDS):
         path = tmp_path / f"{number:04}.idx"
         text = json.dumps({
-            "version": VERSION, "arrays": [["<u8", ROWS + 1], ["<u8", ROWS], ["<u4", ROWS], ["<u4", ROWS]],
+            "version": VERSION, "arrays": [["<u8", ROWS + 1, 0], ["<u8", ROWS, 0], ["<u4", ROWS, 0], ["<u4", ROWS, 0]],
             "header": [{**header, "source": f"{number:04}", "rows": ROWS, "tokens": ROWS * TOKENS}],
         }).encode()  # fmt: skip
         content = write_prefix(text)

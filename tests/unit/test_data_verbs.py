@@ -240,29 +240,35 @@ def test_audit_finds(tmp_path, audited, kind, wanted):
 
 
 STREAMED = [
-    ["a:1[0:5]+b+c:2[0:3]"], ["b+c:2[3:9]"], ["b+c:2[9:10]+a:1[0:5]+b+c:2[0:2]"], ["b+c:2[2:4]", "b+c:2[4:10]+d:1"],
+    ["a:1[0:5]+b+c:2[0:3]"], ["b+c:2[3:9]"], ["b+c:2[9:10]+a:1@1[0:5]+b+c:2@1[0:2]"],
+    ["b+c:2@1[2:4]", "b+c:2@1[4:10]+d:1@1"],
 ]  # fmt: skip
+"""Samples of four steps; the second epoch begins in the third step."""
 
 
 @pytest.mark.parametrize(("step", "samples", "problem"), [
     (0, STREAMED[0], None),
-    (1, ["b+c:2[4:9]"], r"step 2: b+c:2 goes on at token 4, but was left at 3"),
-    (1, ["b+c:2[2:9]"], r"step 2: b+c:2 goes on at token 2, but was left at 3"),
-    (2, ["b+c:2[9:10]+a:1[1:5]+b+c:2[0:2]"], r"step 3: a:1 goes on at token 1, but was left at 5"),
-    (3, ["b+c:2[0:4]", "b+c:2[4:10]"], r"step 4: b+c:2 goes on at token 0, but was left at 2"),
+    (1, ["b+c:2[4:9]"], "step 2: b+c:2 goes on at token 4, but epoch 0 left it at token 3"),
+    (1, ["b+c:2[2:9]"], "step 2: b+c:2 goes on at token 2, but epoch 0 left it at token 3"),
+    (1, ["b+c:2[3:9]", "a:1[0:5]"], "step 2: a:1 goes on at token 0, but epoch 0 left it at token 5"),
+    (2, ["b+c:2[9:10]+a:1@1[1:5]+b+c:2@1[0:2]"], "step 3: a:1 goes on at token 1, but epoch 1 left it at token 0"),
+    (3, ["b+c:2@1[0:4]", "b+c:2@1[4:10]"], "step 4: b+c:2 goes on at token 0, but epoch 1 left it at token 2"),
 ])  # fmt: skip
 def test_audit_of_streams(audited, step, samples, problem):
     steps = [*STREAMED[:step], samples, *STREAMED[step + 1 :]]
     code, output = audited(steps, world=1, facts={"streams": 1})
     assert code == (3 if problem else 0)
-    assert (problem or "no token of a record twice or left out, no step left out") in output
+    assert (problem or "no token twice, no record left in its middle, no step left out") in output
 
 
 def test_audit_of_streamed_epochs(audited):
-    facts = {"streams": 2, "config": {"epochs": 1}}
-    assert audited([["a:1", "b:1[0:5]"], ["a:2", "b:1[5:7]"]], facts=facts)[0] == 0
-    code, output = audited([["a:1", "b:1[0:5]"], ["a:1", "b:1[5:7]"]], facts=facts)
-    assert (code, "a:1 (2 times)" in output) == (3, True)
+    facts = {"streams": 2, "config": {"epochs": 2}}
+    code, output = audited([["a:1", "b:1[0:5]"], ["a:1@1", "b:1[5:7]"]], facts=facts)
+    assert (code, "1 of 2 records 2 times" in output) == (0, True)
+    twice = "a:1 goes on at token 0, but epoch 0 left it at its end"
+    for again, problem in (("a:1", twice), ("a:1@2", "epoch 2: a:1")):
+        code, output = audited([["a:1", "b:1[0:5]"], [again, "b:1[5:7]"]], facts=facts)
+        assert (code, problem in output) == (3, True)
 
 
 def test_audit_counts_what_rows_lost(tmp_path, audited):
