@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from smp_train.checkpoints.aws.local import FlatPart, InertLoadPlanner
 from smp_train.checkpoints.dcp import Reader, plain_value, read_tensor, saved_entries
-from smp_train.checkpoints.rank_files import FlatPart, InertLoadPlanner
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.layouts import flat_order

@@ -6,7 +6,7 @@ Contents of a folder ``<model type>-<step>steps`` (facts: the sample's scripts a
   ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``, with ``model``, ``optimizer``, ``scheduler`` and counters;
 - async_local: a tree for each shard rank too, ``tp<rank>_ep<rank>_fsdp<rank>/``, of what FSDP1 holds on it, or of
   sharded tensors;
-- local: ``<rank>.pt``, what FSDP1 holds on each rank (`smp_train.checkpoints.local_parts`);
+- local: ``<rank>.pt``, what FSDP1 holds on each rank (`smp_train.checkpoints.aws.flat`);
 - full: ``pytorch_model.bin`` and ``config.json``, no optimizer state.
 """
 
@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from smp_train.checkpoints import local_parts, rank_files
+from smp_train.checkpoints.aws import flat, local
+from smp_train.checkpoints.aws.names import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
@@ -32,7 +33,6 @@ from smp_train.checkpoints.discovery import TORCHS, Checkpoint
 from smp_train.checkpoints.manifest import COMMITTED, META, METADATA, Committed
 from smp_train.checkpoints.saver import HUGGING_FACE, SMP_NAMES, Saver
 from smp_train.checkpoints.state import State
-from smp_train.checkpoints.translated import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
@@ -49,7 +49,7 @@ _RANK_FILE = re.compile(r"(\d+)\.pt")
 
 
 @dataclass(frozen=True)
-class Foreign(Checkpoint):
+class AwsCheckpoint(Checkpoint):
     """A checkpoint that the SMP v2 sample wrote, as one of ours: under the hub's names, on any mesh.
 
     ``meta["imported"]`` is what it records of itself: counters, schedule, the sample's own settings.
@@ -59,7 +59,7 @@ class Foreign(Checkpoint):
     """Sub-folders of its trees; empty where there are none but files."""
     rank_files: int
     """How many files ``<rank>.pt`` there are."""
-    local: bool
+    local_trees: bool
     """Whether its trees hold what FSDP1 holds on each rank, rather than sharded tensors."""
     config: Any = field(repr=False, compare=False)
     transformed: bool
@@ -105,24 +105,24 @@ class Foreign(Checkpoint):
         return self.config
 
     def _trees(self, state: dict[str, Any], saver: Saver, opened: ExitStack) -> list[Tree]:
-        if self.rank_files or self.local:
-            if self.local:
-                read = [local_parts.of_tree(self.reader(part)) for part in sorted(self.folders, key=_shard)]
+        if self.rank_files or self.local_trees:
+            if self.local_trees:
+                read = [flat.of_tree(self.reader(part)) for part in sorted(self.folders, key=_shard)]
             else:
-                read = [rank_files.read(place(self.path) / f"{rank}.pt") for rank in range(self.rank_files)]
+                read = [local.read(place(self.path) / f"{rank}.pt") for rank in range(self.rank_files)]
             if isinstance(state, State):
                 state = state.named_as([f"model.{canonical_name(name)}" for name in read[0]["model"]])
             if len(set(Ranks.of_folders(self.folders).values())) > 1:
-                raise CheckpointError(local_parts.OWN)
+                raise CheckpointError(flat.OWN)
             shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
-            return [Tree(Ranks(), TensorReader(local_parts.tensors(read, self.config.model_type, shapes)))]
+            return [Tree(Ranks(), TensorReader(flat.tensors(read, self.config.model_type, shapes)))]
         if self.folders:
             return self._readers()
         files = WeightFiles(place(self.path) / FULL, opened)
         return [Tree(Ranks(), TensorReader({f"model.{n}": files.tensor(n)[...] for n in files.files}))]
 
 
-def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
+def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsCheckpoint | None:
     """Return the newest checkpoint of the sample's at ``location``, for a model of ``config``. Collective.
 
     One of which something is missing is passed over with a warning; ``strict``, or asked for by its own name, it is an
@@ -134,7 +134,7 @@ def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
         label = os.path.join(folder, name)
         facts = on_main(f"cannot read {label}", partial(_look, storage, name, config))
         if not isinstance(facts, str):
-            return Foreign(path=label, _storage=storage, _name=name, config=config, **facts)
+            return AwsCheckpoint(path=label, _storage=storage, _name=name, config=config, **facts)
         if strict or label == normal(location):  # asked for by its own name
             raise CheckpointError(f"{label}, of SMP's sample scripts, is not whole: {facts}")
         logger.warning(
@@ -145,41 +145,36 @@ def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
     return None
 
 
-def is_named(location: str) -> bool:
-    """Return whether ``location`` is itself a checkpoint of the sample's, whole or not. Collective."""
-    return on_main("cannot resume", lambda: is_one(location))
-
-
 def has_trees(location: str) -> bool:
     """Return whether ``location`` is one or more DCP trees of another program, rather than files of weights."""
     folder, name = parent_of(normal(location))
-    return is_one(location) and FULL not in open_folder(folder).sizes(name)
+    return is_checkpoint(location) and FULL not in open_folder(folder).sizes(name)
 
 
-def names_in(folder: str) -> list[str]:
+def checkpoint_names(folder: str) -> list[str]:
     """Return the names of the sample's checkpoints in a folder, newest first."""
     return _candidates(normal(folder))[1]
 
 
-def is_one(location: str) -> bool:
-    """See `is_named`; not collective."""
+def is_checkpoint(location: str) -> bool:
+    """Return whether ``location`` is itself a checkpoint of the sample's, whole or not. Not collective."""
     folder, name = parent_of(normal(location))
-    return bool(name) and absent(normal(location)) is None and _is_foreign(open_folder(folder), name)
+    return bool(name) and absent(normal(location)) is None and _is_aws_checkpoint(open_folder(folder), name)
 
 
 def _candidates(location: str) -> tuple[str, list[str]]:
     """Return a folder and the sample's checkpoints in it, newest first, or the one that ``location`` is."""
-    if is_one(location):
+    if is_checkpoint(location):
         folder, name = parent_of(location)
         return folder, [name]
     if absent(location) is not None:
         return location, []
     storage = open_folder(location)
     found = [(int(match["step"]), name) for name in storage.names() if (match := _NAME.fullmatch(name)) is not None]
-    return location, [name for _, name in sorted(found, reverse=True) if _is_foreign(storage, name)]
+    return location, [name for _, name in sorted(found, reverse=True) if _is_aws_checkpoint(storage, name)]
 
 
-def _is_foreign(storage: CheckpointFolder, name: str) -> bool:
+def _is_aws_checkpoint(storage: CheckpointFolder, name: str) -> bool:
     if storage.has(name, COMMITTED) or storage.has(name, META):
         return False
     files = storage.sizes(name)
@@ -203,11 +198,11 @@ def _shard(folder: str) -> int:
 
 
 def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] | str:
-    """Return the fields of a `Foreign`, or the reason why the checkpoint is not whole."""
+    """Return the fields of a `AwsCheckpoint`, or the reason why the checkpoint is not whole."""
     match = _NAME.fullmatch(name)
     files = storage.sizes(name)
     recorded: dict[str, Any] = {}
-    transformed = has_moments = local = False
+    transformed = has_moments = local_trees = False
     of_ranks = sorted(int(found[1]) for found in map(_RANK_FILE.fullmatch, files) if found is not None)
     folders = sorted({posixpath.dirname(file) for file in files if _of_tree(file)})
     try:
@@ -215,17 +210,17 @@ def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] |
             _check_trees(storage, name, folders, files)
             reader = _reader(storage, name, folders[0], files)
             recorded, saved = plain_values(reader), saved_entries(reader)
-            has_moments, local = any(map(MOMENTS.fullmatch, saved)), local_parts.is_local(saved)
+            has_moments, local_trees = any(map(MOMENTS.fullmatch, saved)), flat.is_local(saved)
             of_model = (key for key in saved if key.startswith(MODEL_PREFIXES[:2]))
             names = [key.removeprefix("app.").removeprefix("model.") for key in of_model]
-            transformed = is_transformed([each for each in names if not local_parts.is_flat(each)], config.model_type)
+            transformed = is_transformed([each for each in names if not flat.is_flat(each)], config.model_type)
         elif of_ranks:
             if is_s3(storage.location):
                 raise CheckpointError("files of single ranks are not read from S3: copy them to a folder")
             if of_ranks != list(range(len(of_ranks))):
                 raise CheckpointError(f"files of ranks {of_ranks} are there, and not of those between")
-            read = [rank_files.read(place(storage.location) / name / f"{rank}.pt") for rank in of_ranks]
-            recorded, has_moments = rank_files.plain_values(read[0]), True
+            read = [local.read(place(storage.location) / name / f"{rank}.pt") for rank in of_ranks]
+            recorded, has_moments = local.plain_values(read[0]), True
     except CheckpointError as failure:
         return str(failure)
     by_name = int(match["step"]) if match else 0
@@ -236,7 +231,7 @@ def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] |
         meta["model_config"] = json.loads(storage.read(name, CONFIG))
     return {
         "step": step, "meta": meta, "committed": Committed(step, config.model_type, {}), "folders": tuple(folders),
-        "transformed": transformed, "has_moments": has_moments, "rank_files": len(of_ranks), "local": local,
+        "transformed": transformed, "has_moments": has_moments, "rank_files": len(of_ranks), "local_trees": local_trees,
     }  # fmt: skip
 
 

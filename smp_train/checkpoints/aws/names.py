@@ -175,7 +175,7 @@ def _overlap(
     return None if any(length <= 0 for length in common) else (low, common, start)
 
 
-class TranslatedReader(_Rearranged):
+class HubReader(_Rearranged):
     """Reads ``model.<name>`` and ``optim.state.<name>.<moment>``, by the hub's names, from trees of a checkpoint."""
 
     def __init__(self, trees: Sequence[Tree], model: HubModel) -> None:
