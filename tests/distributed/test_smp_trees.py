@@ -231,7 +231,7 @@ def read_apart() -> str:
     from smp_train import distributed
     from smp_train.checkpoints.aws.names import TensorReader
     from smp_train.checkpoints.dcp import load_state
-    from smp_train.checkpoints.saver import Library
+    from smp_train.checkpoints.saver import Library, LibrarySaver
 
     class Broken(TensorReader):
         def read_data(self, plan: Any, planner: Any) -> Any:
@@ -241,7 +241,7 @@ def read_apart() -> str:
     distributed.start(ranks, timeout_seconds=300)
     reader = (Broken if ranks.rank == 1 else TensorReader)({"model.a": torch.ones(2)})
     try:
-        load_state({"model": {"a": torch.zeros(2)}}, reader, "trees", load=Library().load)
+        load_state({"model": {"a": torch.zeros(2)}}, reader, "trees", load=LibrarySaver(library=Library()).load)
     except CheckpointError as error:
         return str(error)
     return "loaded"
