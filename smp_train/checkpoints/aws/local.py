@@ -1,32 +1,33 @@
-"""Files ``<rank>.pt`` of the SMP v2 sample (``--checkpoint_type local``): what FSDP1 holds on each rank."""
+"""Readers of the contents that FSDP1 stores on each rank: files ``<rank>.pt`` and trees of local tensors.
+
+The files are pickles of unknown origin. They are read without importing or calling anything but a few known functions.
+"""
 
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from smp_train.checkpoints.dcp import PlainLoadPlanner
+from smp_train.checkpoints.aws.flat import MODEL_CONFIG, FlatPart, StoredTensor
+from smp_train.checkpoints.dcp import PlainLoadPlanner, Reader, plain_value, saved_entries
 from smp_train.errors import CheckpointError, first_line
 from smp_train.models.weight_files import refuse_compressed
 
-
-@dataclass(frozen=True)
-class FlatPart:
-    """A rank's slice of a flat parameter, without padding: its offset in the parameter, and its numbers."""
-
-    offset: int
-    tensor: Any
+_NUMBERED = re.compile(r"optimizer\.state\.(?P<number>\d+)\.(?P<what>\w+)")
+_GROUP = re.compile(r"optimizer\.param_groups\.(\d+)\.params")
 
 
 class _Inert:
-    """Inert placeholder for a pickled object that is not a tensor or plain value; keeps the state it would be given."""
+    """Placeholder for a pickled object that is not a tensor or plain value; keeps the object's state."""
 
     state: Any = None
 
@@ -46,14 +47,15 @@ class _Inert:
 
 
 class _ShardedTensor(_Inert):
-    """Stands for torch's class, which holds a flat parameter in FSDP1's local state dict."""
+    """Placeholder for torch's ShardedTensor, which holds a flat parameter in FSDP1's local state dict."""
 
 
-def _rebuilt(rebuild: Callable[..., Any], kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+def _rebuild(function: Callable[..., Any], kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """Return a rank's part of a ShardedTensor as a `FlatPart`, and any other tensor from its arguments."""
     if kind is not _ShardedTensor:
-        return rebuild(*args)
-    shards = [shard.state[1] for shard in state[0]]  # none where the rank holds padding alone, otherwise one
-    if not shards:
+        return function(*args)
+    shards = [shard.state[1] for shard in state[0]]
+    if not shards:  # the rank holds padding only
         return FlatPart(0, torch.empty(0))
     (shard,) = shards
     (offset,) = shard["metadata"].state[1]["shard_offsets"]
@@ -61,9 +63,9 @@ def _rebuilt(rebuild: Callable[..., Any], kind: Any, args: tuple[Any, ...], stat
 
 
 class _Unpickler(pickle._Unpickler):
-    """Builds tensors and plain values; of everything else nothing is imported or called.
+    """Builds tensors and plain values; replaces every other object by a placeholder.
 
-    ``weights_only`` refuses such files whole: beside the tensors they hold FSDP1's ShardedTensors and a configuration.
+    torch's ``weights_only`` refuses these files: they contain FSDP1's ShardedTensors and a configuration.
     """
 
     stack: list[Any]
@@ -72,72 +74,102 @@ class _Unpickler(pickle._Unpickler):
         ("collections", "OrderedDict"): OrderedDict,
         ("torch", "Size"): torch.Size,
         ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-        ("torch._tensor", "_rebuild_from_type_v2"): _rebuilt,
+        ("torch._tensor", "_rebuild_from_type_v2"): _rebuild,
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): _ShardedTensor,
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return one of the few known functions, a dtype, or an inert class."""
+        """Return a known function, a dtype, or the class of placeholders."""
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         return self.KNOWN.get((module, name), _Inert)
 
     def load_build(self) -> None:
-        """Give an inert object its state; leave any other as it is."""
+        """Store the state of a placeholder; leave every other object unchanged."""
         state = self.stack.pop()
         if isinstance(self.stack[-1], _Inert):
             self.stack[-1].state = state
 
     def load_newobj(self) -> None:
-        """Put an inert object in place of one whose class is called without its constructor."""
+        """Push a placeholder for an object that is built without its constructor."""
         del self.stack[-2:]
         self.stack.append(_Inert())
 
     def load_newobj_ex(self) -> None:
-        """See `load_newobj`."""
+        """Push a placeholder, as `load_newobj` does."""
         del self.stack[-3:]
         self.stack.append(_Inert())
 
-    del dispatch[pickle.BYTEARRAY8[0]]  # it allocates whatever length it is given; torch.save writes none
-    dispatch[pickle.BUILD[0]] = load_build
-    dispatch[pickle.NEWOBJ[0]] = load_newobj
-    dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
+    del dispatch[pickle.BYTEARRAY8[0]]  # it allocates any length it names; torch.save writes no such opcode
+    dispatch |= {pickle.BUILD[0]: load_build, pickle.NEWOBJ[0]: load_newobj, pickle.NEWOBJ_EX[0]: load_newobj_ex}
 
 
 class _Pickle:
-    """What `torch.load` takes for the pickle module."""
+    """Stands in for the pickle module in `torch.load`."""
 
     Unpickler = _Unpickler
     __name__ = "pickle"
 
 
 class InertLoadPlanner(PlainLoadPlanner):
-    """Unpickles any object that is not a tensor or plain value as an inert placeholder."""
+    """Unpickles every object that is not a tensor or plain value as a placeholder."""
 
     unpickle = staticmethod(partial(torch.load, map_location="cpu", weights_only=False, pickle_module=_Pickle))
 
 
-def read(path: Any) -> dict[str, Any]:
-    """Return what is in a file of ``torch.save``, tensors mapped from it. Raises `CheckpointError`."""
+def read_rank_file(path: Any) -> dict[str, Any]:
+    """Return the contents of a file of ``torch.save``, its tensors mapped from disk. Raises `CheckpointError`."""
     try:
         with open(path, "rb") as file:
             refuse_compressed(file)
         with zipfile.ZipFile(path) as members:
             if any(name.endswith("constants.pkl") for name in members.namelist()):
-                raise ValueError("it is TorchScript")  # which torch.load would open as such
-        found = InertLoadPlanner.unpickle(path, mmap=True)
+                raise ValueError("it is TorchScript")  # torch.load would open it as such
+        content = InertLoadPlanner.unpickle(path, mmap=True)
     except Exception as failure:
         raise CheckpointError(f"{path} cannot be read: {first_line(failure)}") from failure
-    if not (isinstance(found, dict) and all(isinstance(found.get(part), dict) for part in ("model", "optimizer"))):
+    if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("model", "optimizer"))):
         raise CheckpointError(f"{path} is not a local checkpoint of SMP's sample: it lacks model or optimizer")
-    return found
+    return content
 
 
 def plain_values(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and strings beside model and optimizer, by flat name."""
-    found: dict[str, Any] = {}
+    """Return the numbers and strings of a rank file outside model and optimizer, by flat name."""
+    values: dict[str, Any] = {}
     for key, value in content.items():
-        values = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+        flat = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
         if key not in ("model", "optimizer"):
-            found |= {name: each for name, each in values.items() if isinstance(each, int | float | str)}
-    return found
+            values |= {name: each for name, each in flat.items() if isinstance(each, int | float | str)}
+    return values
+
+
+def is_local(keys: Iterable[str]) -> bool:
+    """Return whether a DCP tree holds one rank's local tensors: their optimizer state is numbered, not named."""
+    return any(map(_NUMBERED.fullmatch, keys))
+
+
+def rank_contents_of_tree(reader: Reader) -> dict[str, Any]:
+    """Return model and optimizer of one rank's tree in the form of a rank file; tensors are read on access."""
+    model: dict[str, Any] = {}
+    state: dict[int, dict[str, Any]] = {}
+    groups: dict[int, list[int]] = {}
+    config = None
+    for key, entry in saved_entries(reader).items():
+        numbered, group = _NUMBERED.fullmatch(key), _GROUP.fullmatch(key)
+        if numbered:
+            value = StoredTensor(reader, key) if isinstance(entry, TensorStorageMetadata) else plain_value(reader, key)
+            state.setdefault(int(numbered["number"]), {})[numbered["what"]] = value
+        elif key == "optimizer.param_groups":  # the form of torch before 2.4
+            groups = {index: each["params"] for index, each in enumerate(plain_value(reader, key))}
+        elif group:
+            groups[int(group[1])] = plain_value(reader, key)
+        elif key.startswith("model.") and isinstance(entry, TensorStorageMetadata):
+            model[key.removeprefix("model.")] = StoredTensor(reader, key)
+        elif key == MODEL_CONFIG:
+            with suppress(CheckpointError):  # needed for flat experts only
+                config = plain_value(reader, key, InertLoadPlanner)
+    return {
+        "model": model,
+        "optimizer": {"state": state, "param_groups": [{"params": groups[index]} for index in sorted(groups)]},
+        MODEL_CONFIG: config,
+    }

@@ -107,15 +107,15 @@ class AwsCheckpoint(Checkpoint):
     def _trees(self, state: dict[str, Any], saver: Saver, opened: ExitStack) -> list[Tree]:
         if self.rank_files or self.local_trees:
             if self.local_trees:
-                read = [flat.of_tree(self.reader(part)) for part in sorted(self.folders, key=_shard)]
+                read = [local.rank_contents_of_tree(self.reader(part)) for part in sorted(self.folders, key=_shard)]
             else:
-                read = [local.read(place(self.path) / f"{rank}.pt") for rank in range(self.rank_files)]
+                read = [local.read_rank_file(place(self.path) / f"{rank}.pt") for rank in range(self.rank_files)]
             if isinstance(state, State):
                 state = state.named_as([f"model.{canonical_name(name)}" for name in read[0]["model"]])
             if len(set(Ranks.of_folders(self.folders).values())) > 1:
-                raise CheckpointError(flat.OWN)
+                raise CheckpointError(flat.SMP_SLICES)
             shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
-            return [Tree(Ranks(), TensorReader(flat.tensors(read, self.config.model_type, shapes)))]
+            return [Tree(Ranks(), TensorReader(flat.joined_tensors(read, self.config.model_type, shapes)))]
         if self.folders:
             return self._readers()
         files = WeightFiles(place(self.path) / FULL, opened)
@@ -210,7 +210,7 @@ def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] |
             _check_trees(storage, name, folders, files)
             reader = _reader(storage, name, folders[0], files)
             recorded, saved = plain_values(reader), saved_entries(reader)
-            has_moments, local_trees = any(map(MOMENTS.fullmatch, saved)), flat.is_local(saved)
+            has_moments, local_trees = any(map(MOMENTS.fullmatch, saved)), local.is_local(saved)
             of_model = (key for key in saved if key.startswith(MODEL_PREFIXES[:2]))
             names = [key.removeprefix("app.").removeprefix("model.") for key in of_model]
             transformed = is_transformed([each for each in names if not flat.is_flat(each)], config.model_type)
@@ -219,7 +219,7 @@ def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] |
                 raise CheckpointError("files of single ranks are not read from S3: copy them to a folder")
             if of_ranks != list(range(len(of_ranks))):
                 raise CheckpointError(f"files of ranks {of_ranks} are there, and not of those between")
-            read = [local.read(place(storage.location) / name / f"{rank}.pt") for rank in of_ranks]
+            read = [local.read_rank_file(place(storage.location) / name / f"{rank}.pt") for rank in of_ranks]
             recorded, has_moments = local.plain_values(read[0]), True
     except CheckpointError as failure:
         return str(failure)
