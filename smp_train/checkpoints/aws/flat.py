@@ -28,7 +28,6 @@ SMP_SLICES = (
     "it holds slices of SMP's own implementation (--use_smp_implementation, tensor or expert parallelism) without "
     "their shapes and order: have the sample write a sharded checkpoint"
 )
-_FLAT = re.compile(r"(?P<unit>(?:.+\.)?)_flat_param")
 _LAYER = re.compile(r"\w+\.(?:layers|h)\.\d+\.")
 _NORM = re.compile(r"(?:norm\w*|ln_\w+)\.weight$")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -92,7 +91,7 @@ class JoinedTensor:
 
 def is_flat(name: str) -> bool:
     """Return whether a name belongs to a flat parameter."""
-    return _FLAT.fullmatch(canonical_name(name)) is not None
+    return canonical_name(name).rpartition(".")[2] == "_flat_param"
 
 
 def joined_tensors(

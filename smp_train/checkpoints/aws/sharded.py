@@ -1,13 +1,12 @@
-"""Discovery and reading of checkpoints that the SMP v2 sample scripts wrote. They are never written to.
+"""Find and read checkpoints that AWS's SMP v2 sample scripts wrote. The package never writes to them.
 
-Contents of a folder ``<model type>-<step>steps`` (facts: the sample's scripts and SMP's documentation):
+A folder ``<model type>-<step>steps`` holds one of these forms (see the sample's scripts and SMP's documentation):
 
-- sharded: a DCP tree, or one for each tensor and expert rank, in ``tp<rank>_ep<rank>/``, earlier
-  ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``, with ``model``, ``optimizer``, ``scheduler`` and counters;
-- async_local: a tree for each shard rank too, ``tp<rank>_ep<rank>_fsdp<rank>/``, of what FSDP1 holds on it, or of
-  sharded tensors;
-- local: ``<rank>.pt``, what FSDP1 holds on each rank (`smp_train.checkpoints.aws.flat`);
-- full: ``pytorch_model.bin`` and ``config.json``, no optimizer state.
+- sharded: one DCP tree, or one per tensor and expert rank in ``tp<rank>_ep<rank>/`` (in earlier releases
+  ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``), with ``model``, ``optimizer``, ``scheduler`` and counters;
+- async_local: also one tree per shard rank, ``tp<rank>_ep<rank>_fsdp<rank>/``, of local or sharded tensors;
+- local: files ``<rank>.pt`` of the tensors that FSDP1 holds on each rank (`smp_train.checkpoints.aws.flat`);
+- full: ``pytorch_model.bin`` and ``config.json`` without optimizer state.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, 
 from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
 from smp_train.checkpoints.discovery import TORCHS, Checkpoint
 from smp_train.checkpoints.manifest import COMMITTED, META, METADATA, Committed
-from smp_train.checkpoints.saver import HUGGING_FACE, SMP_NAMES, Saver
+from smp_train.checkpoints.saver import SMP_NAMES, Saver
 from smp_train.checkpoints.state import State
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError
@@ -50,128 +49,129 @@ _RANK_FILE = re.compile(r"(\d+)\.pt")
 
 @dataclass(frozen=True)
 class AwsCheckpoint(Checkpoint):
-    """A checkpoint that the SMP v2 sample wrote, as one of ours: under the hub's names, on any mesh.
+    """A checkpoint of AWS's sample, readable under the hub's names on any mesh.
 
-    ``meta["imported"]`` is what it records of itself: counters, schedule, the sample's own settings.
+    ``meta["imported"]`` holds its plain values: counters, learning-rate schedule, the sample's settings.
     """
 
     folders: tuple[str, ...]
-    """Sub-folders of its trees; empty where there are none but files."""
+    """Sub-folders of its trees; empty for a checkpoint of files."""
     rank_files: int
-    """How many files ``<rank>.pt`` there are."""
+    """The number of files ``<rank>.pt``."""
     local_trees: bool
-    """Whether its trees hold what FSDP1 holds on each rank, rather than sharded tensors."""
-    config: Any = field(repr=False, compare=False)
-    transformed: bool
+    """Whether the trees hold local tensors of FSDP1 rather than sharded tensors."""
     has_moments: bool
+    config: Any = field(repr=False, compare=False)
 
     @property
     def durable(self) -> bool:
-        """False: it is another program's, so that this run's own first checkpoint is still to be written."""
+        """Return False, so that the run saves a checkpoint of its own at this step."""
         return False
 
     @property
     def parts(self) -> list[str]:
-        """Sub-folders of its trees."""
+        """Return the sub-folders of its trees."""
         return list(self.folders)
 
-    @property
-    def names(self) -> str:
-        """See `Checkpoint.names`."""
-        return SMP_NAMES if self.transformed else HUGGING_FACE
-
     def reader(self, part: str = "") -> Reader:
-        """Return the reader of one of its trees, as it was written."""
-        return _reader(self._storage, self._name, part, self._storage.sizes(self._name))
+        """Return the reader of the tree in a sub-folder."""
+        return _tree_reader(self._storage, self._name, part, self._storage.sizes(self._name))
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
-        """See `Checkpoint.load`. Without moments there, the optimizer's state is left as it is."""
-        what = f"cannot load {self.path}"
-        with ExitStack() as opened:
-            found: list[list[Tree]] = []
-            gather(what, lambda: found.append(self._trees(state, saver, opened)))
-            (trees,) = found
-            if isinstance(state, State):  # a DCP tree of another program may have the names of today's transformers
-                saved = on_main(what, lambda: list(saved_entries(trees[0].reader)))
-                named = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
-                state = next((each for each in named if each is not state), state)
+        """Fill ``state`` in place, as `Checkpoint.load` does; AdamW's moments stay as they are if none were saved."""
+        with ExitStack() as open_files:
+            opened: list[tuple[dict[str, Any], list[Tree]]] = []
+            gather(f"cannot load {self.path}", lambda: opened.append(self._trees(state, saver, open_files)))
+            ((state, trees),) = opened
             if not self.has_moments and "optim" in state:
                 logger.info("%s holds no optimizer state: AdamW's moments begin at zero", self.path)
                 state = {"model": state["model"]}
             load_state(state, self._translated(trees, state, saver), self.path, load=saver.load)
 
     def model_config(self) -> Any:
-        """See `Checkpoint.model_config`: the run's."""
+        """Return the configuration of the run's model."""
         return self.config
 
-    def _trees(self, state: dict[str, Any], saver: Saver, opened: ExitStack) -> list[Tree]:
+    def _trees(self, state: dict[str, Any], saver: Saver, files: ExitStack) -> tuple[dict[str, Any], list[Tree]]:
+        """Return the state under the names that the checkpoint uses, and the checkpoint's trees. Not collective."""
         if self.rank_files or self.local_trees:
-            if self.local_trees:
-                read = [local.rank_contents_of_tree(self.reader(part)) for part in sorted(self.folders, key=_shard)]
-            else:
-                read = [local.read_rank_file(place(self.path) / f"{rank}.pt") for rank in range(self.rank_files)]
-            if isinstance(state, State):
-                state = state.named_as([f"model.{canonical_name(name)}" for name in read[0]["model"]])
             if len(set(Ranks.of_folders(self.folders).values())) > 1:
                 raise CheckpointError(flat.SMP_SLICES)
+            if self.local_trees:
+                contents = [local.rank_contents_of_tree(self.reader(part)) for part in sorted(self.folders, key=_shard)]
+            else:
+                paths = [place(self.path) / f"{rank}.pt" for rank in range(self.rank_files)]
+                contents = [local.read_rank_file(path) for path in paths]
+            state = _state_under(state, [f"model.{canonical_name(name)}" for name in contents[0]["model"]])
             shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
-            return [Tree(Ranks(), TensorReader(flat.joined_tensors(read, self.config.model_type, shapes)))]
-        if self.folders:
-            return self._readers()
-        files = WeightFiles(place(self.path) / FULL, opened)
-        return [Tree(Ranks(), TensorReader({f"model.{n}": files.tensor(n)[...] for n in files.files}))]
+            tensors = flat.joined_tensors(contents, self.config.model_type, shapes)
+        elif self.folders:
+            trees = self._readers()
+            return _state_under(state, list(saved_entries(trees[0].reader))), trees
+        else:
+            weights = WeightFiles(place(self.path) / FULL, files)
+            tensors = {f"model.{name}": weights.tensor(name)[...] for name in weights.files}
+            state = _state_under(state, list(tensors))
+        return state, [Tree(Ranks(), TensorReader(tensors))]
+
+
+def _state_under(state: dict[str, Any], saved: list[str]) -> dict[str, Any]:
+    """Return a state under the hub's names or those of the installed transformers, as the ``saved`` entries have."""
+    if not isinstance(state, State):
+        return state
+    named = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
+    return next((each for each in named if each is not state), state)
 
 
 def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsCheckpoint | None:
-    """Return the newest checkpoint of the sample's at ``location``, for a model of ``config``. Collective.
+    """Return the newest complete checkpoint of AWS's sample at a location, for a model of ``config``; collective.
 
-    One of which something is missing is passed over with a warning; ``strict``, or asked for by its own name, it is an
-    error, as it is where none is whole (`CheckpointError`). None where there are none at all.
+    An incomplete checkpoint is skipped with a warning. It raises `CheckpointError` if ``strict`` is set, if
+    ``location`` names it, or if no checkpoint is complete. Returns None if the location holds none at all.
     """
     folder, names = on_main("cannot resume", lambda: _candidates(normal(location)))
     storage = open_folder(folder)
     for name in names:
         label = os.path.join(folder, name)
-        facts = on_main(f"cannot read {label}", partial(_look, storage, name, config))
+        facts = on_main(f"cannot read {label}", partial(_inspect, storage, name, config))
         if not isinstance(facts, str):
             return AwsCheckpoint(path=label, _storage=storage, _name=name, config=config, **facts)
-        if strict or label == normal(location):  # asked for by its own name
-            raise CheckpointError(f"{label}, of SMP's sample scripts, is not whole: {facts}")
-        logger.warning(
-            "%s, of SMP's sample scripts, is not whole: %s; trying the next older one", label, facts, extra=ALL_RANKS
-        )
+        problem = f"{label}, of SMP's sample scripts, is not whole: {facts}"
+        if strict or label == normal(location):
+            raise CheckpointError(problem)
+        logger.warning("%s; trying the next older one", problem, extra=ALL_RANKS)
     if names:
         raise CheckpointError(f"no checkpoint of SMP's sample scripts in {folder} is whole; {label}: {facts}")
     return None
 
 
+def is_checkpoint(location: str) -> bool:
+    """Return whether a location is one checkpoint of AWS's sample, complete or not. Not collective."""
+    folder, name = parent_of(normal(location))
+    return bool(name) and absent(normal(location)) is None and _is_aws_checkpoint(open_folder(folder), name)
+
+
 def has_trees(location: str) -> bool:
-    """Return whether ``location`` is one or more DCP trees of another program, rather than files of weights."""
+    """Return whether a location holds DCP trees of another program rather than weight files. Not collective."""
     folder, name = parent_of(normal(location))
     return is_checkpoint(location) and FULL not in open_folder(folder).sizes(name)
 
 
 def checkpoint_names(folder: str) -> list[str]:
-    """Return the names of the sample's checkpoints in a folder, newest first."""
+    """Return the names of AWS's checkpoints in a folder, newest first. Not collective."""
     return _candidates(normal(folder))[1]
 
 
-def is_checkpoint(location: str) -> bool:
-    """Return whether ``location`` is itself a checkpoint of the sample's, whole or not. Not collective."""
-    folder, name = parent_of(normal(location))
-    return bool(name) and absent(normal(location)) is None and _is_aws_checkpoint(open_folder(folder), name)
-
-
 def _candidates(location: str) -> tuple[str, list[str]]:
-    """Return a folder and the sample's checkpoints in it, newest first, or the one that ``location`` is."""
+    """Return (folder, names of AWS's checkpoints in it, newest first); one name if a location is a checkpoint."""
     if is_checkpoint(location):
         folder, name = parent_of(location)
         return folder, [name]
     if absent(location) is not None:
         return location, []
     storage = open_folder(location)
-    found = [(int(match["step"]), name) for name in storage.names() if (match := _NAME.fullmatch(name)) is not None]
-    return location, [name for _, name in sorted(found, reverse=True) if _is_aws_checkpoint(storage, name)]
+    steps = [(int(match["step"]), name) for name in storage.names() if (match := _NAME.fullmatch(name)) is not None]
+    return location, [name for _, name in sorted(steps, reverse=True) if _is_aws_checkpoint(storage, name)]
 
 
 def _is_aws_checkpoint(storage: CheckpointFolder, name: str) -> bool:
@@ -180,75 +180,81 @@ def _is_aws_checkpoint(storage: CheckpointFolder, name: str) -> bool:
     files = storage.sizes(name)
     if FULL in files or any(map(_RANK_FILE.fullmatch, files)):
         return True
-    return any(Ranks.of_folder(posixpath.dirname(file)) for file in files if _of_tree(file))
+    return any(Ranks.of_folder(folder) for folder in _tree_folders(files))
 
 
-def _reader(storage: CheckpointFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
-    """Return the reader of a tree; of shard ranks' own trees each has a part of tensors that are in all together."""
+def _tree_folders(files: Mapping[str, int]) -> list[str]:
+    """Return the sub-folders of the DCP trees among files."""
+    of_tree = (file for file in files if posixpath.basename(file) == METADATA or file.endswith(".distcp"))
+    return sorted(set(map(posixpath.dirname, of_tree)))
+
+
+def _tree_reader(storage: CheckpointFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
+    # A shard rank's tree may refer to tensors in other shard ranks' trees, so the reader knows all files.
     return storage.reader(posixpath.join(name, part), {posixpath.relpath(f, part or "."): n for f, n in files.items()})
 
 
-def _of_tree(file: str) -> bool:
-    return posixpath.basename(file) == METADATA or file.endswith(".distcp")
-
-
 def _shard(folder: str) -> int:
-    found = Ranks.of_folder(folder)
-    return found[1] if found else 0
+    parsed = Ranks.of_folder(folder)
+    return parsed[1] if parsed else 0
 
 
-def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] | str:
-    """Return the fields of a `AwsCheckpoint`, or the reason why the checkpoint is not whole."""
-    match = _NAME.fullmatch(name)
+def _inspect(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] | str:
+    """Return the fields of an `AwsCheckpoint`, or the reason why the checkpoint is incomplete."""
     files = storage.sizes(name)
+    folders = _tree_folders(files)
+    ranks = sorted(int(match[1]) for match in map(_RANK_FILE.fullmatch, files) if match is not None)
     recorded: dict[str, Any] = {}
     transformed = has_moments = local_trees = False
-    of_ranks = sorted(int(found[1]) for found in map(_RANK_FILE.fullmatch, files) if found is not None)
-    folders = sorted({posixpath.dirname(file) for file in files if _of_tree(file)})
     try:
         if folders:
             _check_trees(storage, name, folders, files)
-            reader = _reader(storage, name, folders[0], files)
+            reader = _tree_reader(storage, name, folders[0], files)
             recorded, saved = plain_values(reader), saved_entries(reader)
             has_moments, local_trees = any(map(MOMENTS.fullmatch, saved)), local.is_local(saved)
-            of_model = (key for key in saved if key.startswith(MODEL_PREFIXES[:2]))
-            names = [key.removeprefix("app.").removeprefix("model.") for key in of_model]
+            keys = (key for key in saved if key.startswith(MODEL_PREFIXES[:2]))
+            names = [key.removeprefix("app.").removeprefix("model.") for key in keys]
             transformed = is_transformed([each for each in names if not flat.is_flat(each)], config.model_type)
-        elif of_ranks:
+        elif ranks:
             if is_s3(storage.location):
                 raise CheckpointError("files of single ranks are not read from S3: copy them to a folder")
-            if of_ranks != list(range(len(of_ranks))):
-                raise CheckpointError(f"files of ranks {of_ranks} are there, and not of those between")
-            read = [local.read_rank_file(place(storage.location) / name / f"{rank}.pt") for rank in of_ranks]
-            recorded, has_moments = local.plain_values(read[0]), True
+            if ranks != list(range(len(ranks))):
+                raise CheckpointError(f"files of ranks {ranks} are there, and not of those between")
+            contents = [local.read_rank_file(place(storage.location) / name / f"{rank}.pt") for rank in ranks]
+            recorded, has_moments = local.plain_values(contents[0]), True
     except CheckpointError as failure:
         return str(failure)
-    by_name = int(match["step"]) if match else 0
-    step = int(recorded.get("scheduler.num_iters", recorded.get("total_steps", recorded.get("step", by_name))))
+    match = _NAME.fullmatch(name)
+    counters = ("scheduler.num_iters", "total_steps", "step")
+    step = int(next((recorded[key] for key in counters if key in recorded), match["step"] if match else 0))
     degrees = next(iter(Ranks.of_folders(folders).values()), Ranks())
-    meta = {"imported": recorded, "mesh": {"tensor": degrees.tensors, "expert": degrees.experts}, "tokens": 0}
+    mesh = {"tensor": degrees.tensors, "expert": degrees.experts}
+    meta: dict[str, Any] = {"imported": recorded, "mesh": mesh, "tokens": 0}
+    if transformed:
+        meta["names"] = SMP_NAMES
     if FULL in files and CONFIG in files:
         meta["model_config"] = json.loads(storage.read(name, CONFIG))
     return {
         "step": step, "meta": meta, "committed": Committed(step, config.model_type, {}), "folders": tuple(folders),
-        "transformed": transformed, "has_moments": has_moments, "rank_files": len(of_ranks), "local_trees": local_trees,
+        "has_moments": has_moments, "rank_files": len(ranks), "local_trees": local_trees,
     }  # fmt: skip
 
 
 def _check_trees(storage: CheckpointFolder, name: str, folders: list[str], files: Mapping[str, int]) -> None:
-    """Raise `CheckpointError` for a tree, index or file that is missing, or shorter than its index says."""
+    """Raise `CheckpointError` if a tree, index or file is missing, or a file is shorter than its index requires."""
+    ranks = Ranks.of_folders(folders)
     for folder in folders:
-        if Ranks.of_folder(folder) is None:
+        if folder not in ranks:
             raise CheckpointError(f"{folder} is of no tensor and expert rank")
         if posixpath.join(folder, METADATA) not in files:
             raise CheckpointError(f"{posixpath.join(folder, METADATA)} is missing")
-        for info in _reader(storage, name, folder, files).read_metadata().storage_data.values():
+        for info in _tree_reader(storage, name, folder, files).read_metadata().storage_data.values():
             file = posixpath.join(folder, info.relative_path)
             if files.get(file, 0) < info.offset + info.length:
                 raise CheckpointError(f"{file} is missing or cut short")
-    writers = {(of[0].tensor, of[0].expert, of[1]) for of in map(Ranks.of_folder, folders) if of is not None}
-    degrees = next(iter(Ranks.of_folders(folders).values()))
-    shards = 1 + max(shard for _, _, shard in writers)
-    for each in itertools.product(range(degrees.tensors), range(degrees.experts), range(shards)):
-        if each not in writers:
-            raise CheckpointError("there is no tree of tensor rank {}, expert rank {}, shard rank {}".format(*each))
+    writers = {(each.tensor, each.expert, _shard(folder)) for folder, each in ranks.items()}
+    degrees = ranks[folders[0]]
+    shards = range(1 + max(shard for _, _, shard in writers))
+    for writer in itertools.product(range(degrees.tensors), range(degrees.experts), shards):
+        if writer not in writers:
+            raise CheckpointError("there is no tree of tensor rank {}, expert rank {}, shard rank {}".format(*writer))
