@@ -1,9 +1,9 @@
 """Join the pieces of parameters and moments that FSDP1 stores on each rank.
 
 A rank holds a one-dimensional slice of each parameter or, with ``--use_orig_params 0``, a part of each FSDP unit's flat
-parameter. Each decoder layer is a unit, and the other modules are one more. The pieces of a shard group, in the order
-of its ranks, are the whole tensor with padding at the end. The optimizer's state is numbered in the model's order:
-first the parameters with weight decay, then those without; flat parameters all have decay.
+parameter. Each decoder layer is a unit, and all remaining modules form one more unit. The pieces of a shard group, in
+the order of its ranks, are the whole tensor with padding at the end. The optimizer's state is numbered in the model's
+order: first the parameters with weight decay, then those without; flat parameters all have decay.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class _RankContents:
             start = 0
             for name in names:
                 shape = self.shapes[name]
-                tensors |= {form.format(name): JoinedTensor(each, shape, start) for form, each in pieces.items()}
+                tensors |= {form.format(name): JoinedTensor(slices, shape, start) for form, slices in pieces.items()}
                 if "step" in states[0]:
                     tensors[f"optimizer.state.{name}.step"] = _step(states[0]["step"])
                 start += math.prod(shape)
@@ -211,7 +211,7 @@ class _RankContents:
 
     def _check_expert_order(self) -> None:
         """Raise `CheckpointError` unless transformers 4 wrote the experts: transformers 5 stacks them by kind."""
-        # `transformers_version` does not help: it comes from the file that the configuration was read from.
+        # `transformers_version` does not help: it names the version that wrote config.json.
         has_4 = "torch_dtype" in self.config or ("rope_theta" in self.config and "rope_parameters" not in self.config)
         if not has_4:
             version = "is of transformers 5" if "rope_parameters" in self.config else "does not show transformers 4"

@@ -100,7 +100,7 @@ class _Unpickler(pickle._Unpickler):
         del self.stack[-3:]
         self.stack.append(_Inert())
 
-    del dispatch[pickle.BYTEARRAY8[0]]  # it allocates any length it names; torch.save writes no such opcode
+    del dispatch[pickle.BYTEARRAY8[0]]  # this opcode allocates any length it names; torch.save never writes it
     dispatch |= {pickle.BUILD[0]: load_build, pickle.NEWOBJ[0]: load_newobj, pickle.NEWOBJ_EX[0]: load_newobj_ex}
 
 
@@ -137,9 +137,9 @@ def plain_values(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers and strings of a rank file outside model and optimizer, by flat name."""
     values: dict[str, Any] = {}
     for key, value in content.items():
-        flat = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+        nested = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
         if key not in ("model", "optimizer"):
-            values |= {name: each for name, each in flat.items() if isinstance(each, int | float | str)}
+            values |= {name: item for name, item in nested.items() if isinstance(item, int | float | str)}
     return values
 
 
@@ -160,7 +160,7 @@ def rank_contents_of_tree(reader: Reader) -> dict[str, Any]:
             value = StoredTensor(reader, key) if isinstance(entry, TensorStorageMetadata) else plain_value(reader, key)
             state.setdefault(int(numbered["number"]), {})[numbered["what"]] = value
         elif key == "optimizer.param_groups":  # the form of torch before 2.4
-            groups = {index: each["params"] for index, each in enumerate(plain_value(reader, key))}
+            groups = {index: values["params"] for index, values in enumerate(plain_value(reader, key))}
         elif group:
             groups[int(group[1])] = plain_value(reader, key)
         elif key.startswith("model.") and isinstance(entry, TensorStorageMetadata):

@@ -1,4 +1,4 @@
-"""Readers that translate between the hub's parameter names and SMP's, or those of another program.
+"""Readers that translate between the hub's parameter names and the names of SMP or another program.
 
 A DCP index maps each tensor to saved chunks. The readers here build an index under other names: it has one chunk for
 each block that a saved chunk and a renamed tensor have in common (`smp_train.models.smp_names`). A load request for
@@ -99,7 +99,7 @@ class _Source:
     start: tuple[int, ...]
 
 
-_Wanted = list[tuple[ReadItem, list[int], list[int]]]
+_Slices = list[tuple[ReadItem, list[int], list[int]]]
 """Requests for slices of one saved chunk: the original request, offset within the chunk, lengths."""
 _Answers = list[tuple[ReadItem, tuple[slice, ...]]]
 """The original requests that one merged request answers, each with its slice of the result."""
@@ -116,7 +116,7 @@ class _RenamedReader(_MetadataFirstReader):
         self, key: str, offset: Sequence[int], size: Sequence[int],
         reader: Reader, source_key: str, source_offset: Sequence[int], entry: Any,
     ) -> None:  # fmt: skip
-        """Add a block of the tensor ``key``: the parts of it that lie in the chunks of another reader's ``entry``.
+        """Add a block of the tensor ``key``, as far as it lies in the chunks of another reader's ``entry``.
 
         Either offset may have additional leading dimensions, in which the block has size 1.
         """
@@ -145,14 +145,14 @@ class _RenamedReader(_MetadataFirstReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Request each saved chunk once: a reader loads the whole chunk for every request."""
-        wanted: dict[Reader, dict[MetadataIndex, _Wanted]] = {}
+        slices: dict[Reader, dict[MetadataIndex, _Slices]] = {}
         for item in plan.items:
             source = self._sources[item.storage_index]
             dims = len(source.start)
             offsets, size = _with_dims(item.storage_offsets, dims, 0), _with_dims(item.lengths, dims, 1)
-            offset = [start + each for start, each in zip(source.start, offsets, strict=True)]
-            wanted.setdefault(source.reader, {}).setdefault(source.index, []).append((item, offset, size))
-        for reader, chunks in wanted.items():
+            offset = [a + b for a, b in zip(source.start, offsets, strict=True)]
+            slices.setdefault(source.reader, {}).setdefault(source.index, []).append((item, offset, size))
+        for reader, chunks in slices.items():
             requests = dict(itertools.starmap(_merged_request, chunks.items()))
             reader.read_data(LoadPlan(list(requests)), _MergedPlanner(planner, requests)).wait()
         return _completed()
@@ -163,16 +163,16 @@ def _with_dims(values: Sequence[int], dims: int, fill: int) -> list[int]:
     return [*[fill] * dims, *values][len(values) :]
 
 
-def _merged_request(index: MetadataIndex, wanted: _Wanted) -> tuple[ReadItem, _Answers]:
-    """Return one request that covers all wanted slices of a saved chunk, and the slice for each original request."""
-    low = [min(offsets) for offsets in zip(*(offset for _, offset, _ in wanted), strict=True)]
-    ends = ([a + n for a, n in zip(offset, size, strict=True)] for _, offset, size in wanted)
-    high = [max(each) for each in zip(*ends, strict=True)]
+def _merged_request(index: MetadataIndex, slices: _Slices) -> tuple[ReadItem, _Answers]:
+    """Return one request that covers all requested slices of a saved chunk, and the slice for each original request."""
+    low = [min(offsets) for offsets in zip(*(offset for _, offset, _ in slices), strict=True)]
+    ends = ([a + n for a, n in zip(offset, size, strict=True)] for _, offset, size in slices)
+    high = [max(last) for last in zip(*ends, strict=True)]
     lengths = torch.Size(end - begin for begin, end in zip(low, high, strict=True))
-    merged = replace(wanted[0][0], storage_index=index, storage_offsets=torch.Size(low), lengths=lengths)
+    merged = replace(slices[0][0], storage_index=index, storage_offsets=torch.Size(low), lengths=lengths)
     return merged, [
         (item, tuple(slice(a - begin, a - begin + n) for a, n, begin in zip(offset, size, low, strict=True)))
-        for item, offset, size in wanted
+        for item, offset, size in slices
     ]
 
 
@@ -294,12 +294,12 @@ class RankReader(_RenamedReader):
             parts = blocks(name, shape, self.ranks, self.model)
             if parts is None:
                 raise CheckpointError(f"{name}, of SMP's own {self.model.kind} here, has no known name on the hub")
-            wanted = {_WEIGHT: (shape, parts)}
+            forms = {_WEIGHT: (shape, parts)}
             for moment in moments.get(name, ()):
                 step = moment == "step"  # one number: the first hub tensor's step
                 form = f"optim.state.{{}}.{moment}"
-                wanted[form] = ((), [Block(parts[0].name, (), (), ())]) if step else (shape, parts)
-            for form, (size, of_hub) in wanted.items():
+                forms[form] = ((), [Block(parts[0].name, (), (), ())]) if step else (shape, parts)
+            for form, (size, of_hub) in forms.items():
                 if all(form.format(block.name) in saved for block in of_hub):
                     key = form.format(name)
                     sizes[key] = size

@@ -65,7 +65,7 @@ class AwsCheckpoint(Checkpoint):
 
     @property
     def durable(self) -> bool:
-        """Return False, so that the run saves a checkpoint of its own at this step."""
+        """Return False, so that the run saves this step in its own folder too."""
         return False
 
     @property
@@ -78,7 +78,7 @@ class AwsCheckpoint(Checkpoint):
         return _tree_reader(self._storage, self._name, part, self._storage.sizes(self._name))
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
-        """Fill ``state`` in place, as `Checkpoint.load` does; AdamW's moments stay as they are if none were saved."""
+        """Fill ``state`` in place, as `Checkpoint.load` does; without saved moments AdamW's stay unchanged."""
         with ExitStack() as open_files:
             opened: list[tuple[dict[str, Any], list[Tree]]] = []
             gather(f"cannot load {self.path}", lambda: opened.append(self._trees(state, saver, open_files)))
@@ -116,18 +116,18 @@ class AwsCheckpoint(Checkpoint):
 
 
 def _state_under(state: dict[str, Any], saved: list[str]) -> dict[str, Any]:
-    """Return a state under the hub's names or those of the installed transformers, as the ``saved`` entries have."""
+    """Return a state under the names of the ``saved`` entries: the hub's or the installed transformers'."""
     if not isinstance(state, State):
         return state
-    named = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
-    return next((each for each in named if each is not state), state)
+    renamed = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
+    return next((candidate for candidate in renamed if candidate is not state), state)
 
 
 def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsCheckpoint | None:
     """Return the newest complete checkpoint of AWS's sample at a location, for a model of ``config``; collective.
 
     An incomplete checkpoint is skipped with a warning. It raises `CheckpointError` if ``strict`` is set, if
-    ``location`` names it, or if no checkpoint is complete. Returns None if the location holds none at all.
+    ``location`` names it, or if no checkpoint is complete. Returns None if the location holds no checkpoint.
     """
     folder, names = on_main("cannot resume", lambda: _candidates(normal(location)))
     storage = open_folder(folder)
@@ -152,7 +152,7 @@ def is_checkpoint(location: str) -> bool:
 
 
 def has_trees(location: str) -> bool:
-    """Return whether a location holds DCP trees of another program rather than weight files. Not collective."""
+    """Return whether a location holds DCP trees or rank files, not only weights. Not collective."""
     folder, name = parent_of(normal(location))
     return is_checkpoint(location) and FULL not in open_folder(folder).sizes(name)
 
@@ -214,7 +214,7 @@ def _inspect(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any
             has_moments, local_trees = any(map(MOMENTS.fullmatch, saved)), local.is_local(saved)
             keys = (key for key in saved if key.startswith(MODEL_PREFIXES[:2]))
             names = [key.removeprefix("app.").removeprefix("model.") for key in keys]
-            transformed = is_transformed([each for each in names if not flat.is_flat(each)], config.model_type)
+            transformed = is_transformed([name for name in names if not flat.is_flat(name)], config.model_type)
         elif ranks:
             if is_s3(storage.location):
                 raise CheckpointError("files of single ranks are not read from S3: copy them to a folder")
@@ -252,7 +252,7 @@ def _check_trees(storage: CheckpointFolder, name: str, folders: list[str], files
             file = posixpath.join(folder, info.relative_path)
             if files.get(file, 0) < info.offset + info.length:
                 raise CheckpointError(f"{file} is missing or cut short")
-    writers = {(each.tensor, each.expert, _shard(folder)) for folder, each in ranks.items()}
+    writers = {(writer.tensor, writer.expert, _shard(folder)) for folder, writer in ranks.items()}
     degrees = ranks[folders[0]]
     shards = range(1 + max(shard for _, _, shard in writers))
     for writer in itertools.product(range(degrees.tensors), range(degrees.experts), shards):
