@@ -119,7 +119,7 @@ def describe(location: str, model: str | None = None) -> Described:
                 )
         return Described(found.path, spec, found)
     with distributed.together(f"reading the model of {location}"):
-        if kind == "foreign" and model is None:
+        if kind == "aws" and model is None:
             raise ConfigError(
                 f"{location} is a checkpoint of AWS's sample, which does not say which model it is; add --model FOLDER "
                 f"(one with its {CONFIG_FILE}) or --model NAME (on the hub)"

@@ -9,7 +9,9 @@ from typing import Any
 from smp_train import distributed
 from smp_train.arguments import Arguments
 from smp_train.arguments.sources import is_hub_name, training_sources
-from smp_train.checkpoints import Checkpoint, foreign, tokenizer
+from smp_train.checkpoints import Checkpoint, tokenizer
+from smp_train.checkpoints.aws import sharded as aws
+from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.discovery import is_checkpoint_folder, newest_readable, open_checkpoint
 from smp_train.checkpoints.node_local import find_newest, is_node_local
 from smp_train.checkpoints.runs import runs_in
@@ -127,17 +129,17 @@ def look_for_checkpoint(args: Arguments, spec: ModelSpec, start: Start, mesh: di
     """
     location = args.resume_from_checkpoint
     if location is None:
-        _log_foreign(args)
+        _log_aws_checkpoints(args)
         return None
     found = None
     whose = start.run if start.origin is None else start.origin.run
-    if not foreign.is_named(location):
+    if not on_main("cannot resume", lambda: aws.is_checkpoint(location)):
         found = find_newest(
             location, args.checkpoint_dir, run=whose, mesh=mesh, strict=args.strict_resume,
             rename=start.continues and not args.evaluate_only,
         )  # fmt: skip
     if found is None:
-        found = foreign.find(location, spec.config, strict=args.strict_resume)
+        found = aws.find_checkpoint(location, spec.config, strict=args.strict_resume)
         if found is not None and found.step < 1:
             raise CheckpointError(
                 f"{found.path} does not say of which step it is; start from it with --finetune 1 "
@@ -156,11 +158,11 @@ def look_for_checkpoint(args: Arguments, spec: ModelSpec, start: Start, mesh: di
     return found
 
 
-def _log_foreign(args: Arguments) -> None:
+def _log_aws_checkpoints(args: Arguments) -> None:
     """Log the checkpoints of SMP's sample scripts in the folders of a run that resumes from none; collective."""
     with distributed.together("looking into the checkpoint folders"):
         for folder in args.checkpoint_dir:
-            names = [] if is_node_local(folder) else foreign.names_in(folder)
+            names = [] if is_node_local(folder) else aws.checkpoint_names(folder)
             if names:
                 log.info(
                     "%s holds %d checkpoints of SMP's sample scripts, the newest is %s: they stay as they are; to go "

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from smp_train.arguments.verb_parser import VerbParser, at_least, positive
-from smp_train.checkpoints import Checkpoint, find, foreign, open_checkpoint
+from smp_train.checkpoints import Checkpoint, find, open_checkpoint
+from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.discovery import is_checkpoint_folder, is_one_checkpoint
 from smp_train.checkpoints.manager import CheckpointManager
@@ -88,7 +89,7 @@ def ls(options: argparse.Namespace) -> int:
     """Print one line per checkpoint, finished or not, oldest step first; or a list of objects as JSON."""
     storage, only = _folder_and_name(options.source)
     others = {name: kind for kind in (ABANDONED, DAMAGED) for name in storage.aside(kind)}
-    others |= dict.fromkeys(foreign.names_in(storage.location), "SMP sample")
+    others |= dict.fromkeys(aws.checkpoint_names(storage.location), "SMP sample")
     rows: list[dict[str, Any]] = []
     for name in [only] if only else storage.names():
         sizes = storage.sizes(name)
@@ -293,7 +294,7 @@ def import_weights(options: argparse.Namespace) -> int:
             hf_pretrained_model_name_or_dir=None, model_type=None, model_size=None,
         )
     )  # fmt: skip
-    found = foreign.find(str(source), spec.config)
+    found = aws.find_checkpoint(str(source), spec.config)
     different = [] if found is None else changes_from(found.meta, spec.config)
     if different:
         raise CheckpointError(f"{source} is of another model ({'; '.join(different)}); give that one by --model FOLDER")
@@ -349,8 +350,8 @@ def newest(location: str) -> str:
     if only:
         return place
     entries = committed(storage)
-    if not entries and (samples := foreign.names_in(place)):
-        one = os.path.join(parent_of(place)[0] if foreign.is_one(place) else place, samples[0])
+    if not entries and (samples := aws.checkpoint_names(place)):
+        one = os.path.join(parent_of(place)[0] if aws.is_checkpoint(place) else place, samples[0])
         raise CheckpointError(
             f"{one} is of SMP's sample scripts; first `smp-train checkpoint import {one} FOLDER --model NAME_OR_FOLDER`"
         )

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from smp_train.checkpoints.aws.names import HubReader, RankReader, Tree
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.dcp import Reader, load_state, saved_entries
@@ -31,7 +32,6 @@ from smp_train.checkpoints.manifest import (
 )
 from smp_train.checkpoints.runs import committed, committed_names, last_run, run_of
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
-from smp_train.checkpoints.translated import RankReader, TranslatedReader, Tree
 from smp_train.distributed.agree import rank, world_size
 from smp_train.errors import CheckpointError, first_few, one_line
 from smp_train.models.hugging_face import config_of
@@ -83,11 +83,11 @@ class Checkpoint:
         """Return a reader of ``trees`` under the parameter names of ``state``: the hub's, or SMP's on this rank."""
         shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
         if saver.hub is None:
-            return TranslatedReader(trees, HubModel.of(self.model_config(), shapes))
+            return HubReader(trees, HubModel.of(self.model_config(), shapes))
         same = [Tree(Ranks(), tree.reader) for tree in trees if tree.ranks == saver.ranks]
         if self.names == saver.names and same:  # written by the same rank, under the same names
-            return TranslatedReader(same, replace(saver.hub, shapes=shapes))
-        return RankReader(TranslatedReader(trees, saver.hub), state, saver.ranks, saver.hub)
+            return HubReader(same, replace(saver.hub, shapes=shapes))
+        return RankReader(HubReader(trees, saver.hub), state, saver.ranks, saver.hub)
 
     @property
     def durable(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from smp_train.checkpoints import foreign
+from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.discovery import find, is_checkpoint_folder, is_one_checkpoint
@@ -41,8 +41,8 @@ def load_weights(
                 f"{found.path} holds adapters alone; start from what smp-train checkpoint export --merge 1 makes of it"
             )
         found.load(gather_state(model, base=True))
-    elif kind == "foreign":
-        trees = foreign.find(os.fspath(path), model.config, strict=True)
+    elif kind == "aws":
+        trees = aws.find_checkpoint(os.fspath(path), model.config, strict=True)
         assert trees is not None
         trees.load(gather_state(model, base=True))
     else:
@@ -50,10 +50,10 @@ def load_weights(
 
 
 def kind_of(location: str | os.PathLike[str]) -> str:
-    """Return whether there are checkpoints of ``ours``, of SMP's sample (``foreign``), or ``files``. Not collective."""
+    """Return whether there are checkpoints of ``ours``, of SMP's sample (``aws``), or ``files``. Not collective."""
     where = normal(location)
     if not is_checkpoint_folder(where):
-        return "foreign" if foreign.has_trees(where) else "files"
+        return "aws" if aws.has_trees(where) else "files"
     # Folders of the sample's checkpoints have the same names in them as ours.
     ours = is_one_checkpoint(where, other_programs=False) or committed(open_folder(where))
-    return "ours" if ours or not foreign.names_in(where) else "foreign"
+    return "ours" if ours or not aws.checkpoint_names(where) else "aws"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from smp_train.checkpoints.aws.names import HubReader, RankReader, TensorReader, Tree
 from smp_train.checkpoints.dcp import Reader, load_state
-from smp_train.checkpoints.translated import RankReader, TensorReader, TranslatedReader, Tree
 from smp_train.errors import CheckpointError
 from smp_train.models.smp_names import HubModel, Ranks, blocks
 
@@ -119,8 +119,8 @@ class Case:
         self.hub = {name: torch.randn(shape) for name, shape in shapes.items()}
         self.source = self.trees([Tree(Ranks(), TensorReader(flat(state_of(self.hub))))])
 
-    def trees(self, trees: list[Tree]) -> TranslatedReader:
-        return TranslatedReader(trees, self.model)
+    def trees(self, trees: list[Tree]) -> HubReader:
+        return HubReader(trees, self.model)
 
     def all_ranks(self, degree: int) -> list[Ranks]:
         if self.model.kind == "mixtral":
@@ -184,7 +184,7 @@ def test_a_head_of_its_own_is_not_left_out_where_weights_are_tied() -> None:
     one = {"model.embed_tokens.weight": both["model.embed_tokens.weight"]}
 
     def read(saved: Tensors) -> None:
-        load_state(state_of(one), TranslatedReader([Tree(Ranks(), TensorReader(saved))], model), "trees")
+        load_state(state_of(one), HubReader([Tree(Ranks(), TensorReader(saved))], model), "trees")
 
     read(flat(state_of(one)) | {"model.lm_head.weight": both["lm_head.weight"]})
     with pytest.raises(CheckpointError, match="--tie_word_embeddings"):

@@ -15,9 +15,10 @@ import torch.distributed.checkpoint
 from torch._tensor import _rebuild_from_type_v2
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from smp_train.checkpoints import dcp, local_parts, rank_files
+from smp_train.checkpoints import dcp
+from smp_train.checkpoints.aws import flat, local
+from smp_train.checkpoints.aws.flat import FlatPart
 from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.rank_files import FlatPart
 from smp_train.errors import CheckpointError
 
 
@@ -36,13 +37,13 @@ def test_nothing_in_a_file_runs(tmp_path: Path) -> None:
     content = {"model": {"a": torch.arange(4.0)}, "optimizer": {}, "model_config": Runs(marker), "total_steps": 3,
                "cli_args": {"lr": 0.1, "odd": Path("x")}}  # fmt: skip
     torch.save(content, tmp_path / "0.pt")
-    found = rank_files.read(tmp_path / "0.pt")
+    found = local.read_rank_file(tmp_path / "0.pt")
     assert not marker.exists()
     assert torch.equal(found["model"]["a"], torch.arange(4.0))
-    assert rank_files.plain_values(found) == {"total_steps": 3, "cli_args.lr": 0.1}
+    assert local.plain_values(found) == {"total_steps": 3, "cli_args.lr": 0.1}
     tree = {"model": content["model"], "model_config": content["model_config"]}
     torch.distributed.checkpoint.save(tree, checkpoint_id=tmp_path / "tree", no_dist=True)
-    assert list(local_parts.of_tree(open_folder(tmp_path).reader("tree"))["model"]) == ["a"]
+    assert list(local.rank_contents_of_tree(open_folder(tmp_path).reader("tree"))["model"]) == ["a"]
     assert not marker.exists()
 
 
@@ -62,7 +63,7 @@ def test_the_shard_of_a_sharded_tensor_is_kept(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     content = {"model": {"_flat_param": Sharded(torch.arange(3.0), 4, marker)}, "optimizer": {}}
     torch.save(content, tmp_path / "0.pt")
-    found = rank_files.read(tmp_path / "0.pt")["model"]["_flat_param"]
+    found = local.read_rank_file(tmp_path / "0.pt")["model"]["_flat_param"]
     assert found.offset == 4
     assert torch.equal(found.tensor, torch.arange(3.0))
     assert not marker.exists()
@@ -75,13 +76,13 @@ def test_no_object_of_the_program_is_changed(tmp_path: Path) -> None:
 
     torch.save({"model": {}, "optimizer": {}, "other": Build()}, tmp_path / "0.pt", pickle_protocol=2)
     with pytest.raises(CheckpointError):  # the call lacks its arguments
-        rank_files.read(tmp_path / "0.pt")
+        local.read_rank_file(tmp_path / "0.pt")
     raw = b"ctorch._utils\n_rebuild_tensor_v2\n}U\x06markerU\x01xsb."
-    rank_files._Unpickler(io.BytesIO(raw)).load()
+    local._Unpickler(io.BytesIO(raw)).load()
     assert not hasattr(torch._utils._rebuild_tensor_v2, "marker")
 
 
-@pytest.mark.parametrize("unpickler", [rank_files._Unpickler, dcp._MetadataUnpickler])
+@pytest.mark.parametrize("unpickler", [local._Unpickler, dcp._MetadataUnpickler])
 def test_no_memory_is_taken_for_what_is_not_there(unpickler: Any) -> None:
     """An opcode that allocates whatever length it is given, before it reads as much."""
     with pytest.raises(KeyError):
@@ -110,7 +111,7 @@ class Counted:
 def test_of_the_slices_those_are_read_that_a_block_lies_in() -> None:
     whole = torch.arange(60.0)
     slices = [Counted(part) for part in whole.split(7)]
-    joined = local_parts.Joined(slices, (5, 4, 2), 10)
+    joined = flat.JoinedTensor(slices, (5, 4, 2), 10)
     view = whole[10:50].view(5, 4, 2)
     every = slice(0, 4), slice(0, 2)
     # Numbers 26 to 41 lie in the slices 3 to 5.
@@ -146,15 +147,15 @@ def test_slices_of_ranks_are_joined_and_moments_found(tmp_path: Path) -> None:
             for number, name in enumerate(own)
         }
         ranks.append({"model": own, "optimizer": {"state": state, "param_groups": [{"params": [0]}, {"params": [1]}]}})
-    found = local_parts.tensors(ranks, "llama", shapes)
+    found = flat.joined_tensors(ranks, "llama", shapes)
     for name, shape in shapes.items():
         assert torch.equal(all_of(found[f"model.{name}"]), whole[name].view(shape))
         assert torch.equal(all_of(found[f"optimizer.state.{name}.exp_avg_sq"]), whole[name].view(shape) + 2)
         assert found[f"optimizer.state.{name}.step"] == 7
     with pytest.raises(CheckpointError):
-        local_parts.tensors(ranks[:1], "llama", shapes)
+        flat.joined_tensors(ranks[:1], "llama", shapes)
     with pytest.raises(CheckpointError):
-        rank_files.read(tmp_path)
+        local.read_rank_file(tmp_path)
 
 
 def test_norms_of_gpt2_have_no_decay() -> None:
@@ -165,7 +166,7 @@ def test_norms_of_gpt2_have_no_decay() -> None:
     model = {name: torch.rand(shape).flatten() for name, shape in shapes.items()}
     state = {n: {"exp_avg": model[name] + 1, "exp_avg_sq": model[name] + 2, "step": 7} for name, n in numbers.items()}
     optimizer = {"state": state, "param_groups": [{"params": [0, 1]}, {"params": [2, 3]}]}
-    found = local_parts.tensors([{"model": model, "optimizer": optimizer}], "gpt2", shapes)
+    found = flat.joined_tensors([{"model": model, "optimizer": optimizer}], "gpt2", shapes)
     for name, shape in shapes.items():
         assert torch.equal(all_of(found[f"optimizer.state.{name}.exp_avg"]), model[name].view(shape) + 1)
 
@@ -216,7 +217,7 @@ def flat_ranks(
 @pytest.mark.parametrize("padded", [False, True])
 def test_flat_parameters_are_taken_apart(units: dict[str, list[str]], shards: int, padded: bool) -> None:
     whole, ranks = flat_ranks(units, shards, 1 if padded else 2, padded)
-    found = local_parts.tensors(ranks, "llama", LLAMA)
+    found = flat.joined_tensors(ranks, "llama", LLAMA)
     for name, value in whole.items():
         assert torch.equal(all_of(found[f"model.{name}"]), value)
         assert torch.equal(all_of(found[f"optimizer.state.{name}.exp_avg"]), value + 1)
@@ -227,7 +228,7 @@ def test_flat_parameters_are_taken_apart(units: dict[str, list[str]], shards: in
 
 def test_replicas_need_not_follow_one_another() -> None:
     whole, ranks = flat_ranks(UNITS, 2, 2)
-    found = local_parts.tensors([ranks[0], ranks[2], ranks[1], ranks[3]], "llama", LLAMA)
+    found = flat.joined_tensors([ranks[0], ranks[2], ranks[1], ranks[3]], "llama", LLAMA)
     assert all(torch.equal(all_of(found[f"model.{name}"]), value) for name, value in whole.items())
 
 
@@ -243,17 +244,17 @@ def test_flat_parameters_of_another_model_or_of_some_ranks_are_refused() -> None
         (ranks, "qwen3", LLAMA),
     ):
         with pytest.raises(CheckpointError):
-            local_parts.tensors(held, kind, shapes)
+            flat.joined_tensors(held, kind, shapes)
     del ranks[0]["optimizer"]["param_groups"][0]["params"][0]
     with pytest.raises(CheckpointError):
-        local_parts.tensors(ranks, "llama", LLAMA)
+        flat.joined_tensors(ranks, "llama", LLAMA)
 
 
 def test_slices_of_smps_own_implementation_are_refused() -> None:
     model = {"transformer.seq_layers.0.layernorm_mlp.fc1_weight": torch.arange(3.0)}
     optimizer = {"state": {}, "param_groups": [{"params": [0]}]}
     with pytest.raises(CheckpointError, match="own implementation"):
-        local_parts.tensors([{"model": model, "optimizer": optimizer}], "llama", LLAMA)
+        flat.joined_tensors([{"model": model, "optimizer": optimizer}], "llama", LLAMA)
 
 
 EXPERTS = {
@@ -290,13 +291,13 @@ def test_flat_experts_are_read_in_the_order_of_transformers_4_alone(
         content["model_config"] = SimpleNamespace(**config)
     if form == "file":
         torch.save(content, tmp_path / "0.pt")
-        held = rank_files.read(tmp_path / "0.pt")
+        held = local.read_rank_file(tmp_path / "0.pt")
     else:
         torch.distributed.checkpoint.save(content, checkpoint_id=tmp_path / "tree", no_dist=True)
-        held = local_parts.of_tree(open_folder(tmp_path).reader("tree"))
+        held = local.rank_contents_of_tree(open_folder(tmp_path).reader("tree"))
     if readable:
-        found = local_parts.tensors([held], "mixtral", EXPERTS)
+        found = flat.joined_tensors([held], "mixtral", EXPERTS)
         assert all(torch.equal(all_of(found[f"model.{name}"]), value) for name, value in whole.items())
     else:
         with pytest.raises(CheckpointError, match="transformers 5 stores experts in another order"):
-            local_parts.tensors([held], "mixtral", EXPERTS)
+            flat.joined_tensors([held], "mixtral", EXPERTS)

@@ -1,0 +1,175 @@
+"""Readers of the contents that FSDP1 stores on each rank: files ``<rank>.pt`` and trees of local tensors.
+
+The files are pickles of unknown origin. They are read without importing or calling anything but a few known functions.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from smp_train.checkpoints.aws.flat import MODEL_CONFIG, FlatPart, StoredTensor
+from smp_train.checkpoints.dcp import PlainLoadPlanner, Reader, plain_value, saved_entries
+from smp_train.errors import CheckpointError, first_line
+from smp_train.models.weight_files import refuse_compressed
+
+_NUMBERED = re.compile(r"optimizer\.state\.(?P<number>\d+)\.(?P<what>\w+)")
+_GROUP = re.compile(r"optimizer\.param_groups\.(\d+)\.params")
+
+
+class _Inert:
+    """Placeholder for a pickled object that is not a tensor or plain value; keeps the object's state."""
+
+    state: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any) -> _Inert:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def extend(self, values: Any) -> None:
+        """Ignore the arguments."""
+
+    append = extend
+
+
+class _ShardedTensor(_Inert):
+    """Placeholder for torch's ShardedTensor, which holds a flat parameter in FSDP1's local state dict."""
+
+
+def _rebuild(function: Callable[..., Any], kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """Return a rank's part of a ShardedTensor as a `FlatPart`, and any other tensor from its arguments."""
+    if kind is not _ShardedTensor:
+        return function(*args)
+    shards = [shard.state[1] for shard in state[0]]
+    if not shards:  # the rank holds padding only
+        return FlatPart(0, torch.empty(0))
+    (shard,) = shards
+    (offset,) = shard["metadata"].state[1]["shard_offsets"]
+    return FlatPart(offset, shard["tensor"])
+
+
+class _Unpickler(pickle._Unpickler):
+    """Builds tensors and plain values; replaces every other object by a placeholder.
+
+    torch's ``weights_only`` refuses these files: they contain FSDP1's ShardedTensors and a configuration.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    KNOWN: Mapping[tuple[str, str], Any] = {
+        ("collections", "OrderedDict"): OrderedDict,
+        ("torch", "Size"): torch.Size,
+        ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+        ("torch._tensor", "_rebuild_from_type_v2"): _rebuild,
+        ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): _ShardedTensor,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a known function, a dtype, or the class of placeholders."""
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        return self.KNOWN.get((module, name), _Inert)
+
+    def load_build(self) -> None:
+        """Store the state of a placeholder; leave every other object unchanged."""
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], _Inert):
+            self.stack[-1].state = state
+
+    def load_newobj(self) -> None:
+        """Push a placeholder for an object that is built without its constructor."""
+        del self.stack[-2:]
+        self.stack.append(_Inert())
+
+    def load_newobj_ex(self) -> None:
+        """Push a placeholder, as `load_newobj` does."""
+        del self.stack[-3:]
+        self.stack.append(_Inert())
+
+    del dispatch[pickle.BYTEARRAY8[0]]  # this opcode allocates any length it names; torch.save never writes it
+    dispatch |= {pickle.BUILD[0]: load_build, pickle.NEWOBJ[0]: load_newobj, pickle.NEWOBJ_EX[0]: load_newobj_ex}
+
+
+class _Pickle:
+    """Stands in for the pickle module in `torch.load`."""
+
+    Unpickler = _Unpickler
+    __name__ = "pickle"
+
+
+class InertLoadPlanner(PlainLoadPlanner):
+    """Unpickles every object that is not a tensor or plain value as a placeholder."""
+
+    unpickle = staticmethod(partial(torch.load, map_location="cpu", weights_only=False, pickle_module=_Pickle))
+
+
+def read_rank_file(path: Any) -> dict[str, Any]:
+    """Return the contents of a file of ``torch.save``, its tensors mapped from disk. Raises `CheckpointError`."""
+    try:
+        with open(path, "rb") as file:
+            refuse_compressed(file)
+        with zipfile.ZipFile(path) as members:
+            if any(name.endswith("constants.pkl") for name in members.namelist()):
+                raise ValueError("it is TorchScript")  # torch.load would open it as such
+        content = InertLoadPlanner.unpickle(path, mmap=True)
+    except Exception as failure:
+        raise CheckpointError(f"{path} cannot be read: {first_line(failure)}") from failure
+    if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("model", "optimizer"))):
+        raise CheckpointError(f"{path} is not a local checkpoint of SMP's sample: it lacks model or optimizer")
+    return content
+
+
+def plain_values(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers and strings of a rank file outside model and optimizer, by flat name."""
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        nested = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
+        if key not in ("model", "optimizer"):
+            values |= {name: item for name, item in nested.items() if isinstance(item, int | float | str)}
+    return values
+
+
+def is_local(keys: Iterable[str]) -> bool:
+    """Return whether a DCP tree holds one rank's local tensors: their optimizer state is numbered, not named."""
+    return any(map(_NUMBERED.fullmatch, keys))
+
+
+def rank_contents_of_tree(reader: Reader) -> dict[str, Any]:
+    """Return model and optimizer of one rank's tree in the form of a rank file; tensors are read on access."""
+    model: dict[str, Any] = {}
+    state: dict[int, dict[str, Any]] = {}
+    groups: dict[int, list[int]] = {}
+    config = None
+    for key, entry in saved_entries(reader).items():
+        numbered, group = _NUMBERED.fullmatch(key), _GROUP.fullmatch(key)
+        if numbered:
+            value = StoredTensor(reader, key) if isinstance(entry, TensorStorageMetadata) else plain_value(reader, key)
+            state.setdefault(int(numbered["number"]), {})[numbered["what"]] = value
+        elif key == "optimizer.param_groups":  # the form of torch before 2.4
+            groups = {index: values["params"] for index, values in enumerate(plain_value(reader, key))}
+        elif group:
+            groups[int(group[1])] = plain_value(reader, key)
+        elif key.startswith("model.") and isinstance(entry, TensorStorageMetadata):
+            model[key.removeprefix("model.")] = StoredTensor(reader, key)
+        elif key == MODEL_CONFIG:
+            with suppress(CheckpointError):  # needed for flat experts only
+                config = plain_value(reader, key, InertLoadPlanner)
+    return {
+        "model": model,
+        "optimizer": {"state": state, "param_groups": [{"params": groups[index]} for index in sorted(groups)]},
+        MODEL_CONFIG: config,
+    }

@@ -1,0 +1,260 @@
+"""Find and read checkpoints that AWS's SMP v2 sample scripts wrote. The package never writes to them.
+
+A folder ``<model type>-<step>steps`` holds one of these forms (see the sample's scripts and SMP's documentation):
+
+- sharded: one DCP tree, or one per tensor and expert rank in ``tp<rank>_ep<rank>/`` (in earlier releases
+  ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``), with ``model``, ``optimizer``, ``scheduler`` and counters;
+- async_local: also one tree per shard rank, ``tp<rank>_ep<rank>_fsdp<rank>/``, of local or sharded tensors;
+- local: files ``<rank>.pt`` of the tensors that FSDP1 holds on each rank (`smp_train.checkpoints.aws.flat`);
+- full: ``pytorch_model.bin`` and ``config.json`` without optimizer state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from smp_train.checkpoints.aws import flat, local
+from smp_train.checkpoints.aws.names import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
+from smp_train.checkpoints.collective import gather, on_main
+from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
+from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
+from smp_train.checkpoints.discovery import TORCHS, Checkpoint
+from smp_train.checkpoints.manifest import COMMITTED, META, METADATA, Committed
+from smp_train.checkpoints.saver import SMP_NAMES, Saver
+from smp_train.checkpoints.state import State
+from smp_train.distributed import ALL_RANKS
+from smp_train.errors import CheckpointError
+from smp_train.models.hub_names import canonical_name
+from smp_train.models.smp_names import Ranks, is_transformed
+from smp_train.models.weight_files import WeightFiles
+from smp_train.storage import is_s3, normal
+from smp_train.storage.paths import place
+
+logger = logging.getLogger(__name__)
+
+FULL, CONFIG = "pytorch_model.bin", "config.json"
+_NAME = re.compile(r"(?:.*\D)?(?P<step>\d+)steps")
+_RANK_FILE = re.compile(r"(\d+)\.pt")
+
+
+@dataclass(frozen=True)
+class AwsCheckpoint(Checkpoint):
+    """A checkpoint of AWS's sample, readable under the hub's names on any mesh.
+
+    ``meta["imported"]`` holds its plain values: counters, learning-rate schedule, the sample's settings.
+    """
+
+    folders: tuple[str, ...]
+    """Sub-folders of its trees; empty for a checkpoint of files."""
+    rank_files: int
+    """The number of files ``<rank>.pt``."""
+    local_trees: bool
+    """Whether the trees hold local tensors of FSDP1 rather than sharded tensors."""
+    has_moments: bool
+    config: Any = field(repr=False, compare=False)
+
+    @property
+    def durable(self) -> bool:
+        """Return False, so that the run saves this step in its own folder too."""
+        return False
+
+    @property
+    def parts(self) -> list[str]:
+        """Return the sub-folders of its trees."""
+        return list(self.folders)
+
+    def reader(self, part: str = "") -> Reader:
+        """Return the reader of the tree in a sub-folder."""
+        return _tree_reader(self._storage, self._name, part, self._storage.sizes(self._name))
+
+    def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
+        """Fill ``state`` in place, as `Checkpoint.load` does; without saved moments AdamW's stay unchanged."""
+        with ExitStack() as open_files:
+            opened: list[tuple[dict[str, Any], list[Tree]]] = []
+            gather(f"cannot load {self.path}", lambda: opened.append(self._trees(state, saver, open_files)))
+            ((state, trees),) = opened
+            if not self.has_moments and "optim" in state:
+                logger.info("%s holds no optimizer state: AdamW's moments begin at zero", self.path)
+                state = {"model": state["model"]}
+            load_state(state, self._translated(trees, state, saver), self.path, load=saver.load)
+
+    def model_config(self) -> Any:
+        """Return the configuration of the run's model."""
+        return self.config
+
+    def _trees(self, state: dict[str, Any], saver: Saver, files: ExitStack) -> tuple[dict[str, Any], list[Tree]]:
+        """Return the state under the names that the checkpoint uses, and the checkpoint's trees. Not collective."""
+        if self.rank_files or self.local_trees:
+            if len(set(Ranks.of_folders(self.folders).values())) > 1:
+                raise CheckpointError(flat.SMP_SLICES)
+            if self.local_trees:
+                contents = [local.rank_contents_of_tree(self.reader(part)) for part in sorted(self.folders, key=_shard)]
+            else:
+                paths = [place(self.path) / f"{rank}.pt" for rank in range(self.rank_files)]
+                contents = [local.read_rank_file(path) for path in paths]
+            state = _state_under(state, [f"model.{canonical_name(name)}" for name in contents[0]["model"]])
+            shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
+            tensors = flat.joined_tensors(contents, self.config.model_type, shapes)
+        elif self.folders:
+            trees = self._readers()
+            return _state_under(state, list(saved_entries(trees[0].reader))), trees
+        else:
+            weights = WeightFiles(place(self.path) / FULL, files)
+            tensors = {f"model.{name}": weights.tensor(name)[...] for name in weights.files}
+            state = _state_under(state, list(tensors))
+        return state, [Tree(Ranks(), TensorReader(tensors))]
+
+
+def _state_under(state: dict[str, Any], saved: list[str]) -> dict[str, Any]:
+    """Return a state under the names of the ``saved`` entries: the hub's or the installed transformers'."""
+    if not isinstance(state, State):
+        return state
+    renamed = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
+    return next((candidate for candidate in renamed if candidate is not state), state)
+
+
+def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsCheckpoint | None:
+    """Return the newest complete checkpoint of AWS's sample at a location, for a model of ``config``; collective.
+
+    An incomplete checkpoint is skipped with a warning. It raises `CheckpointError` if ``strict`` is set, if
+    ``location`` names it, or if no checkpoint is complete. Returns None if the location holds no checkpoint.
+    """
+    folder, names = on_main("cannot resume", lambda: _candidates(normal(location)))
+    storage = open_folder(folder)
+    for name in names:
+        label = os.path.join(folder, name)
+        facts = on_main(f"cannot read {label}", partial(_inspect, storage, name, config))
+        if not isinstance(facts, str):
+            return AwsCheckpoint(path=label, _storage=storage, _name=name, config=config, **facts)
+        problem = f"{label}, of SMP's sample scripts, is not whole: {facts}"
+        if strict or label == normal(location):
+            raise CheckpointError(problem)
+        logger.warning("%s; trying the next older one", problem, extra=ALL_RANKS)
+    if names:
+        raise CheckpointError(f"no checkpoint of SMP's sample scripts in {folder} is whole; {label}: {facts}")
+    return None
+
+
+def is_checkpoint(location: str) -> bool:
+    """Return whether a location is one checkpoint of AWS's sample, complete or not. Not collective."""
+    folder, name = parent_of(normal(location))
+    return bool(name) and absent(normal(location)) is None and _is_aws_checkpoint(open_folder(folder), name)
+
+
+def has_trees(location: str) -> bool:
+    """Return whether a location holds DCP trees or rank files, not only weights. Not collective."""
+    folder, name = parent_of(normal(location))
+    return is_checkpoint(location) and FULL not in open_folder(folder).sizes(name)
+
+
+def checkpoint_names(folder: str) -> list[str]:
+    """Return the names of AWS's checkpoints in a folder, newest first. Not collective."""
+    return _candidates(normal(folder))[1]
+
+
+def _candidates(location: str) -> tuple[str, list[str]]:
+    """Return (folder, names of AWS's checkpoints in it, newest first); one name if a location is a checkpoint."""
+    if is_checkpoint(location):
+        folder, name = parent_of(location)
+        return folder, [name]
+    if absent(location) is not None:
+        return location, []
+    storage = open_folder(location)
+    steps = [(int(match["step"]), name) for name in storage.names() if (match := _NAME.fullmatch(name)) is not None]
+    return location, [name for _, name in sorted(steps, reverse=True) if _is_aws_checkpoint(storage, name)]
+
+
+def _is_aws_checkpoint(storage: CheckpointFolder, name: str) -> bool:
+    if storage.has(name, COMMITTED) or storage.has(name, META):
+        return False
+    files = storage.sizes(name)
+    if FULL in files or any(map(_RANK_FILE.fullmatch, files)):
+        return True
+    return any(Ranks.of_folder(folder) for folder in _tree_folders(files))
+
+
+def _tree_folders(files: Mapping[str, int]) -> list[str]:
+    """Return the sub-folders of the DCP trees among files."""
+    of_tree = (file for file in files if posixpath.basename(file) == METADATA or file.endswith(".distcp"))
+    return sorted(set(map(posixpath.dirname, of_tree)))
+
+
+def _tree_reader(storage: CheckpointFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
+    # A shard rank's tree may refer to tensors in other shard ranks' trees, so the reader knows all files.
+    return storage.reader(posixpath.join(name, part), {posixpath.relpath(f, part or "."): n for f, n in files.items()})
+
+
+def _shard(folder: str) -> int:
+    parsed = Ranks.of_folder(folder)
+    return parsed[1] if parsed else 0
+
+
+def _inspect(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] | str:
+    """Return the fields of an `AwsCheckpoint`, or the reason why the checkpoint is incomplete."""
+    files = storage.sizes(name)
+    folders = _tree_folders(files)
+    ranks = sorted(int(match[1]) for match in map(_RANK_FILE.fullmatch, files) if match is not None)
+    recorded: dict[str, Any] = {}
+    transformed = has_moments = local_trees = False
+    try:
+        if folders:
+            _check_trees(storage, name, folders, files)
+            reader = _tree_reader(storage, name, folders[0], files)
+            recorded, saved = plain_values(reader), saved_entries(reader)
+            has_moments, local_trees = any(map(MOMENTS.fullmatch, saved)), local.is_local(saved)
+            keys = (key for key in saved if key.startswith(MODEL_PREFIXES[:2]))
+            names = [key.removeprefix("app.").removeprefix("model.") for key in keys]
+            transformed = is_transformed([name for name in names if not flat.is_flat(name)], config.model_type)
+        elif ranks:
+            if is_s3(storage.location):
+                raise CheckpointError("files of single ranks are not read from S3: copy them to a folder")
+            if ranks != list(range(len(ranks))):
+                raise CheckpointError(f"files of ranks {ranks} are there, and not of those between")
+            contents = [local.read_rank_file(place(storage.location) / name / f"{rank}.pt") for rank in ranks]
+            recorded, has_moments = local.plain_values(contents[0]), True
+    except CheckpointError as failure:
+        return str(failure)
+    match = _NAME.fullmatch(name)
+    counters = ("scheduler.num_iters", "total_steps", "step")
+    step = int(next((recorded[key] for key in counters if key in recorded), match["step"] if match else 0))
+    degrees = next(iter(Ranks.of_folders(folders).values()), Ranks())
+    mesh = {"tensor": degrees.tensors, "expert": degrees.experts}
+    meta: dict[str, Any] = {"imported": recorded, "mesh": mesh, "tokens": 0}
+    if transformed:
+        meta["names"] = SMP_NAMES
+    if FULL in files and CONFIG in files:
+        meta["model_config"] = json.loads(storage.read(name, CONFIG))
+    return {
+        "step": step, "meta": meta, "committed": Committed(step, config.model_type, {}), "folders": tuple(folders),
+        "has_moments": has_moments, "rank_files": len(ranks), "local_trees": local_trees,
+    }  # fmt: skip
+
+
+def _check_trees(storage: CheckpointFolder, name: str, folders: list[str], files: Mapping[str, int]) -> None:
+    """Raise `CheckpointError` if a tree, index or file is missing, or a file is shorter than its index requires."""
+    ranks = Ranks.of_folders(folders)
+    for folder in folders:
+        if folder not in ranks:
+            raise CheckpointError(f"{folder} is of no tensor and expert rank")
+        if posixpath.join(folder, METADATA) not in files:
+            raise CheckpointError(f"{posixpath.join(folder, METADATA)} is missing")
+        for info in _tree_reader(storage, name, folder, files).read_metadata().storage_data.values():
+            file = posixpath.join(folder, info.relative_path)
+            if files.get(file, 0) < info.offset + info.length:
+                raise CheckpointError(f"{file} is missing or cut short")
+    writers = {(writer.tensor, writer.expert, _shard(folder)) for folder, writer in ranks.items()}
+    degrees = ranks[folders[0]]
+    shards = range(1 + max(shard for _, _, shard in writers))
+    for writer in itertools.product(range(degrees.tensors), range(degrees.experts), shards):
+        if writer not in writers:
+            raise CheckpointError("there is no tree of tensor rank {}, expert rank {}, shard rank {}".format(*writer))
