@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -38,6 +37,7 @@ from smp_train.models.hugging_face import config_of
 from smp_train.models.smp_names import HubModel, Ranks
 from smp_train.progress import MOVED
 from smp_train.storage import is_s3, normal
+from smp_train.storage.patience import TRANSIENT
 
 logger = logging.getLogger(__name__)
 
@@ -165,13 +165,12 @@ class Checkpoint:
             try:
                 found = self._storage.checksum(self._folder, name, record.size)
             except OSError as error:
-                if error.errno != errno.EIO:
-                    raise CheckpointError(
-                        f"{os.path.join(self.path, name)} cannot be read: {error.strerror or error}; "
-                        "every node must see the checkpoint folder"
-                    ) from None
-                problems.append(f"{name} cannot be read: {error.strerror}")
-                continue
+                remedy = "every node must see the checkpoint folder"
+                if error.errno in TRANSIENT:
+                    remedy = "the file system does not answer; nothing was changed: start the same command again"
+                raise CheckpointError(
+                    f"{os.path.join(self.path, name)} cannot be read: {error.strerror or error}; {remedy}"
+                ) from None
             MOVED.done += record.size
             if found != record:
                 problems.append(f"{name} has CRC-32 {found.crc32}, {record.crc32} was written")

@@ -9,11 +9,13 @@ import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from smp_train.errors import CheckpointError
 from smp_train.storage.base import Entry, Range
+from smp_train.storage.patience import patiently
 
 SMALL_FILE_BYTES = 64 << 20
 """Of files that are read whole: what others have put there must not fill the memory."""
@@ -29,67 +31,66 @@ class FolderStorage:
         self.root = Path(location)
 
     def files(self, folder: str = "") -> dict[str, Entry]:
-        top, found = self.root / folder, {}
+        top = self.root / folder
         if os.path.dirname(folder) and top.is_symlink():
             return {}
-        for where, _, files in os.walk(top):
-            for file in files:
-                path = os.path.join(where, file)
-                if _is_partial(file):
-                    continue
-                with contextlib.suppress(FileNotFoundError):  # another process removes or renames it
-                    entry = os.lstat(path)
-                    if stat.S_ISREG(entry.st_mode):
-                        found[os.path.relpath(path, top)] = Entry(entry.st_size, entry.st_mtime)
-        return found
+        return patiently(lambda: dict(_files_below(str(top), "")), top)
 
     def level(self, folder: str = "") -> tuple[dict[str, Entry], list[str]]:
-        files: dict[str, Entry] = {}
-        folders = []
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.root / folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.is_dir():
-                        folders.append(entry.name)
-                    elif entry.is_file(follow_symlinks=False) and not _is_partial(entry.name):
-                        status = entry.stat(follow_symlinks=False)
-                        files[entry.name] = Entry(status.st_size, status.st_mtime)
-        return files, sorted(folders)
+        path = self.root / folder
+        return patiently(lambda: _level(path), path)
 
     def entry(self, name: str) -> Entry | None:
+        path = self.root / name
         try:
-            # Opened first: network file systems ask their server then, and may answer from memory otherwise.
-            with (self.root / name).open("rb") as file:
-                status = os.fstat(file.fileno())
+            status = patiently(lambda: _status_of_opened(path), path)
         except FileNotFoundError:
             return None
         return Entry(status.st_size, status.st_mtime)
 
     def exists(self, name: str) -> bool:
-        return (self.root / name).is_file()
+        path = self.root / name
+        try:
+            return stat.S_ISREG(patiently(path.stat, path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def read(self, name: str) -> bytes:
-        """Return a small file's content. Raises `CheckpointError` for a large one, or a link."""
+        """Return a small file's content. Raises `CheckpointError` for a large file, or a link."""
         path = self.root / name
-        if path.is_symlink():
+        status = patiently(path.lstat, path)
+        if stat.S_ISLNK(status.st_mode):
             raise CheckpointError(f"{path} is a link; a checkpoint is made of files of its own")
-        if path.stat().st_size > SMALL_FILE_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; no more than {SMALL_FILE_BYTES} are read")
-        return path.read_bytes()
+        if status.st_size > SMALL_FILE_BYTES:
+            raise CheckpointError(f"{path} has {status.st_size} bytes; no more than {SMALL_FILE_BYTES} are read")
+        return patiently(path.read_bytes, path)
 
     def ranges(self, wanted: Iterable[Range]) -> Iterator[bytes]:
         with contextlib.ExitStack() as opened:
-            file, current = None, None
+            file: BinaryIO
+            current = None
+
+            def read_part(name: str, start: int, length: int) -> bytes:
+                nonlocal file, current
+                try:
+                    if name != current:
+                        opened.close()
+                        file, current = opened.enter_context((self.root / name).open("rb")), name
+                    file.seek(start)
+                    return file.read(length)
+                except OSError:
+                    current = None  # a handle stays stale after the server has restarted
+                    raise
+
             for name, start, length, _ in wanted:
-                if file is None or name != current:
-                    opened.close()
-                    file, current = opened.enter_context((self.root / name).open("rb")), name
-                file.seek(start)
-                yield file.read(length)
+                yield patiently(partial(read_part, name, start, length), self.root / name)
 
     def put(self, name: str, data: bytes) -> None:
-        with self.writer(name) as file:
-            file.write(data)
+        def write() -> None:
+            with self.writer(name) as file:
+                file.write(data)
+
+        patiently(write, self.root / name)  # each attempt writes a new temporary file
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         path = self.root / name
@@ -126,14 +127,15 @@ class FolderStorage:
         sync_folder(target.parent)
 
     def delete(self, name: str) -> None:
-        (self.root / name).unlink(missing_ok=True)
-        self._remove_empty((self.root / name).parent)
+        path = self.root / name
+        patiently(lambda: path.unlink(missing_ok=True), path)
+        self._remove_empty(path.parent)
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder and what is in it, then those that it was in if they are empty."""
         path = self.root / folder
         with contextlib.suppress(FileNotFoundError):  # another process removes it too
-            shutil.rmtree(path)
+            patiently(lambda: shutil.rmtree(path), path)
         self._remove_empty(path.parent)
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
@@ -162,11 +164,45 @@ class FolderStorage:
     def now(self) -> float:
         """Return the time by the clock that stamps files here, which may be a server's."""
         probe = self.root / f".clock.{uuid.uuid4().hex[:8]}{PARTIAL}"
-        try:
+
+        def touch() -> float:
             probe.touch()
             return probe.stat().st_mtime
+
+        try:
+            return patiently(touch, probe)
         finally:
             probe.unlink(missing_ok=True)
+
+
+def _files_below(folder: str, prefix: str) -> Iterator[tuple[str, Entry]]:
+    """Yield the path below the top folder and the entry of each file. Raises OSError, which `os.walk` would hide."""
+    files, folders = _level(folder, follow_symlinks=False)
+    for name, entry in files.items():
+        yield prefix + name, entry
+    for name in folders:
+        yield from _files_below(os.path.join(folder, name), f"{prefix}{name}/")
+
+
+def _level(folder: str | Path, follow_symlinks: bool = True) -> tuple[dict[str, Entry], list[str]]:
+    """Return the files in a folder, and the names of the folders in it, with ``follow_symlinks`` linked ones too."""
+    files: dict[str, Entry] = {}
+    folders = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # another process removes or renames it
+                if entry.is_dir(follow_symlinks=follow_symlinks):
+                    folders.append(entry.name)
+                elif entry.is_file(follow_symlinks=False) and not _is_partial(entry.name):
+                    status = entry.stat(follow_symlinks=False)
+                    files[entry.name] = Entry(status.st_size, status.st_mtime)
+    return files, sorted(folders)
+
+
+def _status_of_opened(path: Path) -> os.stat_result:
+    """Return the status of a file, opened first: network file systems ask their server at that moment only."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno())
 
 
 def _is_partial(name: str) -> bool:

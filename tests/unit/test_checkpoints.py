@@ -200,16 +200,22 @@ def test_a_second_damaged_one_of_a_step_does_not_overwrite_the_first(tmp_path, c
 def test_a_folder_is_listed_and_tidied_while_a_job_removes_what_is_in_it(tmp_path, monkeypatch, capsys):
     """What is there when its folder is read may be gone when it is looked at."""
     save(tmp_path, 3, 6)
-    older, size = tree(tmp_path / "llama_v2-3steps"), os.lstat
+    older, scan = tree(tmp_path / "llama_v2-3steps"), os.scandir
 
-    def gone(path, **more):
-        if Path(path).parent in (older, older.parent) and Path(path).is_file():
-            Path(path).unlink(missing_ok=True)
-        return size(path, **more)
+    @contextlib.contextmanager
+    def scan_then_remove(path):
+        with scan(path) as entries:
+            found = list(entries)
+        if Path(path) in (older, older.parent):
+            for entry in found:
+                if entry.is_file():
+                    os.unlink(entry.path)
+        yield iter(found)
 
-    monkeypatch.setattr(os, "lstat", gone)
+    monkeypatch.setattr(os, "scandir", scan_then_remove)
     assert main(["ls", str(tmp_path)]) == 0
     assert listed(capsys) == [["llama_v2-3steps", "incomplete"], ["llama_v2-6steps", "committed"]]
+    monkeypatch.undo()
     storage = open_folder(tmp_path)
     storage.sweep(-math.inf)
     storage.delete("llama_v2-3steps")

@@ -1,0 +1,94 @@
+"""A file system that does not answer: waited for, then reported, and never taken for damage."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_train.checkpoints import find
+from smp_train.errors import CheckpointError
+from smp_train.storage import patience
+from smp_train.storage.folder import FolderStorage
+from tests.checkpoint_files import save
+
+
+class Unanswered:
+    """Fails the first ``times`` calls that concern a path with ``name`` in it."""
+
+    def __init__(self, name: str, times: int, number: int = errno.EIO) -> None:
+        self.name, self.left, self.number, self.calls = name, times, number, 0
+
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(path: Any, *args: Any, **options: Any) -> Any:
+            if not isinstance(path, int) and self.name in os.fspath(path):
+                self.calls += 1
+                self.left -= 1
+                if self.left >= 0:
+                    raise OSError(self.number, os.strerror(self.number), os.fspath(path))
+            return call(path, *args, **options)
+
+        return attempt
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "WAITS", (0.0,) * len(patience.WAITS))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_transient_error_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    storage = FolderStorage(str(tmp_path))
+    storage.put("run/a", b"content")
+    server = Unanswered("run", 2, number)
+    monkeypatch.setattr(os, "scandir", server.wrap(os.scandir))
+    assert list(storage.files()) == ["run/a"]
+    assert server.calls == 3
+    assert len([record for record in caplog.records if "trying again" in record.message]) == 1
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = FolderStorage(str(tmp_path))
+    storage.put("run/a", b"content")
+    monkeypatch.setattr(os, "scandir", Unanswered("run", 99).wrap(os.scandir))
+    with pytest.raises(OSError, match="Input/output"):
+        storage.files()
+
+
+def test_other_errors_are_not_waited_for() -> None:
+    calls = []
+
+    def refused() -> None:
+        calls.append(1)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(PermissionError):
+        patience.patiently(refused, "a")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("times", "found"), [(2, True), (99, False)])
+@pytest.mark.parametrize("file", [".distcp", "COMMITTED"])
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, times: int, found: bool
+) -> None:
+    save(str(tmp_path), 2, 4, keep=9)
+    names = sorted(str(path) for path in tmp_path.rglob("*"))
+    server = Unanswered(file, times)
+    monkeypatch.setattr(io, "open", server.wrap(io.open))
+    if found:
+        checkpoint = find(str(tmp_path))
+        assert checkpoint is not None
+        assert checkpoint.step == 4, "the newest one, not an older one"
+    else:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            find(str(tmp_path))
+    assert server.calls > 2
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == names, "nothing is renamed"
