@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def used(folder: Path) -> list[list[int]]:
     for path in (folder / "run").glob("data_audit-rank*.jsonl"):
         for record in map(json.loads, path.read_text().splitlines()):
             names = "+".join(record["samples"]).split("+")
-            found.setdefault(record["step"], []).extend(int(name.partition("[")[0].split(":")[1]) - 1 for name in names)
+            found.setdefault(record["step"], []).extend(int(re.search(r":(\d+)", name)[1]) - 1 for name in names)
     return [sorted(found[step]) for step in sorted(found)]
 
 
