@@ -141,7 +141,8 @@ class Stream:
         self.cursor, self.samples = cursor, samples
         self._blocks = self._read_blocks(cursor)
         self._first_block: Future[list[Any]] | None = None
-        self._pieces = self._make_pieces(cursor)
+        self._groups = self._make_pieces(cursor)
+        self._pieces = chain.from_iterable(self._groups)
         self._next: tuple[Cursor, Piece] | None = None
 
     def open(self, pool: Executor) -> None:
@@ -149,13 +150,8 @@ class Stream:
         self._first_block = self._first_block or pool.submit(list, islice(self._blocks, 1))
 
     def check(self) -> None:
-        """Make the rows of the first block, from which the first samples are then taken. Raises DataError."""
-        pieces: list[tuple[Cursor, Piece]] = []
-        for piece in self._pieces:
-            pieces.append(piece)
-            if piece[0][:3] != pieces[0][0][:3]:
-                break
-        self._pieces = chain(pieces, self._pieces)
+        """Make the first rows, from which the first samples are then taken. Raises DataError."""
+        self._pieces = chain(next(filter(None, self._groups), ()), self._pieces)
 
     @property
     def ended(self) -> bool:
@@ -219,8 +215,8 @@ class Stream:
             yield None
             epoch, first_part = epoch + 1, 0
 
-    def _make_pieces(self, start: Cursor) -> Iterator[tuple[Cursor, Piece]]:
-        """Yield the part of each row that --long keeps, from a cursor on."""
+    def _make_pieces(self, start: Cursor) -> Iterator[list[tuple[Cursor, Piece]]]:
+        """Yield the part of each row that --long keeps, from a cursor on, in groups of records."""
         reading = self.reading
         # A stream without a row would be read for ever; the cursor of a resumed stream is after a row.
         rows = int(start != Cursor(start.epoch))
@@ -235,6 +231,7 @@ class Stream:
             part, entries = block
             remaining = iter(entries)
             while group := _take(remaining, len(entries), GROUP_BYTES):
+                pieces: list[tuple[Cursor, Piece]] = []
                 made = reading.rows(part, [(number, record) for _, number, record in group])
                 for (cursor, number, _), row in zip(group, made, strict=True):
                     if row is None:
@@ -248,7 +245,8 @@ class Stream:
                         begin = max(begin, start.token)
                     if begin < end:
                         truncated = reading.long == "truncate" and end < row.input_ids.size
-                        yield cursor, Piece(row, name, begin, end, truncated)
+                        pieces.append((cursor, Piece(row, name, begin, end, truncated)))
+                yield pieces
             reading.bad.judge(reading.max_bad, max(reading.bad.read, FEWEST_JUDGED))
 
 

@@ -59,8 +59,9 @@ def test_epochs_of_streams_end_the_run_when_all_ranks_have_ended(tmp_path: Path)
     harness.run(train, 2, flags(tmp_path, **common))
     names = [name for path in (tmp_path / "run").glob("data_audit-rank*.jsonl")
              for line in path.read_text().splitlines() for name in json.loads(line)["samples"]]  # fmt: skip
-    assert len(names) == 2 * len(LENGTHS)
-    assert len(set(names)) == len(LENGTHS)
+    assert len(names) == len(set(names)) == 2 * len(LENGTHS)
+    first = [name for name in names if "@" not in name]
+    assert sorted(name.replace("@1", "") for name in names if "@" in name) == sorted(first)
     assert (tmp_path / "run" / "DONE").exists()
     done = steps(tmp_path)[-1]["step"]
     assert len(LENGTHS) <= done < 100

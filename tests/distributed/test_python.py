@@ -181,7 +181,7 @@ def unreadable() -> Row:
 
 @pytest.mark.parametrize(
     ("then", "named"),
-    [([1, 256, 3], "256"), ([], "nothing to learn"), ([7], "nothing to learn"), ([0.5, 1.5], "float64"),
+    [([1, 256, 3], "256"), ([], "is empty"), ([7], "a row of one token"), ([0.5, 1.5], "float64"),
      (unreadable, "KeyError")],
     ids=["vocabulary", "empty", "one", "floats", "raises"],
 )

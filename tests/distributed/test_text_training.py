@@ -68,4 +68,4 @@ def test_streamed_text_resumes_exactly_on_other_ranks(tmp_path: Path, capsys: py
     state = json.loads((tree(parts / "checkpoints" / "llama_v2-6steps") / "meta.json").read_text())["data"]
     assert len(state["cursors"]) == 2
     assert check_audit(whole / "run") == 0
-    assert "no token of a record twice or left out" in capsys.readouterr().out
+    assert "no token twice, no record left in its middle" in capsys.readouterr().out
