@@ -50,9 +50,9 @@ class Arguments(
         # One setting says what is checkpointed; a contradiction is refused by `validate`.
         if self.activation_checkpointing == checkpointing.FULL:
             self.activation_checkpointing = checkpointing.of_layers(self.selective_checkpointing)
+        self.checkpoint_dir = self.checkpoint_dir or [CHECKPOINTS]
         if self.run_name:
             self.run_dir = self.run_dir or f"{RUNS}/{self.run_name}"
-            self.checkpoint_dir = self.checkpoint_dir or [f"{CHECKPOINTS}/{self.run_name}"]
 
     @property
     def label(self) -> str:
