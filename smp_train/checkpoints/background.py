@@ -150,7 +150,7 @@ def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def local_bytes(state: dict[str, Any], *, pinned: bool = False) -> int:
-    """Return the bytes of host buffers for this rank's part of the tensors; ``pinned`` counts as for a GPU's tensors."""
+    """Return the bytes of host buffers for this rank's tensors; ``pinned`` counts as for tensors of a GPU."""
     parts = [local_tensor(value) for _, value in leaves(state)]
     return sum(_buffer_bytes(value, pinned or value.is_cuda) for value in parts if isinstance(value, Tensor))
 

@@ -133,7 +133,7 @@ def _merged(checkpoint: Checkpoint, base: str | None, dtype: torch.dtype | None)
 
 def _adapted(checkpoint: Checkpoint) -> ModelSpec:
     return resolve_saved(
-        checkpoint.model_config(), checkpoint.committed.model_type, checkpoint.path, checkpoint.meta
+        checkpoint.model_config(), checkpoint.marker.model_type, checkpoint.path, checkpoint.meta
     )
 
 

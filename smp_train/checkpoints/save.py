@@ -142,7 +142,11 @@ class CheckpointManager:
 
         Raises `CheckpointError` on every rank.
         """
-        gather("cannot start", lambda: [target.folder.check_writable() for target in self._targets])
+        def check_writable() -> None:
+            for target in self._targets:
+                target.folder.check_writable()
+
+        gather("cannot start", check_writable)
         for folder in (target.folder for target in self._durable):
             what = f"cannot use checkpoint folder {folder.location}"
             probe = on_main(what, folder.put_probe)
@@ -177,8 +181,8 @@ class CheckpointManager:
     ) -> list[str]:
         """Write and commit ``state`` into each folder that is due, or into all with ``force``. Collective.
 
-        ``meta`` must be plain JSON; rank 0's is stored. ``saver`` writes the tree. Returns the paths of the checkpoints,
-        complete and durable; none when asynchronous, see `finish`, which is called first. Raises `CheckpointError` on
+        ``meta`` must be plain JSON; rank 0's is stored. ``saver`` writes the tree. Returns the paths of the complete,
+        durable checkpoints; none when asynchronous, see `finish`, which is called first. Raises `CheckpointError` on
         every rank when any rank failed; the attempt then does not count, and earlier checkpoints are untouched.
         """
         self._end_pending()
