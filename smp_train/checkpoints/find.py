@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened, verified
 from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.folder import RunFolder, open_folder
-from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, DAMAGED, META, METADATA, NODE_LOCAL, parse_folder_name
+from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, DAMAGED, META, NODE_LOCAL, parse_folder_name
 from smp_train.checkpoints.owner import claims_in
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError, first_few
@@ -182,10 +181,3 @@ def _mark(folder: RunFolder, name: str, why: str) -> None:
             folder.mark_damaged(name, why)
     except (OSError, CheckpointError) as error:
         logger.warning("%s cannot be marked as damaged: %s", os.path.join(folder.location, name), error)
-
-
-def is_torch_tree(path: str) -> bool:
-    """Return whether another program's torch.distributed.checkpoint lies at a path in normal form."""
-    if is_s3(path):
-        return open_folder(path).storage.exists(METADATA)
-    return Path(path, METADATA).is_file()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from smp_train.checkpoints.background import Background, BackgroundWriter, LibrarySave
+from smp_train.checkpoints.background import BackgroundWriter
 from smp_train.checkpoints.checkpoint import TORCHS
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.folder import RunFolder, folder_of_run
@@ -28,12 +28,12 @@ from smp_train.checkpoints.format import (
 )
 from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local_part, part_folder
 from smp_train.checkpoints.owner import Ownership
-from smp_train.checkpoints.saver import HUGGING_FACE, LibrarySaver, Saver
+from smp_train.checkpoints.saver import HUGGING_FACE, Pending, Records, Saver
 from smp_train.checkpoints.state import present
 from smp_train.distributed import heartbeat
 from smp_train.distributed.agree import alone, here, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.storage import is_s3, wait_for
+from smp_train.storage import wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class CheckpointManager:
         self.best: int | None = None
         """A step whose checkpoint no policy deletes."""
         self._writer = BackgroundWriter()
-        self._pending: Background | LibrarySave | None = None
+        self._pending: Pending | None = None
         self._saved: list[Saved] = []
         self._unanswered: set[str] = set()
         """Attempts whose COMMITTED was sent and not answered."""
@@ -198,15 +198,15 @@ class CheckpointManager:
         def write(state: dict[str, Any]) -> list[Saved]:
             return [self._save_to(target, state, meta, requested, saver) for target in due]
 
-        if isinstance(saver, LibrarySaver) and self._library_writes(saver, due):
+        if saver.writes_alone(self.asynchronous, [target.folder for target in due]):
             for target in due:
                 self._end_pending()
-                self._pending = self._begin_in_library(target, state, meta, requested, saver)
+                self._pending = self._begin_in_backend(target, state, meta, requested, saver)
             if self.asynchronous:
                 return []
             self._end_pending()
             return [each.path for each in self._saved[-len(due) :]]
-        if self.asynchronous and not isinstance(saver, LibrarySaver):
+        if self.asynchronous and saver.threads:
             self._pending = self._writer.begin(state, write)
             if self._pending is not None:
                 return []
@@ -214,11 +214,6 @@ class CheckpointManager:
         saved = write(state)
         self._saved += saved
         return [each.path for each in saved]
-
-    def _library_writes(self, saver: LibrarySaver, due: Sequence[Target]) -> bool:
-        """Return whether the backend's library writes by itself: in the background, or because it takes no writer."""
-        wanted = self.asynchronous or not saver.library.takes_writer
-        return wanted and saver.library.asynchronous and not any(is_s3(target.folder.location) for target in due)
 
     def _save_to(
         self, target: Target, state: dict[str, Any], meta: dict[str, Any], requested: float, saver: Saver
@@ -264,43 +259,30 @@ class CheckpointManager:
     def _write(self, attempt: Attempt, state: dict[str, Any], saver: Saver) -> Saved:
         """Write the tree and commit it; collective."""
         with self._deleted_on_failure(attempt):
-            if isinstance(saver, LibrarySaver):
-                gather(attempt.what, lambda: saver.prepare(attempt.folder, attempt.name))
             records: dict[str, FileRecord] = {}
             failure: Exception | None = None
             try:
                 records = saver.write(state, attempt.folder, attempt.name, self.on_stage)
             except Exception as error:
-                if isinstance(error, CheckpointError) and not isinstance(saver, LibrarySaver):
-                    raise CheckpointError(f"{attempt.what}: {error}") from error  # every rank has the same error
-                failure = error  # this rank's alone: the others learn of it at the commit
+                failure = error  # the ranks that do not have it learn of it at the commit
             return self._commit(attempt, lambda: unless(failure, records))
 
-    def _begin_in_library(
-        self, target: Target, state: dict[str, Any], meta: dict[str, Any], requested: float, saver: LibrarySaver
-    ) -> LibrarySave:
-        """Let a backend's library copy the state and write it in the background; collective."""
+    def _begin_in_backend(
+        self, target: Target, state: dict[str, Any], meta: dict[str, Any], requested: float, saver: Saver
+    ) -> Pending:
+        """Let the backend copy the state and write it in the background; collective."""
         attempt = self._begin(target, meta, requested)
-        with self._deleted_on_failure(attempt):
-            gather(attempt.what, lambda: saver.prepare(attempt.folder, attempt.name))
-            failure: Exception | None = None
-            try:
-                saver.begin(state, attempt.folder, attempt.name)  # collective
-            except Exception as error:
-                failure = error
-            gather(attempt.what, lambda: unless(failure, None))
 
-        def end(failure: Exception | None) -> list[Saved]:
+        def commit(records: Records) -> list[Saved]:
             with self._deleted_on_failure(attempt):
-                listed = gather(attempt.what, lambda: unless(failure, saver.listed(attempt.folder, attempt.name)))
-                files = dict(each for each in listed if each is not None).get(saver.part, {})
-                saved = self._commit(attempt, lambda: saver.written(attempt.folder, attempt.name, files))
+                saved = self._commit(attempt, records)
             self._retain(target, saved.step)
             return [saved]
 
-        return LibrarySave(saver, end)
+        with self._deleted_on_failure(attempt):
+            return saver.begin(state, attempt.folder, attempt.name, commit)
 
-    def _commit(self, attempt: Attempt, records: Callable[[], dict[str, FileRecord]]) -> Saved:
+    def _commit(self, attempt: Attempt, records: Records) -> Saved:
         """Make what the ranks have written a checkpoint; collective.
 
         ``records`` returns what this rank wrote, or raises what prevented it: then nothing is committed.
