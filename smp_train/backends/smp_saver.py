@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from smp_train.backends import smp_choices, smp_library
 from smp_train.checkpoints.collective import gather as agree
-from smp_train.checkpoints.dcp import load_together, save_together
+from smp_train.checkpoints.dcp.trees import load_together, save_together
 from smp_train.checkpoints.folder import RunFolder
 from smp_train.checkpoints.format import BEGUN, METADATA, FileRecord
 from smp_train.checkpoints.saver import Records, Saver

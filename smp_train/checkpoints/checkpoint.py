@@ -11,8 +11,8 @@ from typing import Any
 
 from smp_train.checkpoints.aws.names import HubReader, RankReader, Tree
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.dcp import Reader, load_state, saved_entries
-from smp_train.checkpoints.dcp_storage import TreeReader
+from smp_train.checkpoints.dcp.storage import Reader, TreeReader
+from smp_train.checkpoints.dcp.trees import load_state, saved_entries
 from smp_train.checkpoints.folder import RunFolder
 from smp_train.checkpoints.format import COMMITTED, DAMAGED, META, METADATA, TOKENIZER, FileRecord, Marker, checksum_of
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver

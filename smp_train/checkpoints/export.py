@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
+from smp_train.checkpoints.dcp.storage import Reader
+from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
 from smp_train.checkpoints.model_card import TAG, hub_name, model_card
 from smp_train.checkpoints.model_folder import put, put_made, stream, writing
 from smp_train.checkpoints.pretrained import load_weights

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from smp_train.checkpoints.dcp import load_together, save_state, save_together
-from smp_train.checkpoints.dcp_storage import TreeWriter
+from smp_train.checkpoints.dcp.storage import TreeWriter
+from smp_train.checkpoints.dcp.trees import load_together, save_state, save_together
 from smp_train.checkpoints.folder import RunFolder
 from smp_train.checkpoints.format import BEGUN, FileRecord
 from smp_train.models.smp_names import HubModel, Ranks
