@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 RUNS, CHECKPOINTS = "runs", "checkpoints"
 """Folders that hold the folders of runs, by default."""
-CHECKPOINT_NAME = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps(-[0-9a-f]{8})?")
-"""Names of checkpoints in a folder of them."""
+CHECKPOINT_NAME = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps(-(?P<attempt>[0-9a-f]+))?")
+"""Names of the checkpoints in a run's folder of checkpoints."""
+BEST = "best"
+"""The name by which every verb finds a run's best checkpoint in that folder."""
 
 
 def is_run_name(text: str) -> bool:
@@ -34,8 +36,7 @@ def fresh_names(args: Arguments) -> Iterator[str]:
         return
     for number in itertools.count(1):
         name = f"{label}-{number}"
-        taken = [RUNS] if args.checkpoint_dir else [RUNS, CHECKPOINTS]
-        if not any(os.path.exists(os.path.join(folder, name)) for folder in taken):
+        if not any(os.path.exists(os.path.join(folder, name)) for folder in (RUNS, *args.checkpoint_dir)):
             yield name
 
 
@@ -45,7 +46,6 @@ def named(resolved: Resolved, name: str, source: str) -> Resolved:
     sources = dict(resolved.sources)
     if not resolved.args.run_name:
         sources["run_name"] = source
-    for flag in ("run_dir", "checkpoint_dir"):
-        if getattr(args, flag) != getattr(resolved.args, flag):
-            sources[flag] = "follows from --run_name"
+    if args.run_dir != resolved.args.run_dir:
+        sources["run_dir"] = "follows from --run_name"
     return dataclasses.replace(resolved, args=args, sources=sources)
