@@ -98,6 +98,13 @@ def test_run_folder_and_checkpoints_lie_on_the_volume() -> None:
     assert args.resume_from_checkpoint == "/fsx/old/x-5steps"
 
 
+@pytest.mark.parametrize("operator", k8s.OPERATORS)
+def test_a_restarted_pod_knows_its_job(operator: str) -> None:
+    spec, target = prepared("--operator", operator, "--namespace=hyperpod-ns", "--job_name=my-job")
+    (container,) = re.findall(r"'env': \[.*?\]", str(k8s.manifest(spec, target)))
+    assert "{'name': 'SMP_TRAIN_JOB', 'value': 'hyperpod-ns/my-job'}" in container
+
+
 @pytest.mark.parametrize(("run", "name"), [("7B_Run!", "run-7b-run"), ("x" * 80, "x" * 50), ("Ünï", "n")])
 def test_job_is_named_after_the_run(run: str, name: str) -> None:
     assert prepared("--run_name", run)[1].name == name
