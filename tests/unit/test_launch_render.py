@@ -375,7 +375,14 @@ def test_submitted_by_what_sbatch_answers_alone(
     assert cli.main(words) == 0
     assert "submitted job 77\n" in capsys.readouterr().out
     assert (run / "logs").is_dir(), "where it is missing, Slurm ends the job without a word"
-    assert [path.name for path in tmp_path.glob("checkpoints/*")] == [], "of whose the run makes its own"
+    assert not [*(tmp_path / "checkpoints").iterdir()], "the run makes its own folder in it"
+    said = f"resumes from {tmp_path}/checkpoints; the run's newest checkpoint is of step 7"
+    for step, name in ((9, "other"), (7, "run")):
+        marker = tmp_path / f"checkpoints/{name}/x-{step}steps/COMMITTED"
+        marker.parent.mkdir(parents=True)
+        marker.write_text(json.dumps({"step": step}))
+        assert cli.main([*words, "--check"]) == 0
+        assert (said in capsys.readouterr().err) is (name == "run")
     double(tmp_path / "bin", "sbatch", 'echo "sbatch: error: Invalid partition" >&2; exit 1')
     assert cli.main([*words, "--partition=x"]) == 2
     assert "error: sbatch: Invalid partition; `sinfo`" in capsys.readouterr().err
