@@ -10,7 +10,7 @@ from smp_train.arguments.flag import RULES, show
 from smp_train.arguments.groups import Arguments, flags
 from smp_train.arguments.own import Own
 from smp_train.arguments.parse import Resolved
-from smp_train.arguments.run_name import BEST, CHECKPOINT_NAME, is_run_name
+from smp_train.arguments.run_name import CHECKPOINT_NAME, is_run_name
 from smp_train.arguments.sources import is_streamed, may_be_held_out, training_sources
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed import smp_installed
@@ -173,7 +173,7 @@ def _checkpoints(args: Arguments) -> Iterator[str]:
     folders, resume = args.checkpoint_dir, args.resume_from_checkpoint or ""
     if args.run_name and not is_run_name(args.run_name):
         yield f"--run_name {args.run_name!r}: is no name for a folder; give one such as llama-7b"
-    if CHECKPOINT_NAME.fullmatch(args.run_name) or os.path.basename(args.run_name) == BEST:
+    if CHECKPOINT_NAME.fullmatch(args.run_name):
         yield f"--run_name {args.run_name}: is the name of a checkpoint; give another name, such as llama-7b"
     entries = "1 entry" if len(folders) == 1 else f"{len(folders)} entries"
     for name in ("checkpoint_freq", "num_kept_checkpoints"):

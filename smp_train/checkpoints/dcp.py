@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from smp_train.checkpoints.collective import gather, root_cause
-from smp_train.checkpoints.manifest import METADATA
+from smp_train.checkpoints.format import METADATA
 from smp_train.checkpoints.save_planner import SavePlanner
 from smp_train.checkpoints.state import State, present
 from smp_train.distributed.agree import ALL_RANKS, group, is_alone, unless

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from smp_train.checkpoints.collective import REMEDY, root_cause
 from smp_train.checkpoints.dcp import DCP_METADATA, Reader, parsed_index
-from smp_train.checkpoints.manifest import Checksum, FileRecord, checksum_of
+from smp_train.checkpoints.format import Checksum, FileRecord, checksum_of
 from smp_train.distributed.agree import here
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
-from smp_train.checkpoints.discovery import Checkpoint
 from smp_train.checkpoints.model_card import TAG, hub_name, model_card
 from smp_train.checkpoints.model_folder import put, put_made, stream, writing
 from smp_train.checkpoints.pretrained import load_weights

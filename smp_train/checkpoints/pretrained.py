@@ -9,9 +9,7 @@ from torch import nn
 
 from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.discovery import find, is_checkpoint_folder, is_one_checkpoint
-from smp_train.checkpoints.runs import committed
+from smp_train.checkpoints.find import locate, open_verified
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import load_pretrained
@@ -33,9 +31,7 @@ def load_weights(
     what = f"cannot read weights from {path}"
     kind = on_main(what, lambda: kind_of(path))
     if kind == "ours":
-        found = find(path, strict=True)
-        if found is None:
-            raise CheckpointError(f"{path} holds no committed checkpoint to start from")
+        found = open_verified(path)
         if "adapter" in found.meta:
             raise CheckpointError(
                 f"{found.path} holds adapters alone; start from what smp-train checkpoint export --merge 1 makes of it"
@@ -51,9 +47,6 @@ def load_weights(
 
 def kind_of(location: str | os.PathLike[str]) -> str:
     """Return whether there are checkpoints of ``ours``, of SMP's sample (``aws``), or ``files``. Not collective."""
-    where = normal(location)
-    if not is_checkpoint_folder(where):
-        return "aws" if aws.has_trees(where) else "files"
-    # Folders of the sample's checkpoints have the same names in them as ours.
-    ours = is_one_checkpoint(where, other_programs=False) or committed(open_folder(where))
-    return "ours" if ours or not aws.checkpoint_names(where) else "aws"
+    if locate(location).kind in ("checkpoint", "run", "runs"):
+        return "ours"
+    return "aws" if aws.checkpoint_names(normal(location)) or aws.has_trees(normal(location)) else "files"

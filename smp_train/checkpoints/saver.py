@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from smp_train.checkpoints.commit import CLAIM, CheckpointFolder
 from smp_train.checkpoints.dcp import load_together, save_state, save_together
-from smp_train.checkpoints.manifest import METADATA, FileRecord
+from smp_train.checkpoints.dcp_storage import TreeWriter
+from smp_train.checkpoints.folder import RunFolder
+from smp_train.checkpoints.format import BEGUN, METADATA, FileRecord
 from smp_train.distributed import alone
 from smp_train.errors import CheckpointError
 from smp_train.models.smp_names import HubModel, Ranks
@@ -46,12 +47,12 @@ class Saver:
         load_together(state, storage_reader=storage_reader, planner=planner)
 
     def write(
-        self, state: dict[str, Any], storage: CheckpointFolder, staged: str, on_stage: Callable[[str], None]
+        self, state: dict[str, Any], storage: RunFolder, staged: str, on_stage: Callable[[str], None]
     ) -> dict[str, FileRecord]:
         """Write ``state`` into the attempt ``staged`` and return the files that this rank has written; collective."""
         if not self.writes:
             return {}
-        writer = storage.writer(self.folder(staged))
+        writer = TreeWriter(storage.storage, self.folder(staged), begun=f"{staged}/{BEGUN}")
         writer.on_stage = on_stage
         save_state(state, writer, self.save)
         return self._placed(writer.records)
@@ -108,17 +109,17 @@ class LibrarySaver(Saver):
         with alone():
             load_together(state, storage_reader=storage_reader, planner=planner)
 
-    def prepare(self, storage: CheckpointFolder, staged: str) -> None:
+    def prepare(self, storage: RunFolder, staged: str) -> None:
         """Make the folder of this rank's tree, on the rank that leads; not collective, and before all that is."""
         if self.part and self.leads:
             storage.make(self.folder(staged))
 
-    def begin(self, state: dict[str, Any], storage: CheckpointFolder, staged: str) -> None:
+    def begin(self, state: dict[str, Any], storage: RunFolder, staged: str) -> None:
         """Begin to write ``state`` in the background."""
         if self.writes:
             self.library.begin(state, os.path.join(storage.location, self.folder(staged)))
 
-    def listed(self, storage: CheckpointFolder, staged: str) -> tuple[str, dict[str, int]] | None:
+    def listed(self, storage: RunFolder, staged: str) -> tuple[str, dict[str, int]] | None:
         """Return this rank's tree and the files (name: size) that `begin` brought about for it, on the rank that leads.
 
         Raises `CheckpointError` where there is no index among them. Not collective.
@@ -126,12 +127,12 @@ class LibrarySaver(Saver):
         if not self.leads:
             return None
         files = storage.sizes(self.folder(staged))
-        files.pop(CLAIM, None)
+        files.pop(BEGUN, None)
         if METADATA not in files:
             raise CheckpointError(f"what the saver of the backend's library wrote has no {METADATA}")
         return self.part, files
 
-    def written(self, storage: CheckpointFolder, staged: str, files: Mapping[str, int]) -> dict[str, FileRecord]:
+    def written(self, storage: RunFolder, staged: str, files: Mapping[str, int]) -> dict[str, FileRecord]:
         """Make this rank's share of the ``files`` of its tree durable, and return their records; not collective."""
         mine = sorted(files)[self.which :: self.among] if self.writes else []
         return self._placed({file: storage.secure(self.folder(staged), file, files[file]) for file in mine})

@@ -25,11 +25,13 @@ from typing import Any
 
 from smp_train.checkpoints.aws import flat, local
 from smp_train.checkpoints.aws.names import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
+from smp_train.checkpoints.checkpoint import TORCHS, Checkpoint
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
-from smp_train.checkpoints.discovery import TORCHS, Checkpoint
-from smp_train.checkpoints.manifest import COMMITTED, META, METADATA, Committed
+from smp_train.checkpoints.dcp_storage import TreeReader
+from smp_train.checkpoints.find import parent_of
+from smp_train.checkpoints.folder import RunFolder, open_folder
+from smp_train.checkpoints.format import BEGUN, COMMITTED, META, METADATA, Marker
 from smp_train.checkpoints.saver import SMP_NAMES, Saver
 from smp_train.checkpoints.state import State
 from smp_train.distributed import ALL_RANKS
@@ -54,14 +56,14 @@ class AwsCheckpoint(Checkpoint):
     ``meta["imported"]`` holds its plain values: counters, learning-rate schedule, the sample's settings.
     """
 
-    folders: tuple[str, ...]
+    folders: tuple[str, ...] = ()
     """Sub-folders of its trees; empty for a checkpoint of files."""
-    rank_files: int
+    rank_files: int = 0
     """The number of files ``<rank>.pt``."""
-    local_trees: bool
+    local_trees: bool = False
     """Whether the trees hold local tensors of FSDP1 rather than sharded tensors."""
-    has_moments: bool
-    config: Any = field(repr=False, compare=False)
+    has_moments: bool = False
+    config: Any = field(default=None, repr=False, compare=False)
 
     @property
     def durable(self) -> bool:
@@ -75,7 +77,7 @@ class AwsCheckpoint(Checkpoint):
 
     def reader(self, part: str = "") -> Reader:
         """Return the reader of the tree in a sub-folder."""
-        return _tree_reader(self._storage, self._name, part, self._storage.sizes(self._name))
+        return _tree_reader(self.folder, self.name, part, self.folder.sizes(self.name))
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` in place, as `Checkpoint.load` does; without saved moments AdamW's stay unchanged."""
@@ -135,7 +137,7 @@ def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsC
         label = os.path.join(folder, name)
         facts = on_main(f"cannot read {label}", partial(_inspect, storage, name, config))
         if not isinstance(facts, str):
-            return AwsCheckpoint(path=label, _storage=storage, _name=name, config=config, **facts)
+            return AwsCheckpoint(path=label, folder=storage, name=name, config=config, **facts)
         problem = f"{label}, of SMP's sample scripts, is not whole: {facts}"
         if strict or label == normal(location):
             raise CheckpointError(problem)
@@ -148,7 +150,7 @@ def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsC
 def is_checkpoint(location: str) -> bool:
     """Return whether a location is one checkpoint of AWS's sample, complete or not. Not collective."""
     folder, name = parent_of(normal(location))
-    return bool(name) and absent(normal(location)) is None and _is_aws_checkpoint(open_folder(folder), name)
+    return bool(name) and _is_aws_checkpoint(open_folder(folder), name)
 
 
 def has_trees(location: str) -> bool:
@@ -167,17 +169,16 @@ def _candidates(location: str) -> tuple[str, list[str]]:
     if is_checkpoint(location):
         folder, name = parent_of(location)
         return folder, [name]
-    if absent(location) is not None:
-        return location, []
     storage = open_folder(location)
-    steps = [(int(match["step"]), name) for name in storage.names() if (match := _NAME.fullmatch(name)) is not None]
+    matches = [(_NAME.fullmatch(name), name) for name in storage.storage.level()[1]]
+    steps = [(int(match["step"]), name) for match, name in matches if match is not None]
     return location, [name for _, name in sorted(steps, reverse=True) if _is_aws_checkpoint(storage, name)]
 
 
-def _is_aws_checkpoint(storage: CheckpointFolder, name: str) -> bool:
-    if storage.has(name, COMMITTED) or storage.has(name, META):
-        return False
+def _is_aws_checkpoint(storage: RunFolder, name: str) -> bool:
     files = storage.sizes(name)
+    if {COMMITTED, BEGUN, META} & set(files):
+        return False
     if FULL in files or any(map(_RANK_FILE.fullmatch, files)):
         return True
     return any(Ranks.of_folder(folder) for folder in _tree_folders(files))
@@ -189,9 +190,10 @@ def _tree_folders(files: Mapping[str, int]) -> list[str]:
     return sorted(set(map(posixpath.dirname, of_tree)))
 
 
-def _tree_reader(storage: CheckpointFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
+def _tree_reader(storage: RunFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
     # A shard rank's tree may refer to tensors in other shard ranks' trees, so the reader knows all files.
-    return storage.reader(posixpath.join(name, part), {posixpath.relpath(f, part or "."): n for f, n in files.items()})
+    relative = {posixpath.relpath(file, part or "."): size for file, size in files.items()}
+    return TreeReader(storage.storage, posixpath.normpath(posixpath.join(name, part)), relative)
 
 
 def _shard(folder: str) -> int:
@@ -199,7 +201,7 @@ def _shard(folder: str) -> int:
     return parsed[1] if parsed else 0
 
 
-def _inspect(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] | str:
+def _inspect(storage: RunFolder, name: str, config: Any) -> dict[str, Any] | str:
     """Return the fields of an `AwsCheckpoint`, or the reason why the checkpoint is incomplete."""
     files = storage.sizes(name)
     folders = _tree_folders(files)
@@ -235,12 +237,12 @@ def _inspect(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any
     if FULL in files and CONFIG in files:
         meta["model_config"] = json.loads(storage.read(name, CONFIG))
     return {
-        "step": step, "meta": meta, "committed": Committed(step, config.model_type, {}), "folders": tuple(folders),
+        "meta": meta, "marker": Marker(step, config.model_type, 0, {}), "folders": tuple(folders),
         "has_moments": has_moments, "rank_files": len(ranks), "local_trees": local_trees,
     }  # fmt: skip
 
 
-def _check_trees(storage: CheckpointFolder, name: str, folders: list[str], files: Mapping[str, int]) -> None:
+def _check_trees(storage: RunFolder, name: str, folders: list[str], files: Mapping[str, int]) -> None:
     """Raise `CheckpointError` if a tree, index or file is missing, or a file is shorter than its index requires."""
     ranks = Ranks.of_folders(folders)
     for folder in folders:
