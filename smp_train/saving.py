@@ -14,8 +14,8 @@ from smp_train import distributed
 from smp_train.build_run import Run
 from smp_train.checkpoints import RunId, find, open_checkpoint
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
-from smp_train.checkpoints.export import export, export_weights, files_beside
-from smp_train.checkpoints.model_folder import OPENS
+from smp_train.checkpoints.hf.export import export
+from smp_train.checkpoints.hf.model_folder import ENTRY_FILES
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.runs import committed
 from smp_train.distributed import ALL_RANKS, heartbeat
@@ -135,7 +135,7 @@ def complete_models(run: Run, step: int) -> None:
 
 def _without_model(storage: CheckpointFolder, run: RunId, step: int) -> list[str]:
     own = [entry.name for entry in committed(storage, run) if entry.step == step]
-    return [name for name in own if not any(storage.has(name, f"{MODEL_FOLDER}/{file}") for file in OPENS)]
+    return [name for name in own if not any(storage.has(name, f"{MODEL_FOLDER}/{file}") for file in ENTRY_FILES)]
 
 
 def save_final_model(run: Run) -> None:
@@ -158,8 +158,5 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
         found = None if checkpoint is None else (find if weights is None else open_checkpoint)(checkpoint)
     with distributed.together(what), Progress(what, unit="B", shown=run.runtime.is_main) as progress:
         if run.runtime.is_main and found is not None:
-            if weights is None:
-                export(found, folder, replace=True, on_progress=progress.at)
-            else:
-                export_weights(weights, run.spec.config, folder, files=files_beside(found, folder), replace=True)
+            export(found, folder, weights=weights, overwrite=True, on_progress=progress.at)
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)
