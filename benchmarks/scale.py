@@ -34,9 +34,10 @@ from benchmarks.cells import table
 from benchmarks.program import STEADY, TINY, below, opened, stepping, words
 from smp_train import arguments, saving, train_utils
 from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.dcp import parsed_index
+from smp_train.checkpoints.dcp.index import pack, unpack
+from smp_train.checkpoints.dcp.pickled import unpickle
+from smp_train.checkpoints.dcp.planner import SavePlanner
 from smp_train.checkpoints.manifest import META, Committed, FileRecord, RunId, checksum_of
-from smp_train.checkpoints.save_planner import SavePlanner
 from smp_train.data import audit
 from smp_train.data.loader import Loader
 from smp_train.data.order import Order
@@ -285,7 +286,7 @@ def index(plans: list[Any], metadata: Any) -> dict[str, Any]:
     began = time.process_time()
     data = pickle.dumps(metadata)
     wrote = time.process_time() - began
-    return {"seconds": cpu(lambda: parsed_index(data, sizes)), "to write": wrote, "MB": len(data) / 1e6}
+    return {"seconds": cpu(lambda: unpack(*pack(unpickle(data)), sizes)), "to write": wrote, "MB": len(data) / 1e6}
 
 
 def commit(ranks: int) -> dict[str, Any]:

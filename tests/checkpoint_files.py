@@ -70,7 +70,7 @@ def keys(place: Path | str) -> list[str]:
 
 def files(*names: str) -> list[str]:
     """Return what `keys` shows of whole checkpoints."""
-    parts = ("COMMITTED", "*/.metadata", "*/.run", "*/__0_0.distcp", "*/meta.json")
+    parts = ("COMMITTED", "*/.metadata", "*/.run", "*/__0_0.distcp", "*/index.bin", "*/meta.json")
     return sorted(f"{name}/{part}" for name in names for part in parts)
 
 

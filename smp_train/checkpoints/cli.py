@@ -138,11 +138,12 @@ def _of_model(found: Checkpoint) -> str:
 
 def show(options: argparse.Namespace) -> int:
     """Print what a checkpoint says of itself, and how many tensors of which kind it holds."""
-    from smp_train.checkpoints.dcp import DCP_METADATA, plain_values, saved_entries
+    from smp_train.checkpoints.dcp.trees import plain_values, saved_entries
+    from smp_train.checkpoints.manifest import METADATA
 
     place = normal(options.source)
     folder, name = parent_of(place)
-    if not is_checkpoint_folder(place) and open_folder(folder).has(name, DCP_METADATA):  # another program's
+    if not is_checkpoint_folder(place) and open_folder(folder).has(name, METADATA):  # another program's
         reader = open_folder(folder).reader(name)
         entries = [saved_entries(reader)]
         facts: dict[str, Any] = {"path": place, "format": "DCP tree of another program"}

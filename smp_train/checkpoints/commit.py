@@ -23,8 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from smp_train import storage
-from smp_train.checkpoints.dcp import Reader
-from smp_train.checkpoints.dcp_storage import TreeReader, TreeWriter
+from smp_train.checkpoints.dcp.storage import Reader, TreeReader, TreeWriter
 from smp_train.checkpoints.manifest import (
     COMMITTED,
     DAMAGED,

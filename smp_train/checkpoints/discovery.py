@@ -15,7 +15,9 @@ from typing import Any
 from smp_train.checkpoints.aws.names import HubReader, RankReader, Tree
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
-from smp_train.checkpoints.dcp import Reader, load_state, saved_entries
+from smp_train.checkpoints.dcp.index import INDEX
+from smp_train.checkpoints.dcp.storage import Reader
+from smp_train.checkpoints.dcp.trees import load_state, saved_entries
 from smp_train.checkpoints.manifest import (
     COMMITTED,
     META,
@@ -134,9 +136,9 @@ class Checkpoint:
 
     def entries(self) -> list[Mapping[str, Any]]:
         """Return the metadata of each tree's entries by name. Raises `CheckpointError` if an index is damaged."""
-        for part in self.parts:
-            name = posixpath.join(part, METADATA)
-            self._verify_file(name, self._storage.checksum(self._folder, name, self.committed.files[name].size))
+        for name in (posixpath.join(part, file) for part in self.parts for file in (METADATA, INDEX)):
+            if name in self.committed.files:
+                self._verify_file(name, self._storage.checksum(self._folder, name, self.committed.files[name].size))
         return [saved_entries(self._reader(part)) for part in self.parts]
 
     def _verify_file(self, name: str, record: FileRecord) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smp_train.checkpoints.commit import CLAIM, CheckpointFolder
-from smp_train.checkpoints.dcp import load_together, save_state, save_together
+from smp_train.checkpoints.dcp.trees import load_together, save_state, save_together
 from smp_train.checkpoints.manifest import METADATA, FileRecord
 from smp_train.distributed import alone
 from smp_train.errors import CheckpointError

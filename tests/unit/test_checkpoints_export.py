@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state, open_checkpoint
 from smp_train.checkpoints.cli import in_bytes, main
-from smp_train.checkpoints.dcp_storage import TreeReader
+from smp_train.checkpoints.dcp.storage import TreeReader
 from smp_train.checkpoints.hf.export import export
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise

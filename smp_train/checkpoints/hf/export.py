@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from smp_train.checkpoints.dcp import read_tensor, saved_entries
+from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
 from smp_train.checkpoints.discovery import Checkpoint
 from smp_train.checkpoints.hf.card import CARD_FILE, hub_name, is_our_card, model_card
 from smp_train.checkpoints.hf.model_folder import SHARD_BYTES, LazyTensors, Progress, new_model, saved_files
