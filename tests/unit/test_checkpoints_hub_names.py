@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
-from smp_train.checkpoints.export import export
+from smp_train.checkpoints.hf.export import export
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.resolve import resolve
