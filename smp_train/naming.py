@@ -22,7 +22,7 @@ from smp_train.arguments.run_name import RUNS, named
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint
 from smp_train.checkpoints.folder import RunFolder, folder_of_run
-from smp_train.checkpoints.node_local import is_node_local, part_folder
+from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.owner import Ownership, look_at_owner, owner_of
 from smp_train.distributed import Runtime
 from smp_train.distributed.environment import LAUNCH
@@ -182,8 +182,8 @@ def _free_name(
         former = owner_of(folders)
         if former is not None and job.is_restart_of(former.job):
             return name
-        near = [part_folder(parent, name) for parent in args.checkpoint_dir if is_node_local(parent)]
-        newest = next((each for folder in [*folders, *near] for each in folder.committed()[:1]), None)
+        tiers = [folder_of_run(parent, name) for parent in args.checkpoint_dir]
+        newest = next((checkpoint for folder in tiers for checkpoint in folder.committed()[:1]), None)
         if is_given and newest is not None and asked is None:
             raise ConfigError(
                 f"--run_name {name}: is taken by a run at step {newest.step} in {folders[0].location}; to go on with "

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from smp_train.distributed.agree import alone, any_rank, unless
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.smp_names import HubModel, Ranks
 from smp_train.storage import is_s3
+from smp_train.storage.folder import sync_folder
 
 logger = logging.getLogger("smp_train.smp")
 
@@ -96,7 +98,13 @@ class LibrarySaver(Saver):
     def _prepare(self, folder: RunFolder, attempt: str) -> None:
         """Make the folder of each tree on the rank that leads; collective."""
         what = f"cannot save {os.path.join(folder.location, attempt)}"
-        agree(what, lambda: folder.make(self.tree(attempt)) if self.part and self.leads else None)
+        def make() -> None:
+            if self.part and self.leads and not is_s3(folder.location):
+                tree = Path(folder.location, self.tree(attempt))
+                tree.mkdir(exist_ok=True)
+                sync_folder(tree.parent)
+
+        agree(what, make)
 
     def write(
         self, state: dict[str, Any], folder: RunFolder, attempt: str, on_stage: Callable[[str], None]
@@ -139,8 +147,15 @@ class LibrarySaver(Saver):
 
     def secured(self, folder: RunFolder, attempt: str, files: Mapping[str, int]) -> dict[str, FileRecord]:
         """Make this rank's share of its tree's files durable and return their records; not collective."""
-        mine = sorted(files)[self.which :: self.among] if self.writes else []
-        return self.named({file: folder.secure(self.tree(attempt), file, files[file]) for file in mine})
+        tree, records = self.tree(attempt), {}
+        for file in sorted(files)[self.which :: self.among] if self.writes else ():
+            if not is_s3(folder.location):
+                path = Path(folder.location, tree, file)
+                with path.open("rb") as stream:
+                    os.fsync(stream.fileno())
+                sync_folder(path.parent)
+            records[file] = folder.checksum(tree, file, files[file])
+        return self.renamed(records)
 
 
 class LibrarySave:

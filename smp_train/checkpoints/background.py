@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.6
 
 
 class BackgroundWriter:
-    """Begins saves in the background, over a process group of their own."""
+    """Begins saves in the background; they have their own process group."""
 
     def __init__(self) -> None:
         self._stager: Stager | None = None
@@ -39,7 +39,7 @@ class BackgroundWriter:
 
         Returns None on all ranks, with a warning, if a host lacks memory for the copy.
         """
-        what = "cannot copy the state to host memory"
+        action = "cannot copy the state to host memory"
         begun: list[tuple[dict[str, Any], Callable[[], None]]] = []
         try:
             if self._stager is None:
@@ -47,7 +47,7 @@ class BackgroundWriter:
                 self._stager = Stager()
                 self._group = None if is_alone() else dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
             stager = self._stager
-            gather(what, lambda: begun.append(stager.begin(state)))
+            gather(action, lambda: begun.append(stager.begin(state)))
         except CheckpointError as failure:
             logger.warning("%s: saves are synchronous", failure, extra=ALL_RANKS)
             self._stager = None
@@ -56,7 +56,7 @@ class BackgroundWriter:
 
         def in_background(failure: Exception | None) -> Any:
             with on_group(self._group):
-                gather(what, lambda: unless(failure, None))
+                gather(action, lambda: unless(failure, None))
                 return write(copy)
 
         return Background(complete, in_background)
@@ -203,7 +203,7 @@ class Background:
         return not any_rank(self.running())
 
     def result(self) -> Any:
-        """Wait for the end; return what ``write`` returned or raise what it raised."""
+        """Wait for the end and return the result of ``write``; raises its failure."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure

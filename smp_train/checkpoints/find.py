@@ -65,7 +65,7 @@ def locate(location: str | os.PathLike[str]) -> Location:
         return Location(path, "run")
     if parse_folder_name(name):
         return Location(path, "other")
-    runs = [each for each in folders if not each.startswith(".") and _is_run_folder(open_folder(f"{path}/{each}"))]
+    runs = [run for run in folders if not run.startswith(".") and _is_run_folder(open_folder(f"{path}/{run}"))]
     return Location(path, "runs" if runs else "other", runs=tuple(runs))
 
 
@@ -84,12 +84,12 @@ def _is_run_folder(folder: RunFolder) -> bool:
 
 
 def best_of(folder: RunFolder) -> str:
-    """Return the name of a run's best checkpoint, as its newest one tells. Raises `CheckpointError`."""
+    """Return the name of a run's best checkpoint, from the metadata of its newest one. Raises `CheckpointError`."""
     for newest in folder.committed()[:1]:
         step = (opened(folder, newest.name).meta.get("best") or {}).get("step")
-        kept = [each.name for each in folder.committed() if each.step == step]
-        if kept:
-            return kept[0]
+        names = [checkpoint.name for checkpoint in folder.committed() if checkpoint.step == step]
+        if names:
+            return names[0]
         if step is not None:
             raise CheckpointError(f"{folder.location}: step {step} was the best, and is not kept without --keep_best 1")
     raise CheckpointError(f"{folder.location}: no best checkpoint is known; train with --validation_freq")
@@ -98,26 +98,25 @@ def best_of(folder: RunFolder) -> str:
 def newest_in(location: str | os.PathLike[str]) -> tuple[RunFolder, str]:
     """Return the folder and the name of the checkpoint that a location means, not opened. Not collective.
 
-    That is the checkpoint itself, or the newest one of a run's folder, or of a folder of one run. Raises
-    `CheckpointError`.
+    A run's folder, or a folder of one run, means the run's newest checkpoint. Raises `CheckpointError`.
     """
-    here = locate(location)
-    if here.kind == "runs":
-        if len(here.runs) > 1:
-            names = first_few([os.path.join(here.path, run) for run in here.runs])
-            raise CheckpointError(f"{here.path} holds {len(here.runs)} runs; name one of them: {names}")
-        here = Location(os.path.join(here.path, here.runs[0]), "run")
-    if here.kind == "checkpoint":
-        return here.folder, here.name
-    if here.kind == "run":
-        for newest in here.folder.committed()[:1]:
-            return here.folder, newest.name
-        raise CheckpointError(f"{here.path} holds no committed checkpoint")
-    if here.kind == "nothing":
-        raise CheckpointError(f"{here.path} does not exist; give a checkpoint or a run's folder of checkpoints")
-    file = not is_s3(here.path) and os.path.isfile(here.path)
-    what = "is a file" if file else "holds no checkpoint of this program"
-    raise CheckpointError(f"{here.path} {what}; give a checkpoint or a run's folder of checkpoints")
+    target = locate(location)
+    if target.kind == "runs":
+        if len(target.runs) > 1:
+            names = first_few([os.path.join(target.path, run) for run in target.runs])
+            raise CheckpointError(f"{target.path} holds {len(target.runs)} runs; name one of them: {names}")
+        target = Location(os.path.join(target.path, target.runs[0]), "run")
+    if target.kind == "checkpoint":
+        return target.folder, target.name
+    if target.kind == "run":
+        for newest in target.folder.committed()[:1]:
+            return target.folder, newest.name
+        raise CheckpointError(f"{target.path} holds no committed checkpoint")
+    if target.kind == "nothing":
+        raise CheckpointError(f"{target.path} does not exist; give a checkpoint or a run's folder of checkpoints")
+    file = not is_s3(target.path) and os.path.isfile(target.path)
+    reason = "is a file" if file else "holds no checkpoint of this program"
+    raise CheckpointError(f"{target.path} {reason}; give a checkpoint or a run's folder of checkpoints")
 
 
 def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
@@ -136,7 +135,7 @@ def open_verified(location: str | os.PathLike[str]) -> Checkpoint:
     """Open and verify the checkpoint that a location means (see `newest_in`), so that its tensors can be read.
 
     Everything that reads weights of this program's checkpoints calls this. Collective. Raises `CheckpointError` on
-    every rank: there is none, it is not committed, it is damaged, or it is one rank's part.
+    every rank: the checkpoint is missing, not committed, damaged, or one rank's part.
     """
     folder, name = on_main(f"cannot open {location}", lambda: newest_in(location))
     try:
@@ -152,15 +151,15 @@ def open_verified(location: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _with_others(error: CheckpointError, folder: RunFolder, name: str) -> CheckpointError:
-    others = [each.name for each in folder.committed() if each.name != name]
-    known = f"complete ones in {folder.location}: {first_few(others)}" if others else ""
+    names = [checkpoint.name for checkpoint in folder.committed() if checkpoint.name != name]
+    known = f"complete ones in {folder.location}: {first_few(names)}" if names else ""
     return type(error)(f"{error}; {known or f'no other complete one is in {folder.location}'}")
 
 
 def open_intact(location: str, name: str, *, strict: bool, mark: bool) -> Checkpoint | None:
     """Open and verify one checkpoint of a run's folder; None, with a warning, if it is damaged. Collective.
 
-    ``mark`` adds the file DAMAGED to a damaged one. Raises `CheckpointError` for it with ``strict``.
+    ``mark`` adds the file DAMAGED to a damaged one; with ``strict`` it raises `CheckpointError`.
     """
     folder = open_folder(location)
     try:

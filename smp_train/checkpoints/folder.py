@@ -14,10 +14,10 @@ import socket
 import uuid
 from collections.abc import Sequence
 from itertools import count
-from pathlib import Path
 from typing import NamedTuple
 
 from smp_train import storage
+from smp_train.arguments.training_flags import NODE_LOCAL as LOCAL
 from smp_train.checkpoints.format import (
     BEGUN,
     COMMITTED,
@@ -28,9 +28,9 @@ from smp_train.checkpoints.format import (
     folder_name,
     parse_folder_name,
 )
+from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError
 from smp_train.storage import Range, is_s3
-from smp_train.storage.folder import sync_folder
 from smp_train.storage.s3 import PART_BYTES
 
 PROBE = ".probe-"
@@ -42,7 +42,7 @@ IN_FLIGHT_SECONDS = 60.0
 
 
 class Committed(NamedTuple):
-    """A committed checkpoint. Its order is that of checkpoints: by generation, then by step."""
+    """A committed checkpoint, ordered by generation, then by step."""
 
     generation: int
     step: int
@@ -57,8 +57,12 @@ def open_folder(location: str | os.PathLike[str]) -> RunFolder:
 
 
 def folder_of_run(parent: str, run_name: str) -> RunFolder:
-    """Return a run's folder below ``--checkpoint_dir``: the only place that knows its path."""
-    return open_folder(posixpath.join(parent, run_name))
+    """Return a run's folder below --checkpoint_dir; below ``local:DIR``, a node's own disk, that of this rank's parts.
+
+    This is the only place that knows the path.
+    """
+    path = posixpath.join(parent.removeprefix(LOCAL), run_name)
+    return open_folder(f"{path}/rank{rank():05d}" if parent.startswith(LOCAL) else path)
 
 
 class RunFolder:
@@ -88,7 +92,7 @@ class RunFolder:
             # The marker and not the folder's name is asked: a folder may have been renamed by hand.
             generation, step = (marker.generation, marker.step) if marker else (0, parsed[1])
             checkpoints.append(Committed(generation, step, name, marker))
-        return sorted(checkpoints, key=lambda each: each[:3], reverse=True)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint[:3], reverse=True)
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each file below ``name``; links are left out."""
@@ -102,7 +106,7 @@ class RunFolder:
         """Read a file of ``size`` bytes as it is stored and return its record."""
         path = posixpath.join(name, file)
         starts = range(0, size, PART_BYTES)
-        return checksum_of(self.storage.ranges(Range(path, at, min(PART_BYTES, size - at)) for at in starts))
+        return checksum_of(self.storage.ranges(Range(path, start, min(PART_BYTES, size - start)) for start in starts))
 
     # --- writing
 
@@ -144,21 +148,6 @@ class RunFolder:
                 return name
         raise AssertionError("there is always a next attempt")
 
-    def make(self, name: str) -> None:
-        """Make a sub-folder of an attempt, for a library that writes there by itself."""
-        if not is_s3(self.location):
-            Path(self.location, name).mkdir(exist_ok=True)
-            sync_folder(Path(self.location, name).parent)
-
-    def secure(self, name: str, file: str, size: int) -> FileRecord:
-        """Bring a file that such a library wrote to stable storage, and return its record."""
-        if not is_s3(self.location):
-            path = Path(self.location, name, file)
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-            sync_folder(path.parent)
-        return self.checksum(name, file, size)
-
     def commit(self, name: str, marker: Marker) -> None:
         """Put COMMITTED: from here on the attempt is a checkpoint."""
         self.storage.put(f"{name}/{COMMITTED}", marker.to_bytes())
@@ -196,7 +185,7 @@ class RunFolder:
         return lines + [f"deleted what was written of {file}" for file in unfinished]
 
     def _began(self, name: str) -> float:
-        """Return the generation that began an attempt; infinity where BEGUN does not say."""
+        """Return the generation that began an attempt; infinity if BEGUN cannot be read."""
         try:
             return int(json.loads(self.storage.read_if_there(f"{name}/{BEGUN}") or b"")["generation"])
         except (ValueError, KeyError, TypeError):
@@ -209,5 +198,7 @@ class RunFolder:
 
 def newest_step(parents: Sequence[str], run_name: str) -> int:
     """Return the step of a run's newest committed checkpoint below some parent folders, 0 without one."""
-    newest = [each[:2] for parent in parents for each in folder_of_run(parent, run_name).committed()[:1]]
+    newest = [
+        checkpoint[:2] for parent in parents for checkpoint in folder_of_run(parent, run_name).committed()[:1]
+    ]
     return max(newest, default=(0, 0))[1]

@@ -1,12 +1,12 @@
-"""One job at a time writes a run's checkpoints: the one that claimed the highest generation.
+"""One job at a time writes a run's checkpoints: the owner of the highest generation.
 
 Each start claims a generation, one above the highest in the run's folders, with a file ``.owner-<generation>`` that no
 other job overwrites. The highest claim owns the run. The owner lists the claims before and after it puts COMMITTED, so
 a job that stalled and was overtaken withdraws its own commit and touches nothing else.
 
-A second job is refused while the owner lives. On the owner's machine the kernel tells whether its process lives. From
-other machines the age of the claim tells, which the owner touches every few seconds; it is measured by the storage's
-clock, so clocks need not agree. A restart of the owner's own job takes over at once.
+A second job is refused while the owner lives. On the owner's machine the kernel knows whether its process lives. On
+other machines the claim's age decides: the owner touches it every few seconds. The storage's clock measures the age, so
+clocks need not agree. A restart of the owner's own job takes over at once.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Ownership:
     folders: Sequence[RunFolder]
     job: Job = field(default_factory=Job.current)
     advice: str = ADVICE
-    """What the message says to do where another job owns the run."""
+    """The remedy in the message if another job owns the run."""
     restarted: bool = False
     """Whether the former owner was an earlier start of this job."""
     _claim: Claim | None = None
@@ -181,7 +181,7 @@ class Ownership:
             former = owner_of(self.folders)
             self.restarted = former is not None and self.job.is_restart_of(former.job)
             known = [generation for folder in self.folders for generation in claims_in(folder)]
-            known += [each.generation for folder in self.folders for each in folder.committed()[:1]]
+            known += [newest.generation for folder in self.folders for newest in folder.committed()[:1]]
             generation = max(known, default=0) + 1
             began = former.began if former is not None and self.restarted else generation
             if self._put(Claim.fresh(generation, self.job, began)):
@@ -197,8 +197,8 @@ class Ownership:
         written: list[RunFolder] = []
         for folder in self.folders:
             if not folder.storage.put_if_absent(claim.file, claim.to_bytes()):
-                for other in written:
-                    other.storage.delete(claim.file)
+                for claimed in written:
+                    claimed.storage.delete(claim.file)
                 return False
             written.append(folder)
         self._claim = claim
@@ -219,21 +219,21 @@ class Ownership:
     def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
         """Return when no other job owns the run; raise `CheckpointError` if one does."""
         for folder in self.folders:
-            before: float | None = None
+            last_age: float | None = None
             while not force:
                 owner, alive, age = look_at_owner(folder, self.job)
                 if alive is False:
                     break
-                if alive or (before is not None and age < before):  # touched since
+                if alive or (last_age is not None and age < last_age):  # touched since
                     raise CheckpointError(
                         f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {self.advice}"
                     )
-                if before is None:
+                if last_age is None:
                     logger.warning(
                         "%s was in use by %s %.0f s ago; waiting up to %.0f s to see whether it still is",
                         folder.location, owner or "an unknown job", age, STALE_SECONDS - age,
                     )  # fmt: skip
-                before = age
+                last_age = age
                 wait(POLL_SECONDS)
 
     def _beat(self) -> None:

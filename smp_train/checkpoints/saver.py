@@ -34,7 +34,7 @@ class Pending(Protocol):
         """Return whether the save has ended on every rank; collective."""
 
     def result(self) -> list[Any]:
-        """Wait for the end and return what was saved; raises its failure on every rank. Collective."""
+        """Wait for the end and return the checkpoints; raises the failure on every rank. Collective."""
 
     def abandon(self, seconds: float) -> None:
         """Wait for the end at most ``seconds``, and ignore failures."""
@@ -47,7 +47,7 @@ class Saver:
     hub: HubModel | None = None
     """The model on the hub if parameters have SMP's names here; None if they have the hub's."""
     ranks: Ranks = field(default_factory=Ranks)
-    """SMP's tensor and expert rank, if each of these ranks has parameters of its own."""
+    """SMP's tensor and expert rank, if these ranks have different parameters."""
     part: str = ""
     """Sub-folder of this rank's tree, if ranks do not share one."""
     writes: bool = True
@@ -75,13 +75,13 @@ class Saver:
         writer = TreeWriter(folder.storage, self.tree(attempt), begun=f"{attempt}/{BEGUN}")
         writer.on_stage = on_stage
         save_state(state, writer, self.save)
-        return self.named(writer.records)
+        return self.renamed(writer.records)
 
     def tree(self, attempt: str) -> str:
         """Return the folder of this rank's tree."""
         return os.path.join(attempt, self.part) if self.part else attempt
 
-    def named(self, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    def renamed(self, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
         """Return records of this rank's tree by their paths in the attempt."""
         return {os.path.join(self.part, file): record for file, record in records.items()}
 
