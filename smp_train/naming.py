@@ -86,6 +86,7 @@ class Start:
             with contextlib.suppress(OSError, CheckpointError):
                 if not folder.names():
                     folder.storage.delete(".owner-1")
+                    os.rmdir(folder.location)  # of a folder in S3 nothing is left
 
 
 def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from smp_train.distributed.environment import LAUNCH
+
 KUBERNETES_JOB = "SMP_TRAIN_JOB"
 """Set by our Kubernetes manifests: namespace and name of the job."""
 UNIQUE_JOBS = {"TRAINING_JOB_NAME": "training job", KUBERNETES_JOB: "Kubernetes job"}
@@ -40,7 +42,7 @@ class Job:
                 name = f"{kind} {environ[variable]}"
                 return cls(name, agent=name)
         agent = ""
-        if environ.get("LOCAL_RANK") and environ.get("LOCAL_WORLD_SIZE"):  # torchrun or our supervisor
+        if "TORCHELASTIC_RUN_ID" in environ or environ.get("ROLE_NAME") == LAUNCH:
             agent = f"{socket.gethostname()}:{os.getppid()}"
         restarts = environ.get("SLURM_RESTART_COUNT") or "0"
         for variable, kind in SHARED_JOBS.items():
