@@ -20,8 +20,8 @@ from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.run_name import RUNS, named
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint
-from smp_train.checkpoints.folder import RunFolder, folder_of_run
+from smp_train.checkpoints.find import Location, is_run_folder, locate, newest_in, open_checkpoint
+from smp_train.checkpoints.folder import RunFolder, folder_of_run, open_folder
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.owner import Ownership, look_at_owner, owner_of
 from smp_train.distributed import Runtime
@@ -147,13 +147,14 @@ def _base_name(resolved: Resolved, args: Arguments, asked: Location | None) -> t
     if resolved.given("run_dir") and (name := OutputFolder(args.run_dir).run_name()):
         return name, False
     if asked is not None and not names_model(args):
-        if len(asked.runs) > 1:
+        runs = asked.runs
+        if len(runs) > 1:
             raise ConfigError(
-                f"--resume_from_checkpoint {args.resume_from_checkpoint}: holds {len(asked.runs)} runs, and no flag "
-                f"names the run or its model; give --run_name, one of {first_few(asked.runs, most=8)}"
+                f"--resume_from_checkpoint {args.resume_from_checkpoint}: holds {len(runs)} runs, and no flag names "
+                f"the run or its model; give --run_name, one of {first_few(runs, most=8)}"
             )
-        if asked.runs:
-            return asked.runs[0], False
+        if runs:
+            return runs[0], False
         if asked.kind in ("run", "checkpoint"):
             checkpoint = open_checkpoint(asked.path)
             return f"{checkpoint.marker.model_type}-{_rounded(count_parameters(checkpoint.model_config()))}", False
@@ -211,15 +212,15 @@ def _origin(
         return Start(name, False)
     if own or asked is None:
         return Start(name, True, tuple(own))
-    if asked.kind == "runs" and name in asked.runs:
-        asked = locate(os.path.join(asked.path, name))
+    if asked.kind == "runs" and is_run_folder(open_folder(os.path.join(asked.path, name))):
+        asked = Location(os.path.join(asked.path, name), "run")
     if asked.kind == "run":
         return Start(name, True, tuple(_candidates(asked.folder)), is_own=False)
     if asked.kind == "checkpoint":
         return Start(name, True, tuple(_one_candidate(asked)), is_own=False)
     if not is_s3(asked.path) and os.path.isfile(asked.path):
         raise CheckpointError(f"{asked.path} is a file; give a run's folder of checkpoints, or one checkpoint")
-    return Start(name, True, is_own=False, elsewhere=asked.path, other_runs=asked.runs)
+    return Start(name, True, is_own=False, elsewhere=asked.path, other_runs=tuple(asked.runs))
 
 
 def _candidates(folder: RunFolder) -> list[Candidate]:
