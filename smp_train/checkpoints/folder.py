@@ -7,6 +7,7 @@ deletes COMMITTED first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import posixpath
@@ -140,8 +141,9 @@ class RunFolder:
         for attempt in count(1):
             name = folder_name(model_type, step, str(attempt) if attempt > 1 else "")
             files, folders = self.storage.level(name)
-            if not files and not folders and self.storage.put_if_absent(f"{name}/{BEGUN}", content):
-                return name
+            with contextlib.suppress(FileExistsError):  # a file has that name
+                if not files and not folders and self.storage.put_if_absent(f"{name}/{BEGUN}", content):
+                    return name
         raise AssertionError("there is always a next attempt")
 
     def make(self, name: str) -> None:
