@@ -139,7 +139,8 @@ def open_verified(location: str | os.PathLike[str]) -> Checkpoint:
     Everything that reads weights of this program's checkpoints calls this. Collective. Raises `CheckpointError` on
     every rank: there is none, it is not committed, it is damaged, or it is one rank's part.
     """
-    folder, name = on_main(f"cannot open {location}", lambda: newest_in(location))
+    path = normal(location)
+    folder, name = on_main(f"cannot open {path}", lambda: newest_in(path))
     try:
         checkpoint = verified(folder, name)
     except Damaged as error:
