@@ -10,7 +10,7 @@ from pathlib import Path
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened, verified
 from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.folder import RunFolder, open_folder
-from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, DAMAGED, META, METADATA, NODE_LOCAL, parse_folder_name
+from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, META, METADATA, NODE_LOCAL, parse_folder_name
 from smp_train.checkpoints.owner import claims_in
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError, first_few
@@ -179,7 +179,7 @@ def open_intact(location: str, name: str, *, strict: bool, mark: bool) -> Checkp
 
 def _mark(folder: RunFolder, name: str, why: str) -> None:
     try:
-        if not folder.storage.exists(f"{name}/{DAMAGED}"):
+        if not folder.is_marked_damaged(name):
             folder.mark_damaged(name, why)
     except (OSError, CheckpointError) as error:
         logger.warning("%s cannot be marked as damaged: %s", os.path.join(folder.location, name), error)
