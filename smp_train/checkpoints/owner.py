@@ -102,6 +102,12 @@ def claims_in(folder: RunFolder) -> list[int]:
     return [int(match[1]) for match in map(CLAIM.fullmatch, folder.storage.level()[0]) if match]
 
 
+def _holds(folder: RunFolder, claim: Claim) -> bool:
+    """Return whether the file of a claim is in a folder, and no other job has overwritten it."""
+    present = Claim.parse(folder.storage.read_if_there(claim.file))
+    return present is not None and present.token == claim.token
+
+
 def owner_of(folders: Sequence[RunFolder]) -> Claim | None:
     """Return the newest readable claim in a run's folders."""
     claims = [claim for _, claim in map(newest_claim, folders) if claim is not None]
@@ -157,6 +163,8 @@ class Ownership:
     _claim: Claim | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
     _beating: threading.Thread | None = None
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the claim is written."""
 
     @property
     def generation(self) -> int:
@@ -177,10 +185,11 @@ class Ownership:
         owner if it lives.
         """
         while True:
+            # Read before the owner is looked at: a claim that another job puts meanwhile is in the way of this one.
+            known = [generation for folder in self.folders for generation in claims_in(folder)]
             self._wait_for_owner(force, wait)
             former = owner_of(self.folders)
             self.restarted = former is not None and self.job.is_restart_of(former.job)
-            known = [generation for folder in self.folders for generation in claims_in(folder)]
             known += [newest.generation for folder in self.folders for newest in folder.committed()[:1]]
             generation = max(known, default=0) + 1
             began = former.began if former is not None and self.restarted else generation
@@ -194,13 +203,15 @@ class Ownership:
 
     def _put(self, claim: Claim) -> bool:
         """Put a claim into all folders; withdraw it and return False if another job was faster."""
-        written: list[RunFolder] = []
         for folder in self.folders:
-            if not folder.storage.put_if_absent(claim.file, claim.to_bytes()):
-                for claimed in written:
-                    claimed.storage.delete(claim.file)
+            folder.storage.put_if_absent(claim.file, claim.to_bytes())
+            # A server may ignore the condition, and a network file system may lose the answer to a first try.
+            newest = newest_claim(folder)[1]
+            if newest is None or newest.token != claim.token:
+                for claimed in self.folders:
+                    if _holds(claimed, claim):
+                        claimed.storage.delete(claim.file)
                 return False
-            written.append(folder)
         self._claim = claim
         for folder in self.folders:
             for generation in claims_in(folder):
@@ -240,12 +251,16 @@ class Ownership:
         while not self._ended.wait(BEAT_SECONDS):
             # `check` finds out what goes wrong here, or it does not matter.
             with contextlib.suppress(OSError, CheckpointError):
-                for folder in self.folders:
-                    self._touch(folder)
+                self._touch()
 
-    def _touch(self, folder: RunFolder) -> None:
-        assert self._claim is not None
-        folder.storage.put(self._claim.file, self._claim.to_bytes())
+    def _touch(self) -> None:
+        """Write the claim again where it still is, so that it looks young."""
+        with self._writing:
+            claim = self._claim
+            assert claim is not None
+            for folder in self.folders:
+                if _holds(folder, claim):
+                    folder.storage.put(claim.file, claim.to_bytes())
 
     def check(self) -> None:
         """Raise `CheckpointError` if another job has taken over, or this one has released the run."""
@@ -255,7 +270,7 @@ class Ownership:
                 raise CheckpointError(f"checkpoint folder {folder.location} was released; nothing is committed")
             generation, owner = newest_claim(folder)
             if not generation:  # somebody has tidied up by hand
-                self._touch(folder)
+                folder.storage.put(self._claim.file, self._claim.to_bytes())
             elif generation > self.generation or (owner is not None and owner.token != self._claim.token):
                 raise CheckpointError(
                     f"checkpoint folder {folder.location} was taken over by {owner or 'another job'}; "
@@ -272,6 +287,4 @@ class Ownership:
             self._beating.join(BEAT_SECONDS)
         self._claim = replace(self._claim, released=True)
         with contextlib.suppress(OSError, CheckpointError):
-            for folder in self.folders:
-                if self.generation in claims_in(folder):
-                    self._touch(folder)
+            self._touch()
