@@ -47,6 +47,8 @@ class Claim:
         token: random digits that no other claim has.
         began: first generation of this job; restarts of the job claim higher ones.
         machine, born: see `lives_here`.
+        retired: names of attempts that this job or an earlier one has deleted unfinished. No attempt gets such a name
+            again: the writer may only have stalled, and would write to the new attempt, or delete it.
         released: whether the job has ended in order.
     """
 
@@ -59,21 +61,22 @@ class Claim:
     pid: int
     born: str
     since: str
+    retired: tuple[str, ...] = ()
     released: bool = False
 
     @classmethod
-    def fresh(cls, generation: int, job: Job, began: int) -> Claim:
+    def fresh(cls, generation: int, job: Job, began: int, retired: tuple[str, ...] = ()) -> Claim:
         """Return a claim of this process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         host, pid = socket.gethostname(), os.getpid()
-        return cls(generation, uuid.uuid4().hex, began, job, host, _machine(), pid, _birth(pid), since)
+        return cls(generation, uuid.uuid4().hex, began, job, host, _machine(), pid, _birth(pid), since, retired)
 
     @classmethod
     def parse(cls, data: bytes | None) -> Claim | None:
         """Return the claim in a file, None if it cannot be read."""
         try:
             content = json.loads(data or b"")
-            return cls(**{**content, "job": Job.from_json(content["job"])})
+            return cls(**{**content, "job": Job.from_json(content["job"]), "retired": tuple(content["retired"])})
         except (ValueError, TypeError, KeyError):
             return None
 
@@ -178,6 +181,12 @@ class Ownership:
         assert self._claim is not None
         return self._claim.began
 
+    @property
+    def retired(self) -> tuple[str, ...]:
+        """Names that no attempt gets again, see `Claim`."""
+        assert self._claim is not None
+        return self._claim.retired
+
     def acquire(self, *, force: bool = False, wait: Callable[[float], object] = time.sleep) -> None:
         """Claim the next generation: in place of a dead owner at once, of a silent one after `STALE_SECONDS`.
 
@@ -193,7 +202,7 @@ class Ownership:
             known += [newest.generation for folder in self.folders for newest in folder.committed()[:1]]
             generation = max(known, default=0) + 1
             began = former.began if former is not None and self.restarted else generation
-            if self._put(Claim.fresh(generation, self.job, began)):
+            if self._put(Claim.fresh(generation, self.job, began, former.retired if former else ())):
                 break
         if former is not None and not former.released:
             logger.warning("%s: took over from %s", self.folders[0].location, former)
@@ -226,6 +235,14 @@ class Ownership:
         if not self._put(replace(self._claim, generation=self.generation + 1)):
             raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
         return self.generation
+
+    def retire(self, names: Sequence[str]) -> None:
+        """Record that no attempt gets these names again, before the attempts of these names are deleted."""
+        with self._writing:
+            assert self._claim is not None
+            self._claim = replace(self._claim, retired=tuple(sorted({*self._claim.retired, *names})))
+        self._touch()
+        self.check()
 
     def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
         """Return when no other job owns the run; raise `CheckpointError` if one does."""
