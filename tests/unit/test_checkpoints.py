@@ -40,7 +40,6 @@ from tests.checkpoint_files import (
     stop_at,
 )
 
-
 # --- saving and finding
 
 

@@ -1,4 +1,4 @@
-"""One job at a time writes a run's checkpoints: who is refused, who takes over, and what an overtaken job can still do."""
+"""One job at a time writes a run's checkpoints: who is refused, who takes over, what an overtaken job can still do."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def test_a_job_that_was_forced_out_commits_nothing_more(tmp_path):
     with owning(tmp_path, force=True, model_type="m") as second:
         with pytest.raises(CheckpointError, match=r"cannot save .*m-2steps: .* was taken over by a job on .*process"):
             first.save(2, STATE, {})
-        with pytest.raises(CheckpointError, match="cannot go back: .*taken over"):
+        with pytest.raises(CheckpointError, match=r"cannot go back: .*taken over"):
             first.next_generation()
         second.save(3, STATE, {})
         first.close()
