@@ -280,7 +280,7 @@ def test_what_versions_before_wrote_is_loaded_replaced_and_deleted(tmp_path):
     save(tmp_path, 1, 2, 3, 4)
     for path in list(tmp_path.iterdir()):
         flat(path)
-    assert names(tmp_path / "llama_v2-4steps") == [".metadata", "COMMITTED", "__0_0.distcp", "meta.json"]
+    assert names(tmp_path / "llama_v2-4steps") == [".metadata", "COMMITTED", "__0_0.distcp", "index.bin", "meta.json"]
     (tmp_path / "llama_v2-4steps").rename(tmp_path / "llama_v2-4steps.damaged")
     (tmp_path / "llama_v2-1steps").rename(tmp_path / ".llama_v2-1steps.0123abcd.replaced")
     for left in (".llama_v2-5steps.0123abcd.staging", ".llama_v2-6steps.0123abcd.deleting"):
