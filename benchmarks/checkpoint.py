@@ -298,7 +298,7 @@ def index_costs(shards: int) -> list[str]:
     theirs, unpickling = cpu(partial(unpickle, pickled))
     planned, planning = cpu(partial(plan, DefaultLoadPlanner(), state, theirs))
     del theirs
-    ours, unpacking = cpu(lambda: index.unpack(*(index.decode(packed, len(pickled)) or ()), files))
+    ours, unpacking = cpu(partial(unpack, packed, files))
     requests, narrowing = cpu(partial(plan, PlainLoadPlanner(), state, ours))
     assert requests == planned == ENTRIES
     return [
@@ -330,6 +330,13 @@ def pack(metadata: Metadata, metadata_bytes: int) -> bytes:
     """Return our index of it, as rank 0 writes it."""
     header, columns = index.pack(metadata)
     return index.encode(header | {"metadata": metadata_bytes}, columns)
+
+
+def unpack(data: bytes, files: dict[str, int]) -> Metadata:
+    """Read our index, as every rank does."""
+    packed = index.decode(data, files[".metadata"])
+    assert packed is not None
+    return index.unpack(*packed, files)
 
 
 def plan(planner: Any, state: dict[str, Any], metadata: Any) -> int:
