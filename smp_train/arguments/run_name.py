@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 RUNS, CHECKPOINTS = "runs", "checkpoints"
 """Default parents: of run folders, and of the runs' folders of checkpoints."""
 CHECKPOINT_NAME = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps(-(?P<attempt>[0-9a-f]+))?")
-"""Names of checkpoints in a folder of them."""
+"""Names of the checkpoints in a run's folder of checkpoints."""
 
 
 def is_run_name(text: str) -> bool:
