@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from smp_train.checkpoints.manifest import META, Committed, FileRecord, RunId, checksum_of
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,9 +34,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.cells import table
 from benchmarks.program import STEADY, TINY, below, opened, stepping, words
 from smp_train import arguments, saving, train_utils
-from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.dcp import parsed_index
-from smp_train.checkpoints.manifest import META, Committed, FileRecord, RunId, checksum_of
+from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.save_planner import SavePlanner
 from smp_train.data import audit
 from smp_train.data.loader import Loader
