@@ -17,9 +17,9 @@ from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.own import Own, named
 from smp_train.backends.base import Backend, Topology
 from smp_train.best import Best
-from smp_train.checkpoints import tokenizer
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.model_folder import check_writable
+from smp_train.checkpoints.hf import tokenizer
+from smp_train.checkpoints.hf.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, is_node_local
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.data.indexed import ValidationData
@@ -187,11 +187,11 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         if ranks.is_main:
             checkpoints.tokenizer = resume.tokenizer_of(args, spec, found, reads_text=bool(of_text))
             if spec.pretrained is None and (found is None or names_model(args)):
-                tokenizer.set_ends(spec.config, checkpoints.tokenizer)
+                tokenizer.set_end_tokens(spec.config, checkpoints.tokenizer)
             if args.prompt and not checkpoints.tokenizer:
                 raise ConfigError("--prompt: the run has no tokenizer; give --tokenizer")
             if args.prompt:  # reject a bad prompt now, not at the end of the run
-                with tokenizer.from_files(checkpoints.tokenizer) as known:
+                with tokenizer.tokenizer_from(checkpoints.tokenizer) as known:
                     ids_of(known, args.prompt, spec.config)
     with distributed.together("looking at the checkpoint folders"):
         if ranks.is_main:

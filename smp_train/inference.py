@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from smp_train import distributed
-from smp_train.checkpoints import tokenizer
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.find import open_verified
+from smp_train.checkpoints.hf import tokenizer
 from smp_train.checkpoints.pretrained import kind_of, load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError, ConfigError, one_line
@@ -60,25 +60,25 @@ class Described:
     def opened_tokenizer(self, given: str | None = None) -> Iterator[Any]:
         """Yield the tokenizer: ``given`` (a folder or a name), else the one beside the weights, else None."""
         if given is None and self.checkpoint is not None:
-            with tokenizer.from_files(self.checkpoint.tokenizer()) as found:
+            with tokenizer.tokenizer_from(self.checkpoint.tokenizer()) as found:
                 yield found
             return
         on_hub = not place(self.location).exists()
-        where = given or (self.location if on_hub else tokenizer.beside(self.location))
+        where = given or (self.location if on_hub else tokenizer.tokenizer_folder(self.location))
         if where is None:
             yield None
             return
-        with tokenizer.opened(where) as found:
+        with tokenizer.open_tokenizer(where) as found:
             yield found
 
     @contextmanager
     def tokenizer_folder(self) -> Iterator[str | None]:
         """Yield the folder or name of the tokenizer beside the weights, or None; a checkpoint's is a temporary copy."""
         if self.checkpoint is None:
-            yield tokenizer.beside(self.location) if place(self.location).exists() else self.location
+            yield tokenizer.tokenizer_folder(self.location) if place(self.location).exists() else self.location
             return
         files = self.checkpoint.tokenizer()
-        with tokenizer.written(files) as folder:
+        with tokenizer.folder_of(files) as folder:
             yield folder if files else None
 
     def generation_config(self) -> Any:

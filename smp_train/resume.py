@@ -13,11 +13,11 @@ from typing import Any
 from smp_train import distributed
 from smp_train.arguments import Arguments
 from smp_train.arguments.sources import is_hub_name, training_sources
-from smp_train.checkpoints import tokenizer
 from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.checkpoint import Checkpoint, opened
 from smp_train.checkpoints.find import locate, open_checkpoint, open_intact
 from smp_train.checkpoints.folder import open_folder
+from smp_train.checkpoints.hf import tokenizer
 from smp_train.checkpoints.node_local import facts_of_part, is_node_local, open_parts, steps_on_nodes
 from smp_train.data.loader import Loader
 from smp_train.distributed import ALL_RANKS
@@ -67,20 +67,20 @@ def tokenizer_of(
     of the checkpoint to resume or finetune; the tokenizer of prepared training data where no other is known, or where
     it is the same with a chat template.
     """
-    where = args.tokenizer or tokenizer.beside(spec.pretrained)
+    where = args.tokenizer or tokenizer.tokenizer_folder(spec.pretrained)
     if where is None and reads_text:
         where = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
     files = _tokenizer_files(args, where)
     if not files:
         where, files = "the checkpoint", tokenizer_in_checkpoint(spec, found)
         if files and args.chat_template:
-            with tokenizer.written(files) as folder:
+            with tokenizer.folder_of(files) as folder:
                 files = tokenizer.tokenizer_files(folder, args.chat_template)
     locations = [location for location in training_sources(args)[0] if not is_hub_name(location)]
     if locations and not args.tokenizer:
-        of_data = tokenizer.beside_data(locations)
+        of_data = tokenizer.tokenizer_folder_of_data(locations)
         known = _tokenizer_files(args, of_data)
-        if known and (not files or tokenizer.speaks_for(known, files)):
+        if known and (not files or tokenizer.adds_chat_template(known, files)):
             where, files = of_data, known
     if files:
         log.info("Tokenizer: that of %s goes into the checkpoints", where)
@@ -108,7 +108,7 @@ def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterat
     finetune, whose files are then in a temporary folder.
     """
     named = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
-    known = args.tokenizer or tokenizer.beside(spec.pretrained) or named
+    known = args.tokenizer or tokenizer.tokenizer_folder(spec.pretrained) or named
     if known:
         yield known
         return
@@ -116,7 +116,7 @@ def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterat
     if not files:
         yield None
         return
-    with tokenizer.written(files) as folder:
+    with tokenizer.folder_of(files) as folder:
         yield folder
 
 
@@ -147,7 +147,8 @@ def look_for_checkpoint(
     if start.elsewhere is not None:
         checkpoint = aws.find_checkpoint(start.elsewhere, spec.config, strict=args.strict_resume)
     if checkpoint is None:
-        log.log(logging.WARNING if start.other_runs else logging.INFO, "%s", nothing_found(args, start))
+        if args.resume_from_checkpoint is not None:
+            log.log(logging.WARNING if start.other_runs else logging.INFO, "%s", nothing_found(args, start))
     elif checkpoint.step < 1:
         raise CheckpointError(
             f"{checkpoint.path} does not say of which step it is; start from it with --finetune 1 "

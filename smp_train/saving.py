@@ -12,9 +12,9 @@ from typing import Any
 from smp_train import distributed
 from smp_train.build_run import Run
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.export import export, export_weights, files_beside
 from smp_train.checkpoints.find import open_checkpoint, open_verified
-from smp_train.checkpoints.model_folder import OPENS
+from smp_train.checkpoints.hf.export import export
+from smp_train.checkpoints.hf.model_folder import ENTRY_FILES
 from smp_train.distributed import ALL_RANKS, heartbeat
 from smp_train.errors import SmpTrainError, redacted
 from smp_train.progress import MOVED, Progress
@@ -126,7 +126,7 @@ def complete_model(run: Run, checkpoint: Checkpoint) -> None:
 
     def has_model() -> bool:
         storage, name = checkpoint.folder.storage, checkpoint.name
-        return any(storage.exists(f"{name}/{MODEL_FOLDER}/{file}") for file in OPENS)
+        return any(storage.exists(f"{name}/{MODEL_FOLDER}/{file}") for file in ENTRY_FILES)
 
     if not distributed.on_main(f"looking into {checkpoint.path}", has_model):
         write_model(run, checkpoint.path, os.path.join(checkpoint.path, MODEL_FOLDER))
@@ -152,8 +152,5 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
         found = None if checkpoint is None else (open_verified if weights is None else open_checkpoint)(checkpoint)
     with distributed.together(what), Progress(what, unit="B", shown=run.runtime.is_main) as progress:
         if run.runtime.is_main and found is not None:
-            if weights is None:
-                export(found, folder, replace=True, on_progress=progress.at)
-            else:
-                export_weights(weights, run.spec.config, folder, files=files_beside(found, folder), replace=True)
+            export(found, folder, weights=weights, overwrite=True, on_progress=progress.at)
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)

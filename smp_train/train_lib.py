@@ -15,7 +15,7 @@ from smp_train.arguments.validation import prompts_only, runs_natively
 from smp_train.best import Best
 from smp_train.build_run import NO_LIMIT, Position, Run, build_run, mesh_sizes
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.tokenizer import from_files
+from smp_train.checkpoints.hf.tokenizer import tokenizer_from
 from smp_train.data.batch import Batch, collate
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import ConfigError, DataError
@@ -389,7 +389,7 @@ def put_prompt(run: Run, prompt: str) -> None:
     with ExitStack() as opened:
         tokenizer: Any = None
         with distributed.together("reading the tokenizer"):
-            tokenizer = opened.enter_context(from_files(run.checkpoints.tokenizer))  # rank 0 alone has it
+            tokenizer = opened.enter_context(tokenizer_from(run.checkpoints.tokenizer))  # rank 0 alone has it
         opened.enter_context(compile.disabled())
         ids = generation.encode(tokenizer, prompt, run.spec.config)
         log.info("The prompt and what follows it:")

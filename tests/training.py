@@ -14,9 +14,9 @@ TOLERANCE = 1e-5  # relative, fp32: sums are taken in another order
 SAMPLE = Path(__file__).parent.parent / "data" / "sample"
 
 TINY: dict[str, Any] = {
-    "model_type": "llama_v2", "vocab_size": 256, "hidden_width": 32, "num_layers": 2, "num_heads": 4,
+    "run_name": "run", "model_type": "llama_v2", "vocab_size": 256, "hidden_width": 32, "num_layers": 2, "num_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 48, "max_context_width": 16, "bf16": 0, "use_synthetic_data": 1,
-    "train_batch_size": 1, "max_steps": 3, "lr": 1e-3, "warmup": 0, "run_name": "run",
+    "train_batch_size": 1, "max_steps": 3, "lr": 1e-3, "warmup": 0,
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from smp_train import distributed
-from smp_train.checkpoints.dcp_storage import TreeWriter
+from smp_train.checkpoints.dcp.storage import TreeWriter
 from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.format import BEGUN
 from smp_train.errors import ConfigError, first_few, one_line

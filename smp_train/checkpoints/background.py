@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_train.checkpoints.collective import gather
-from smp_train.checkpoints.saver import LibrarySaver
 from smp_train.distributed.agree import ALL_RANKS, any_rank, is_alone, on_group, unless
 from smp_train.distributed.dtensor import DTensor, local_tensor
 from smp_train.distributed.host_memory import free_host_bytes, pinned_bytes
@@ -29,7 +28,7 @@ MEMORY_SHARE = 0.6
 
 
 class BackgroundWriter:
-    """Begins saves in the background, over a process group of their own."""
+    """Begins saves in the background; they have their own process group."""
 
     def __init__(self) -> None:
         self._stager: Stager | None = None
@@ -40,7 +39,7 @@ class BackgroundWriter:
 
         Returns None on all ranks, with a warning, if a host lacks memory for the copy.
         """
-        what = "cannot copy the state to host memory"
+        action = "cannot copy the state to host memory"
         begun: list[tuple[dict[str, Any], Callable[[], None]]] = []
         try:
             if self._stager is None:
@@ -48,7 +47,7 @@ class BackgroundWriter:
                 self._stager = Stager()
                 self._group = None if is_alone() else dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
             stager = self._stager
-            gather(what, lambda: begun.append(stager.begin(state)))
+            gather(action, lambda: begun.append(stager.begin(state)))
         except CheckpointError as failure:
             logger.warning("%s: saves are synchronous", failure, extra=ALL_RANKS)
             self._stager = None
@@ -57,7 +56,7 @@ class BackgroundWriter:
 
         def in_background(failure: Exception | None) -> Any:
             with on_group(self._group):
-                gather(what, lambda: unless(failure, None))
+                gather(action, lambda: unless(failure, None))
                 return write(copy)
 
         return Background(complete, in_background)
@@ -204,7 +203,7 @@ class Background:
         return not any_rank(self.running())
 
     def result(self) -> Any:
-        """Wait for the end; return what ``write`` returned or raise what it raised."""
+        """Wait for the end and return the result of ``write``; raises its failure."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure
@@ -213,44 +212,3 @@ class Background:
     def abandon(self, seconds: float) -> None:
         """Wait for the end at most ``seconds``, and ignore failures."""
         self._thread.join(seconds)
-
-
-class LibrarySave:
-    """A save that a backend's library writes in the background, with the interface of `Background`.
-
-    A failure of the library on one rank is kept until the save is ended, where all ranks learn of it.
-    """
-
-    def __init__(self, saver: LibrarySaver, end: Callable[[Exception | None], list[Any]]) -> None:
-        """``end`` commits what the library wrote, or raises this rank's failure on every rank; collective."""
-        self._saver, self._end = saver, end
-        self._ended = not saver.writes
-        self._failure: Exception | None = None
-
-    def staged(self) -> None:
-        """Return at once: the library copied the state before it returned."""
-
-    def running(self) -> bool:
-        """Return whether this rank has not seen it end."""
-        return not self._ended
-
-    def ended_everywhere(self) -> bool:
-        """Return whether every rank that writes has ended; collective."""
-        self._ask(wait=False)
-        return not any_rank(not self._ended)
-
-    def _ask(self, *, wait: bool) -> None:
-        if self._ended:
-            return
-        try:
-            self._ended = self._saver.library.ended(wait) or wait
-        except Exception as error:
-            self._failure, self._ended = error, True
-
-    def result(self) -> list[Any]:
-        """Wait for the end, commit, and return what was saved; collective."""
-        self._ask(wait=True)
-        return self._end(self._failure)
-
-    def abandon(self, seconds: float) -> None:
-        """Do nothing: what the library wrote is not committed."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from smp_train.checkpoints.aws.names import HubReader, RankReader, Tree
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.dcp import Reader, load_state, saved_entries
-from smp_train.checkpoints.dcp_storage import TreeReader
+from smp_train.checkpoints.dcp.storage import Reader, TreeReader
+from smp_train.checkpoints.dcp.trees import load_state, saved_entries
 from smp_train.checkpoints.folder import RunFolder
 from smp_train.checkpoints.format import COMMITTED, DAMAGED, META, METADATA, TOKENIZER, FileRecord, Marker, checksum_of
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
@@ -58,10 +58,10 @@ class Checkpoint:
         return str(self.meta.get("names", HUGGING_FACE))
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
-        """Fill ``state`` (see `gather_state`) in place, whatever its mesh. Collective.
+        """Fill ``state`` (see `gather_state`) in place, on any mesh. Collective.
 
-        ``saver`` tells whose names ``state`` has, on which of SMP's ranks, and how it is read. Raises `CheckpointError`
-        on every rank when names or shapes differ, or when a rank cannot read its part. Saved entries under top-level
+        ``saver`` has the naming scheme of ``state``, SMP's ranks, and the way of reading. Raises `CheckpointError` on
+        every rank when names or shapes differ, or when a rank cannot read its part. Saved entries under top-level
         names that ``state`` lacks are left alone.
         """
         load_state(state, self.reader_of(state, saver), self.path, load=saver.load)
@@ -86,12 +86,12 @@ class Checkpoint:
         return RankReader(HubReader(trees, saver.hub), state, saver.ranks, saver.hub)
 
     def model_config(self) -> Any:
-        """Return transformers' configuration of the model. Raises `CheckpointError` if the metadata has none."""
+        """Return transformers' configuration of the model. Raises `CheckpointError` if the metadata lacks it."""
         try:
             return config_of(self.meta["model_config"])
-        except Exception as error:  # whatever a configuration of unknown origin may cause
-            what = f"lacks {error}" if isinstance(error, KeyError) else one_line(error)
-            raise CheckpointError(f"{self.path} does not say which model it is: meta.json {what}") from None
+        except Exception as error:  # any class, for a configuration of unknown origin
+            reason = f"lacks {error}" if isinstance(error, KeyError) else one_line(error)
+            raise CheckpointError(f"{self.path} does not say which model it is: meta.json {reason}") from None
 
     def tokenizer(self) -> dict[str, bytes]:
         """Return the verified files of the run's tokenizer by name; empty if the run knew no tokenizer."""
@@ -104,7 +104,7 @@ class Checkpoint:
 
     @property
     def parts(self) -> list[str]:
-        """Sub-folders of the trees: one without a name, unless SMP's ranks had parameters of their own."""
+        """Sub-folders of the trees: one without a name, unless SMP's ranks had different parameters."""
         return sorted(os.path.dirname(name) for name in self.marker.files if os.path.basename(name) == METADATA)
 
     @property
@@ -195,7 +195,7 @@ def opened(folder: RunFolder, name: str) -> Checkpoint:
 def verified(folder: RunFolder, name: str) -> Checkpoint:
     """Return a checkpoint whose checksums all fit; each rank reads its share. Collective.
 
-    Raises `Damaged` on every rank where contents contradict COMMITTED, `CheckpointError` where they cannot be read.
+    Raises `Damaged` on every rank if contents contradict COMMITTED, `CheckpointError` if they cannot be read.
     """
     path = os.path.join(folder.location, name)
 

@@ -138,11 +138,12 @@ def _of_model(found: Checkpoint) -> str:
 
 def show(options: argparse.Namespace) -> int:
     """Print what a checkpoint says of itself, and how many tensors of which kind it holds."""
-    from smp_train.checkpoints.dcp import DCP_METADATA, plain_values, saved_entries
+    from smp_train.checkpoints.dcp.trees import plain_values, saved_entries
+    from smp_train.checkpoints.manifest import METADATA
 
     place = normal(options.source)
     folder, name = parent_of(place)
-    if not is_checkpoint_folder(place) and open_folder(folder).has(name, DCP_METADATA):  # another program's
+    if not is_checkpoint_folder(place) and open_folder(folder).has(name, METADATA):  # another program's
         reader = open_folder(folder).reader(name)
         entries = [saved_entries(reader)]
         facts: dict[str, Any] = {"path": place, "format": "DCP tree of another program"}
@@ -225,16 +226,17 @@ def verify(options: argparse.Namespace) -> int:
 
 def export_model(options: argparse.Namespace) -> int:
     """Write a checkpoint's model as a Hugging Face folder."""
-    from smp_train.checkpoints.export import DTYPES, export
+    from smp_train.checkpoints.hf.export import export
 
+    _check_target(options.target)
     source = newest(options.source)
     with Progress(f"verify {os.path.basename(source)}", unit="B", moved=MOVED):
         found = find(source)
     assert found is not None
     with Progress(f"export {os.path.basename(found.path)}", unit="B") as progress:
         export(
-            found, options.target, dtype=DTYPES.get(options.dtype), tokenizer=options.tokenizer,
-            shard_bytes=int(options.max_shard_gb * 1e9), replace=bool(options.overwrite),
+            found, options.target, dtype=_dtype(options), tokenizer=options.tokenizer,
+            shard_bytes=int(options.max_shard_gb * 1e9), overwrite=bool(options.overwrite),
             merge=bool(options.merge), base=options.model, on_progress=progress.at,
         )  # fmt: skip
     print(f"wrote step {found.step} of {found.path} to {options.target}")
@@ -243,11 +245,14 @@ def export_model(options: argparse.Namespace) -> int:
 
 def convert(options: argparse.Namespace) -> int:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
-    from smp_train.checkpoints import export, tokenizer
-    from smp_train.checkpoints.model_folder import put, writing
+    import torch
+
+    from smp_train.checkpoints.hf import tokenizer
+    from smp_train.checkpoints.hf.model_folder import LazyTensors, new_model
     from smp_train.models.hf_weights import NOT_WEIGHTS
     from smp_train.models.weight_files import WeightFiles
 
+    _check_target(options.target)
     source = _weights(options.source)
     if (source / COMMITTED).is_file():
         raise ConfigError(f"{source} is a checkpoint of this program: smp-train checkpoint export {source} FOLDER")
@@ -257,19 +262,27 @@ def convert(options: argparse.Namespace) -> int:
     if os.path.realpath(normal(options.target)) == os.path.realpath(normal(folder)):
         raise ConfigError(f"{options.target} holds the weights that are read; give another folder to write")
     with ExitStack() as stack:
-        location = options.tokenizer or tokenizer.beside(str(source))
+        location = options.tokenizer or tokenizer.tokenizer_folder(str(source))
         files_of_tokenizer = {} if location is None else tokenizer.tokenizer_files(location)
         # Opened first: what cannot be read is no reason to remove what is in the other folder.
         files = WeightFiles(source, stack)
         names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
-        items = [export.stored_item(files, name, export.DTYPES.get(options.dtype)) for name in names]
-        with writing(options.target, bool(options.overwrite)) as out:
+        items = []
+        for name in names:
+            block = files.tensor(name)
+            shape = block.get_shape()
+            stored = block[(slice(0, 0),) * len(shape) or ...].dtype
+            dtype = (stored.is_floating_point and _dtype(options)) or stored
+
+            def read(name: str = name, block: Any = block, dtype: Any = dtype) -> dict[str, Any]:
+                return {name: block[...].to(dtype)}
+
+            items.append(LazyTensors({name: torch.empty(shape, dtype=dtype, device="meta")}, read))
+        with new_model(options.target, overwrite=bool(options.overwrite)) as out:
             with Progress(f"convert {source.name}", unit="B") as progress:
-                export.write_weights(out, items, int(options.max_shard_gb * 1e9), progress.at)
-            export.put_all(out, files_of_tokenizer)
-            for name in ("generation_config.json", "config.json"):
-                if (folder / name).is_file():
-                    put(out, name, (folder / name).read_bytes())
+                out.put_weights(items, int(options.max_shard_gb * 1e9), progress.at)
+            small = [name for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
+            out.put_all(files_of_tokenizer | {name: (folder / name).read_bytes() for name in small})
     print(f"wrote {len(names)} tensors of {source} to {options.target}")
     return 0
 
@@ -360,6 +373,20 @@ def newest(location: str) -> str:
     run = last_run(entries)
     name = next(entry.name for entry in entries if entry.run == run)
     return os.path.join(storage.location, name)
+
+
+def _check_target(folder: str) -> None:
+    """Raise `ConfigError` unless a model may be written to a folder."""
+    if not folder.strip():
+        raise ConfigError("the folder to write is empty; give a folder for the model")
+    if is_checkpoint_folder(folder):
+        raise ConfigError(f"{folder} holds checkpoints; give another folder for the model")
+
+
+def _dtype(options: argparse.Namespace) -> Any:
+    import torch
+
+    return options.dtype and getattr(torch, options.dtype)
 
 
 def _weights(location: str) -> Place:

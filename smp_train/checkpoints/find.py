@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened, verified
 from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.folder import RunFolder, open_folder
-from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, DAMAGED, META, METADATA, NODE_LOCAL, parse_folder_name
+from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, META, NODE_LOCAL, parse_folder_name
 from smp_train.checkpoints.owner import claims_in
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError, first_few
@@ -28,13 +28,16 @@ class Location:
         kind: ``checkpoint`` (finished or not), ``run`` (a run's folder), ``runs`` (a folder of them), ``other`` (no
             checkpoint of this program) or ``nothing``.
         name: of the checkpoint in its run's folder; empty for other kinds.
-        runs: names of the runs in a folder of runs.
     """
 
     path: str
     kind: str
     name: str = ""
-    runs: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> list[str]:
+        """Names of the runs in a folder of runs."""
+        return list(_runs_in(self.path)) if self.kind == "runs" else []
 
     @property
     def folder(self) -> RunFolder:
@@ -53,31 +56,28 @@ def locate(location: str | os.PathLike[str]) -> Location:
     """Return what is at a location; ``<run folder>/best`` is the run's best checkpoint. Not collective."""
     path = normal(location)
     parent, name = parent_of(path)
-    if name == BEST and not _exists(path) and _is_run_folder(open_folder(parent)):
-        path = os.path.join(parent, best_of(open_folder(parent)))
-        parent, name = parent_of(path)
-    if not _exists(path):
+    if name == BEST and is_run_folder(open_folder(parent)):
+        name = best_of(open_folder(parent))
+        return Location(os.path.join(parent, name), "checkpoint", name)
+    files, folders = open_folder(path).storage.level()
+    if not files and not folders and (is_s3(path) or not os.path.exists(path)):
         return Location(path, "nothing")
-    folder = open_folder(path)
-    files, folders = folder.storage.level()
     if {COMMITTED, BEGUN, META} & set(files) and name:
         return Location(path, "checkpoint", name)
-    if _is_run_folder(folder):
+    if is_run_folder(open_folder(path)):
         return Location(path, "run")
-    if parse_folder_name(name):
-        return Location(path, "other")
-    runs = [each for each in folders if not each.startswith(".") and _is_run_folder(open_folder(f"{path}/{each}"))]
-    return Location(path, "runs" if runs else "other", runs=tuple(runs))
+    is_runs = parse_folder_name(name) is None and any(True for _ in _runs_in(path))
+    return Location(path, "runs" if is_runs else "other")
 
 
-def _exists(path: str) -> bool:
-    if is_s3(path):
-        files, folders = open_folder(path).storage.level()
-        return bool(files or folders)
-    return os.path.exists(path)
+def _runs_in(path: str) -> Iterator[str]:
+    for name in open_folder(path).storage.level()[1]:
+        if not name.startswith(".") and is_run_folder(open_folder(f"{path}/{name}")):
+            yield name
 
 
-def _is_run_folder(folder: RunFolder) -> bool:
+def is_run_folder(folder: RunFolder) -> bool:
+    """Return whether a job has claimed a folder, or an attempt of ours is in it."""
     if claims_in(folder):
         return True
     storage = folder.storage
@@ -85,12 +85,12 @@ def _is_run_folder(folder: RunFolder) -> bool:
 
 
 def best_of(folder: RunFolder) -> str:
-    """Return the name of a run's best checkpoint, as its newest one tells. Raises `CheckpointError`."""
+    """Return the name of a run's best checkpoint, from the metadata of its newest one. Raises `CheckpointError`."""
     for newest in folder.committed()[:1]:
         step = (opened(folder, newest.name).meta.get("best") or {}).get("step")
-        kept = [each.name for each in folder.committed() if each.step == step]
-        if kept:
-            return kept[0]
+        names = [checkpoint.name for checkpoint in folder.committed() if checkpoint.step == step]
+        if names:
+            return names[0]
         if step is not None:
             raise CheckpointError(f"{folder.location}: step {step} was the best, and is not kept without --keep_best 1")
     raise CheckpointError(f"{folder.location}: no best checkpoint is known; train with --validation_freq")
@@ -99,26 +99,25 @@ def best_of(folder: RunFolder) -> str:
 def newest_in(location: str | os.PathLike[str]) -> tuple[RunFolder, str]:
     """Return the folder and the name of the checkpoint that a location means, not opened. Not collective.
 
-    That is the checkpoint itself, or the newest one of a run's folder, or of a folder of one run. Raises
-    `CheckpointError`.
+    A run's folder, or a folder of one run, means the run's newest checkpoint. Raises `CheckpointError`.
     """
-    here = locate(location)
-    if here.kind == "runs":
-        if len(here.runs) > 1:
-            names = first_few([os.path.join(here.path, run) for run in here.runs])
-            raise CheckpointError(f"{here.path} holds {len(here.runs)} runs; name one of them: {names}")
-        here = Location(os.path.join(here.path, here.runs[0]), "run")
-    if here.kind == "checkpoint":
-        return here.folder, here.name
-    if here.kind == "run":
-        for newest in here.folder.committed()[:1]:
-            return here.folder, newest.name
-        raise CheckpointError(f"{here.path} holds no committed checkpoint")
-    if here.kind == "nothing":
-        raise CheckpointError(f"{here.path} does not exist; give a checkpoint or a run's folder of checkpoints")
-    file = not is_s3(here.path) and os.path.isfile(here.path)
-    what = "is a file" if file else "holds no checkpoint of this program"
-    raise CheckpointError(f"{here.path} {what}; give a checkpoint or a run's folder of checkpoints")
+    target = locate(location)
+    if target.kind == "runs":
+        runs = [os.path.join(target.path, run) for run in target.runs]
+        if len(runs) > 1:
+            raise CheckpointError(f"{target.path} holds {len(runs)} runs; name one of them: {first_few(runs)}")
+        target = Location(runs[0], "run")
+    if target.kind == "checkpoint":
+        return target.folder, target.name
+    if target.kind == "run":
+        for newest in target.folder.committed()[:1]:
+            return target.folder, newest.name
+        raise CheckpointError(f"{target.path} holds no committed checkpoint")
+    if target.kind == "nothing":
+        raise CheckpointError(f"{target.path} does not exist; give a checkpoint or a run's folder of checkpoints")
+    file = not is_s3(target.path) and os.path.isfile(target.path)
+    reason = "is a file" if file else "holds no checkpoint of this program"
+    raise CheckpointError(f"{target.path} {reason}; give a checkpoint or a run's folder of checkpoints")
 
 
 def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
@@ -137,9 +136,10 @@ def open_verified(location: str | os.PathLike[str]) -> Checkpoint:
     """Open and verify the checkpoint that a location means (see `newest_in`), so that its tensors can be read.
 
     Everything that reads weights of this program's checkpoints calls this. Collective. Raises `CheckpointError` on
-    every rank: there is none, it is not committed, it is damaged, or it is one rank's part.
+    every rank: the checkpoint is missing, not committed, damaged, or one rank's part.
     """
-    folder, name = on_main(f"cannot open {location}", lambda: newest_in(location))
+    path = normal(location)
+    folder, name = on_main(f"cannot open {path}", lambda: newest_in(path))
     try:
         checkpoint = verified(folder, name)
     except Damaged as error:
@@ -153,15 +153,15 @@ def open_verified(location: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _with_others(error: CheckpointError, folder: RunFolder, name: str) -> CheckpointError:
-    others = [each.name for each in folder.committed() if each.name != name]
-    known = f"complete ones in {folder.location}: {first_few(others)}" if others else ""
+    names = [checkpoint.name for checkpoint in folder.committed() if checkpoint.name != name]
+    known = f"complete ones in {folder.location}: {first_few(names)}" if names else ""
     return type(error)(f"{error}; {known or f'no other complete one is in {folder.location}'}")
 
 
 def open_intact(location: str, name: str, *, strict: bool, mark: bool) -> Checkpoint | None:
     """Open and verify one checkpoint of a run's folder; None, with a warning, if it is damaged. Collective.
 
-    ``mark`` adds the file DAMAGED to a damaged one. Raises `CheckpointError` for it with ``strict``.
+    ``mark`` adds the file DAMAGED to a damaged one; with ``strict`` it raises `CheckpointError`.
     """
     folder = open_folder(location)
     try:
@@ -178,14 +178,7 @@ def open_intact(location: str, name: str, *, strict: bool, mark: bool) -> Checkp
 
 def _mark(folder: RunFolder, name: str, why: str) -> None:
     try:
-        if not folder.storage.exists(f"{name}/{DAMAGED}"):
+        if not folder.is_marked_damaged(name):
             folder.mark_damaged(name, why)
     except (OSError, CheckpointError) as error:
         logger.warning("%s cannot be marked as damaged: %s", os.path.join(folder.location, name), error)
-
-
-def is_torch_tree(path: str) -> bool:
-    """Return whether another program's torch.distributed.checkpoint lies at a path in normal form."""
-    if is_s3(path):
-        return open_folder(path).storage.exists(METADATA)
-    return Path(path, METADATA).is_file()

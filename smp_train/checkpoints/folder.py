@@ -7,6 +7,7 @@ deletes COMMITTED first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import posixpath
@@ -14,10 +15,10 @@ import socket
 import uuid
 from collections.abc import Sequence
 from itertools import count
-from pathlib import Path
 from typing import NamedTuple
 
 from smp_train import storage
+from smp_train.arguments.training_flags import NODE_LOCAL as LOCAL
 from smp_train.checkpoints.format import (
     BEGUN,
     COMMITTED,
@@ -28,9 +29,9 @@ from smp_train.checkpoints.format import (
     folder_name,
     parse_folder_name,
 )
+from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError
 from smp_train.storage import Range, is_s3
-from smp_train.storage.folder import sync_folder
 from smp_train.storage.s3 import PART_BYTES
 
 PROBE = ".probe-"
@@ -42,7 +43,7 @@ IN_FLIGHT_SECONDS = 60.0
 
 
 class Committed(NamedTuple):
-    """A committed checkpoint. Its order is that of checkpoints: by generation, then by step."""
+    """A committed checkpoint, ordered by generation, then by step."""
 
     generation: int
     step: int
@@ -57,8 +58,12 @@ def open_folder(location: str | os.PathLike[str]) -> RunFolder:
 
 
 def folder_of_run(parent: str, run_name: str) -> RunFolder:
-    """Return a run's folder below ``--checkpoint_dir``: the only place that knows its path."""
-    return open_folder(posixpath.join(parent, run_name))
+    """Return a run's folder below --checkpoint_dir; below ``local:DIR``, a node's own disk, that of this rank's parts.
+
+    This is the only place that knows the path.
+    """
+    path = posixpath.join(parent.removeprefix(LOCAL), run_name)
+    return open_folder(f"{path}/rank{rank():05d}" if parent.startswith(LOCAL) else path)
 
 
 class RunFolder:
@@ -74,7 +79,10 @@ class RunFolder:
         return [name for name in self.storage.level()[1] if parse_folder_name(name)]
 
     def committed(self) -> list[Committed]:
-        """Return the committed checkpoints, the newest first. Unreadable markers come last."""
+        """Return the committed checkpoints, the newest first.
+
+        If a marker cannot be parsed, generation and step are from BEGUN and the folder's name.
+        """
         checkpoints = []
         for name in self.names():
             parsed = parse_folder_name(name)
@@ -86,9 +94,13 @@ class RunFolder:
             except ValueError:
                 marker = None
             # The marker and not the folder's name is asked: a folder may have been renamed by hand.
-            generation, step = (marker.generation, marker.step) if marker else (0, parsed[1])
-            checkpoints.append(Committed(generation, step, name, marker))
-        return sorted(checkpoints, key=lambda each: each[:3], reverse=True)
+            order = (marker.generation, marker.step) if marker else (self._began(name) or 0, parsed[1])
+            checkpoints.append(Committed(*order, name, marker))
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint[:3], reverse=True)
+
+    def is_marked_damaged(self, name: str) -> bool:
+        """Return whether a checkpoint has the file DAMAGED."""
+        return self.storage.exists(f"{name}/{DAMAGED}")
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each file below ``name``; links are left out."""
@@ -102,7 +114,7 @@ class RunFolder:
         """Read a file of ``size`` bytes as it is stored and return its record."""
         path = posixpath.join(name, file)
         starts = range(0, size, PART_BYTES)
-        return checksum_of(self.storage.ranges(Range(path, at, min(PART_BYTES, size - at)) for at in starts))
+        return checksum_of(self.storage.ranges(Range(path, start, min(PART_BYTES, size - start)) for start in starts))
 
     # --- writing
 
@@ -140,24 +152,10 @@ class RunFolder:
         for attempt in count(1):
             name = folder_name(model_type, step, str(attempt) if attempt > 1 else "")
             files, folders = self.storage.level(name)
-            if not files and not folders and self.storage.put_if_absent(f"{name}/{BEGUN}", content):
-                return name
+            with contextlib.suppress(FileExistsError):  # a file has that name
+                if not files and not folders and self.storage.put_if_absent(f"{name}/{BEGUN}", content):
+                    return name
         raise AssertionError("there is always a next attempt")
-
-    def make(self, name: str) -> None:
-        """Make a sub-folder of an attempt, for a library that writes there by itself."""
-        if not is_s3(self.location):
-            Path(self.location, name).mkdir(exist_ok=True)
-            sync_folder(Path(self.location, name).parent)
-
-    def secure(self, name: str, file: str, size: int) -> FileRecord:
-        """Bring a file that such a library wrote to stable storage, and return its record."""
-        if not is_s3(self.location):
-            path = Path(self.location, name, file)
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-            sync_folder(path.parent)
-        return self.checksum(name, file, size)
 
     def commit(self, name: str, marker: Marker) -> None:
         """Put COMMITTED: from here on the attempt is a checkpoint."""
@@ -183,7 +181,8 @@ class RunFolder:
         """
         lines, now = [], self.storage.now()
         for name in self.names():
-            if self._began(name) < generation and not self.storage.exists(f"{name}/{COMMITTED}"):
+            began = self._began(name)
+            if began is not None and began < generation and not self.storage.exists(f"{name}/{COMMITTED}"):
                 entries = self.storage.files(name).values()
                 if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries):
                     continue
@@ -195,12 +194,12 @@ class RunFolder:
         unfinished = self.storage.discard_unfinished(self._is_ours, now - PROBE_SECONDS)
         return lines + [f"deleted what was written of {file}" for file in unfinished]
 
-    def _began(self, name: str) -> float:
-        """Return the generation that began an attempt; infinity where BEGUN does not say."""
+    def _began(self, name: str) -> int | None:
+        """Return the generation that began an attempt; None if BEGUN cannot be read."""
         try:
             return int(json.loads(self.storage.read_if_there(f"{name}/{BEGUN}") or b"")["generation"])
         except (ValueError, KeyError, TypeError):
-            return float("inf")
+            return None
 
     def _is_ours(self, file: str) -> bool:
         name, _, below = file.partition("/")
@@ -209,5 +208,7 @@ class RunFolder:
 
 def newest_step(parents: Sequence[str], run_name: str) -> int:
     """Return the step of a run's newest committed checkpoint below some parent folders, 0 without one."""
-    newest = [each[:2] for parent in parents for each in folder_of_run(parent, run_name).committed()[:1]]
+    newest = [
+        checkpoint[:2] for parent in parents for checkpoint in folder_of_run(parent, run_name).committed()[:1]
+    ]
     return max(newest, default=(0, 0))[1]

@@ -2,7 +2,7 @@
 
 ``<run folder>/<model_type>-<step>steps[-<attempt>]/`` holds one attempt at saving a step. It is written once and never
 replaced or renamed. COMMITTED is put last, when every other file is on stable storage, and lists these files with sizes
-and CRC-32 checksums. A folder without COMMITTED is not a checkpoint, whatever else it holds.
+and CRC-32 checksums. A folder without COMMITTED is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMITTED = "COMMITTED"
 BEGUN = ".begun"
 """First file of an attempt; its writer has reserved the folder."""
 DAMAGED = "DAMAGED"
-"""Added to a checkpoint whose contents contradict COMMITTED; says what differs."""
+"""Added to a checkpoint whose contents contradict COMMITTED; lists the differences."""
 META = "meta.json"
 METADATA = ".metadata"
 """Index of a tree by torch.distributed.checkpoint."""
@@ -105,7 +105,7 @@ class Marker:
                 raise ValueError(f"{name!r} is not the name of a file in a checkpoint")
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file, which ends with a checksum of its own."""
+        """Return the content of the file; its last field is its own checksum."""
         content: dict[str, Any] = {
             "format": FORMAT, "step": self.step, "model_type": self.model_type, "generation": self.generation,
             "files": {name: record._asdict() for name, record in sorted(self.files.items())}, "time": self.time,

@@ -17,7 +17,7 @@ from smp_train.arguments.training_flags import NODE_LOCAL as PREFIX
 from smp_train.checkpoints.background import leaves, put
 from smp_train.checkpoints.checkpoint import TORCHS, Checkpoint, verified
 from smp_train.checkpoints.collective import gather
-from smp_train.checkpoints.folder import RunFolder, open_folder
+from smp_train.checkpoints.folder import folder_of_run
 from smp_train.checkpoints.format import NODE_LOCAL
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.state import present
@@ -33,11 +33,6 @@ logger = logging.getLogger(__name__)
 def is_node_local(parent: str) -> bool:
     """Return whether a folder is on each node's own disk."""
     return parent.startswith(PREFIX)
-
-
-def part_folder(parent: str, run_name: str) -> RunFolder:
-    """Return the folder of this rank's parts below ``local:DIR``."""
-    return open_folder(f"{parent.removeprefix(PREFIX).rstrip('/')}/{run_name}/rank{rank():05d}")
 
 
 def local_part(state: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +58,7 @@ def facts_of_part(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
 
 
 class NodeLocalCheckpoint(Checkpoint):
-    """A checkpoint of which each rank has its own part."""
+    """A checkpoint in parts, one per rank."""
 
     @property
     def durable(self) -> bool:
@@ -71,7 +66,7 @@ class NodeLocalCheckpoint(Checkpoint):
         return False
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
-        """Fill ``state`` in place; its layout must be that of the save. Collective."""
+        """Fill ``state`` in place; its layout must equal the saved one. Collective."""
 
         def load_part() -> None:
             with alone():
@@ -85,10 +80,10 @@ Step = tuple[int, int]
 
 
 def steps_on_nodes(parents: Sequence[str], run_name: str) -> list[tuple[Step, str]]:
-    """Return (generation and step, parent) of which every rank has a committed part, newest first. Collective."""
+    """Return (generation and step, parent) for steps with a committed part on every rank, newest first. Collective."""
 
     def steps_of(parent: str) -> list[Step]:
-        return [(each.generation, each.step) for each in part_folder(parent, run_name).committed()]
+        return [checkpoint[:2] for checkpoint in folder_of_run(parent, run_name).committed()]
 
     by_rank = gather("cannot resume", lambda: [steps_of(parent) for parent in parents])
     steps = []
@@ -102,20 +97,20 @@ def steps_on_nodes(parents: Sequence[str], run_name: str) -> list[tuple[Step, st
 
 def open_parts(parent: str, run_name: str, step: Step, facts: dict[str, Any]) -> NodeLocalCheckpoint | None:
     """Return the verified parts of a step, None with a warning if a rank's part cannot be used. Collective."""
-    folder = part_folder(parent, run_name)
+    folder = folder_of_run(parent, run_name)
     part: NodeLocalCheckpoint | None = None
     problem = None
     try:
-        name = next(each.name for each in folder.committed() if each[:2] == step)
+        name = next(checkpoint.name for checkpoint in folder.committed() if checkpoint[:2] == step)
         with alone():
             checkpoint = verified(folder, name)
         if checkpoint.meta.get(NODE_LOCAL) == facts:
-            part = NodeLocalCheckpoint(**{each.name: getattr(checkpoint, each.name) for each in fields(checkpoint)})
+            part = NodeLocalCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)})
         else:
             problem = "it was saved by other ranks, or on another mesh"
     except (CheckpointError, OSError) as error:
         problem = str(error)
-    problems = [each for each in gather("cannot resume", partial(unless, None, problem)) if each]
+    problems = list(filter(None, gather("cannot resume", partial(unless, None, problem))))
     if problems:
         logger.warning("Step %d in %s is passed over: %s", step[1], parent, problems[0], extra=ALL_RANKS)
         return None

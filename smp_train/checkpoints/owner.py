@@ -1,11 +1,11 @@
-"""One job at a time writes a run's checkpoints: the one that claimed the highest generation.
+"""One job at a time writes a run's checkpoints: the owner of the highest generation.
 
 Each start claims a generation, one above the highest in the run's folders, with a file ``.owner-<generation>`` that no
 other job overwrites. The highest claim owns the run. The owner lists the claims before and after it puts COMMITTED, so
 a job that stalled and was overtaken withdraws its own commit and touches nothing else.
 
-A second job is refused while the owner lives. On this machine the owner holds a file lock, which the kernel releases
-with the process. On other machines its claim is touched every few seconds; the storage's clock tells its age, so
+A second job is refused while the owner lives. On the owner's machine the kernel knows whether its process lives. On
+other machines the claim's age decides: the owner touches it every few seconds. The storage's clock measures the age, so
 clocks need not agree. A restart of the owner's own job takes over at once.
 """
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -25,11 +23,11 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from smp_train.checkpoints.folder import RunFolder
 from smp_train.distributed.job import Job
-from smp_train.errors import CheckpointError, ConfigError
-from smp_train.storage.paths import private_folder
+from smp_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +46,7 @@ class Claim:
     Attributes:
         token: random digits that no other claim has.
         began: first generation of this job; restarts of the job claim higher ones.
+        machine, born: see `lives_here`.
         released: whether the job has ended in order.
     """
 
@@ -56,7 +55,9 @@ class Claim:
     began: int
     job: Job
     host: str
+    machine: str
     pid: int
+    born: str
     since: str
     released: bool = False
 
@@ -64,7 +65,8 @@ class Claim:
     def fresh(cls, generation: int, job: Job, began: int) -> Claim:
         """Return a claim of this process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return cls(generation, uuid.uuid4().hex, began, job, socket.gethostname(), os.getpid(), since)
+        host, pid = socket.gethostname(), os.getpid()
+        return cls(generation, uuid.uuid4().hex, began, job, host, _machine(), pid, _birth(pid), since)
 
     @classmethod
     def parse(cls, data: bytes | None) -> Claim | None:
@@ -106,48 +108,26 @@ def owner_of(folders: Sequence[RunFolder]) -> Claim | None:
     return max(claims, key=lambda claim: claim.generation, default=None)
 
 
-_locks: dict[str, int] = {}
-"""Descriptors of the locked files of this process, by token."""
-
-
-def _lock_file(token: str) -> str:
-    # Not TMPDIR where possible: a scheduler may delete it with the job.
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    return os.path.join(private_folder("smp-train-owners", parent), token)
-
-
-def _lock(token: str) -> None:
-    """Lock a file of this machine until the process ends; forked children do not inherit the lock."""
-    with contextlib.suppress(OSError, ConfigError):  # other jobs then rely on the claim's age
-        descriptor = os.open(_lock_file(token), os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _locks[token] = descriptor
-
-
-def _unlock(token: str) -> None:
-    if token in _locks:
-        with contextlib.suppress(OSError, ConfigError):
-            os.unlink(_lock_file(token))
-        os.close(_locks.pop(token))
-
-
-def _lives_here(token: str) -> bool | None:
-    """Return whether the process of a claim lives on this machine; None if it ran on another one."""
-    if token in _locks:  # opening and closing the file would release its lock
-        return True
+def _machine() -> str:
+    """Return what processes share that can see each other: this start of the system, and the namespace of processes."""
     try:
-        path = _lock_file(token)
-        descriptor = os.open(path, os.O_RDWR)
-    except (OSError, ConfigError):
-        return None
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _birth(pid: int) -> str:
+    """Return when a process of this machine began, in ticks; empty if it has ended."""
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-        return False
-    except OSError as error:
-        return True if error.errno in (errno.EACCES, errno.EAGAIN) else None
-    finally:
-        os.close(descriptor)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def lives_here(claim: Claim) -> bool | None:
+    """Return whether the process of a claim lives on this machine; None if it runs on another one."""
+    return _birth(claim.pid) == claim.born if claim.machine and claim.machine == _machine() else None
 
 
 def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | None, float]:
@@ -160,7 +140,7 @@ def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | Non
         return owner, False, 0.0
     entry = folder.storage.entry(f".owner-{generation}")
     age = STALE_SECONDS if entry is None else folder.storage.now() - entry.modified
-    alive = None if owner is None else _lives_here(owner.token)
+    alive = None if owner is None else lives_here(owner)
     return owner, False if alive is None and age >= STALE_SECONDS else alive, age
 
 
@@ -171,7 +151,7 @@ class Ownership:
     folders: Sequence[RunFolder]
     job: Job = field(default_factory=Job.current)
     advice: str = ADVICE
-    """What the message says to do where another job owns the run."""
+    """The remedy in the message if another job owns the run."""
     restarted: bool = False
     """Whether the former owner was an earlier start of this job."""
     _claim: Claim | None = None
@@ -201,7 +181,7 @@ class Ownership:
             former = owner_of(self.folders)
             self.restarted = former is not None and self.job.is_restart_of(former.job)
             known = [generation for folder in self.folders for generation in claims_in(folder)]
-            known += [each.generation for folder in self.folders for each in folder.committed()[:1]]
+            known += [newest.generation for folder in self.folders for newest in folder.committed()[:1]]
             generation = max(known, default=0) + 1
             began = former.began if former is not None and self.restarted else generation
             if self._put(Claim.fresh(generation, self.job, began)):
@@ -214,27 +194,19 @@ class Ownership:
 
     def _put(self, claim: Claim) -> bool:
         """Put a claim into all folders; withdraw it and return False if another job was faster."""
-        _lock(claim.token)
         written: list[RunFolder] = []
-        try:
-            for folder in self.folders:
-                if not folder.storage.put_if_absent(claim.file, claim.to_bytes()):
-                    break
-                written.append(folder)
-            else:
-                self._claim = claim
-                for folder in self.folders:
-                    for generation in claims_in(folder):
-                        if generation < claim.generation:
-                            folder.storage.delete(f".owner-{generation}")
-                return True
-            for folder in written:
-                folder.storage.delete(claim.file)
-            _unlock(claim.token)
-            return False
-        except BaseException:
-            _unlock(claim.token)
-            raise
+        for folder in self.folders:
+            if not folder.storage.put_if_absent(claim.file, claim.to_bytes()):
+                for claimed in written:
+                    claimed.storage.delete(claim.file)
+                return False
+            written.append(folder)
+        self._claim = claim
+        for folder in self.folders:
+            for generation in claims_in(folder):
+                if generation < claim.generation:
+                    folder.storage.delete(f".owner-{generation}")
+        return True
 
     def advance(self) -> int:
         """Claim and return the next generation of the same job. Raises `CheckpointError` if it was overtaken."""
@@ -247,21 +219,21 @@ class Ownership:
     def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
         """Return when no other job owns the run; raise `CheckpointError` if one does."""
         for folder in self.folders:
-            before: float | None = None
+            last_age: float | None = None
             while not force:
                 owner, alive, age = look_at_owner(folder, self.job)
                 if alive is False:
                     break
-                if alive or (before is not None and age < before):  # touched since
+                if alive or (last_age is not None and age < last_age):  # touched since
                     raise CheckpointError(
                         f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {self.advice}"
                     )
-                if before is None:
+                if last_age is None:
                     logger.warning(
                         "%s was in use by %s %.0f s ago; waiting up to %.0f s to see whether it still is",
                         folder.location, owner or "an unknown job", age, STALE_SECONDS - age,
                     )  # fmt: skip
-                before = age
+                last_age = age
                 wait(POLL_SECONDS)
 
     def _beat(self) -> None:
@@ -303,4 +275,3 @@ class Ownership:
             for folder in self.folders:
                 if self.generation in claims_in(folder):
                     self._touch(folder)
-        _unlock(self._claim.token)

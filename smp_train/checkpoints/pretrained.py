@@ -1,4 +1,4 @@
-"""Starting from weights: a Hugging Face folder, one file, or a checkpoint of this program or of another's DCP."""
+"""Load weights to start from: a Hugging Face folder, a weight file, a checkpoint, or another program's DCP tree."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ def load_weights(
 ) -> None:
     """Fill a materialised model with the weights at ``location``, each rank reading its own part. Collective.
 
-    ``location`` is a Hugging Face folder or a weight file (see `load_pretrained`), a checkpoint of ours or a folder
-    of them (the newest committed one, which must be intact), or a folder that `torch.distributed.checkpoint` wrote, all
-    also in S3. Optimizer state that lies beside the weights is not read. ``on_progress`` is called with the bytes done
-    and in all, where they are weight files. Raises `CheckpointError` on every rank when any rank failed.
+    ``location`` may be in S3: a checkpoint, a run's folder (its newest checkpoint is verified), a checkpoint of AWS's
+    sample, or what `load_pretrained` reads. For weight files, ``on_progress`` is called with the bytes done and in
+    all. Raises `CheckpointError` on every rank when any rank failed.
     """
     path = place(location)
-    what = f"cannot read weights from {path}"
-    kind = on_main(what, lambda: kind_of(path))
+    action = f"cannot read weights from {path}"
+    kind = on_main(action, lambda: kind_of(path))
     if kind == "ours":
-        found = open_verified(path)
-        if "adapter" in found.meta:
+        checkpoint = open_verified(path)
+        if "adapter" in checkpoint.meta:
             raise CheckpointError(
-                f"{found.path} holds adapters alone; start from what smp-train checkpoint export --merge 1 makes of it"
+                f"{checkpoint.path} holds adapters alone; start from the model that smp-train checkpoint export "
+                "--merge 1 writes"
             )
-        found.load(gather_state(model, base=True))
+        checkpoint.load(gather_state(model, base=True))
     elif kind == "aws":
-        trees = aws.find_checkpoint(os.fspath(path), model.config, strict=True)
-        assert trees is not None
-        trees.load(gather_state(model, base=True))
+        sample = aws.find_checkpoint(os.fspath(path), model.config, strict=True)
+        assert sample is not None
+        sample.load(gather_state(model, base=True))
     else:
-        gather(what, lambda: load_pretrained(model, path, on_progress))
+        gather(action, lambda: load_pretrained(model, path, on_progress))
 
 
 def kind_of(location: str | os.PathLike[str]) -> str:
-    """Return whether there are checkpoints of ``ours``, of SMP's sample (``aws``), or ``files``. Not collective."""
+    """Return whether a location holds checkpoints (``ours``), SMP's sample checkpoints (``aws``) or ``files``."""
     if locate(location).kind in ("checkpoint", "run", "runs"):
         return "ours"
     return "aws" if aws.checkpoint_names(normal(location)) or aws.has_trees(normal(location)) else "files"

@@ -1,4 +1,4 @@
-"""Saving, from top to bottom: which folders are due, an attempt in each, its commit, and what is deleted afterwards."""
+"""Saving, from top to bottom: the folders that are due, an attempt in each, its commit, retention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from smp_train.checkpoints.background import Background, BackgroundWriter, LibrarySave
+from smp_train.checkpoints.background import BackgroundWriter
 from smp_train.checkpoints.checkpoint import TORCHS
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.folder import RunFolder, folder_of_run
@@ -26,14 +26,14 @@ from smp_train.checkpoints.format import (
     folder_name,
     parse_folder_name,
 )
-from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local_part, part_folder
+from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local_part
 from smp_train.checkpoints.owner import Ownership
-from smp_train.checkpoints.saver import HUGGING_FACE, LibrarySaver, Saver
+from smp_train.checkpoints.saver import HUGGING_FACE, Pending, Records, Saver
 from smp_train.checkpoints.state import present
 from smp_train.distributed import heartbeat
 from smp_train.distributed.agree import alone, here, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.storage import is_s3, wait_for
+from smp_train.storage import wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,6 @@ class Policy:
         """Return whether to save after ``step``. With ``every`` of 0 or less only forced saves are made."""
         return step > 0 and self.every > 0 and step % self.every == 0
 
-    def folder_of(self, run_name: str) -> RunFolder:
-        """Return the run's folder, or this rank's part of it on a node's own disk."""
-        if is_node_local(self.parent):
-            return part_folder(self.parent, run_name)
-        return folder_of_run(self.parent, run_name)
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -75,9 +69,13 @@ class Target:
 
     policy: Policy
     folder: RunFolder
-    node_local: bool
     swept: bool = False
-    """Whether this start has deleted what earlier ones left unfinished."""
+    """Whether unfinished attempts of earlier starts have been deleted."""
+
+    @property
+    def node_local(self) -> bool:
+        """Whether each rank saves its part to its node's own disk."""
+        return is_node_local(self.policy.parent)
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Attempt:
         return self.target.folder
 
     @property
-    def what(self) -> str:
+    def action(self) -> str:
         """How messages of a failure begin."""
         return f"cannot save {os.path.join(self.folder.location, self.name)}"
 
@@ -126,11 +124,11 @@ class CheckpointManager:
         self.best: int | None = None
         """A step whose checkpoint no policy deletes."""
         self._writer = BackgroundWriter()
-        self._pending: Background | LibrarySave | None = None
+        self._pending: Pending | None = None
         self._saved: list[Saved] = []
         self._unanswered: set[str] = set()
         """Attempts whose COMMITTED was sent and not answered."""
-        self._targets = [Target(each, each.folder_of(run_name), is_node_local(each.parent)) for each in policies]
+        self._targets = [Target(policy, folder_of_run(policy.parent, run_name)) for policy in policies]
         self._durable = [target for target in self._targets if not target.node_local]
         if len({target.folder.location for target in self._targets}) < len(policies):
             raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
@@ -142,23 +140,24 @@ class CheckpointManager:
 
         Raises `CheckpointError` on every rank.
         """
+
         def check_writable() -> None:
             for target in self._targets:
                 target.folder.check_writable()
 
         gather("cannot start", check_writable)
         for folder in (target.folder for target in self._durable):
-            what = f"cannot use checkpoint folder {folder.location}"
-            probe = on_main(what, folder.put_probe)
+            action = f"cannot use checkpoint folder {folder.location}"
+            probe = on_main(action, folder.put_probe)
             try:
-                gather(what, partial(folder.check_probe, probe))
+                gather(action, partial(folder.check_probe, probe))
             finally:
                 if rank() == 0:
                     with contextlib.suppress(OSError, CheckpointError):
                         folder.storage.delete(probe)
 
     def next_generation(self) -> None:
-        """Begin another generation, after the run went back to an older checkpoint of its own. Collective."""
+        """Begin another generation, after the run went back to an older checkpoint. Collective."""
 
         def claim() -> int:
             return self.generation + 1 if self.owner is None else self.owner.advance()
@@ -172,7 +171,7 @@ class CheckpointManager:
     def next_due(self, step: int) -> int | None:
         """Return the first step after ``step`` at which a policy wants a checkpoint, None if no policy ever does."""
         every = [target.policy.every for target in self._targets if target.policy.every > 0]
-        return min((step - step % each + each for each in every), default=None)
+        return min((step - step % steps + steps for steps in every), default=None)
 
     # --- a save
 
@@ -181,9 +180,9 @@ class CheckpointManager:
     ) -> list[str]:
         """Write and commit ``state`` into each folder that is due, or into all with ``force``. Collective.
 
-        ``meta`` must be plain JSON; rank 0's is stored. ``saver`` writes the tree. Returns the paths of the complete,
-        durable checkpoints; none when asynchronous, see `finish`, which is called first. Raises `CheckpointError` on
-        every rank when any rank failed; the attempt then does not count, and earlier checkpoints are untouched.
+        ``meta`` must be plain JSON; rank 0's is stored. ``saver`` writes the tree. Returns the paths of the complete
+        checkpoints; when asynchronous an empty list, and `finish` has them. Raises `CheckpointError` on every rank when
+        any rank failed; the attempt then does not count, and earlier checkpoints are untouched.
         """
         self._end_pending()
         due = [target for target in self._targets if force or target.policy.due(step)]
@@ -198,42 +197,37 @@ class CheckpointManager:
         def write(state: dict[str, Any]) -> list[Saved]:
             return [self._save_to(target, state, meta, requested, saver) for target in due]
 
-        if isinstance(saver, LibrarySaver) and self._library_writes(saver, due):
+        if saver.writes_alone(self.asynchronous, [target.folder for target in due]):
             for target in due:
                 self._end_pending()
-                self._pending = self._begin_in_library(target, state, meta, requested, saver)
+                self._pending = self._begin_in_backend(target, state, meta, requested, saver)
             if self.asynchronous:
                 return []
             self._end_pending()
-            return [each.path for each in self._saved[-len(due) :]]
-        if self.asynchronous and not isinstance(saver, LibrarySaver):
+            return [checkpoint.path for checkpoint in self._saved[-len(due) :]]
+        if self.asynchronous and saver.threads:
             self._pending = self._writer.begin(state, write)
             if self._pending is not None:
                 return []
             self.asynchronous = False
         saved = write(state)
         self._saved += saved
-        return [each.path for each in saved]
-
-    def _library_writes(self, saver: LibrarySaver, due: Sequence[Target]) -> bool:
-        """Return whether the backend's library writes by itself: in the background, or because it takes no writer."""
-        wanted = self.asynchronous or not saver.library.takes_writer
-        return wanted and saver.library.asynchronous and not any(is_s3(target.folder.location) for target in due)
+        return [checkpoint.path for checkpoint in saved]
 
     def _save_to(
         self, target: Target, state: dict[str, Any], meta: dict[str, Any], requested: float, saver: Saver
     ) -> Saved:
-        """Write and commit into one folder, then delete what the policy no longer keeps; collective."""
+        """Write and commit into one folder, then apply the policy's retention; collective."""
         if not target.node_local:
             saved = self._write(self._begin(target, meta, requested), state, saver)
             self._retain(target, saved.step)
             return saved
-        durable = [each.policy.parent for each in self._durable]
-        mine = {**meta, NODE_LOCAL: facts_of_part(durable, meta.get("mesh"))}
+        parents = [durable.policy.parent for durable in self._durable]
+        meta = {**meta, NODE_LOCAL: facts_of_part(parents, meta.get("mesh"))}
 
         def save_part() -> Saved:
             with alone():
-                return self._write(self._begin(target, mine, requested), local_part(state), saver)
+                return self._write(self._begin(target, meta, requested), local_part(state), saver)
 
         # Every rank commits its part before any rank deletes an older one, so there is always a step that all have.
         saved = gather("cannot save", save_part)[rank()]
@@ -242,12 +236,12 @@ class CheckpointManager:
         return saved
 
     def _begin(self, target: Target, meta: dict[str, Any], requested: float) -> Attempt:
-        """Reserve the folder of an attempt; collective. The first one of a start deletes what earlier ones left."""
+        """Reserve the folder of an attempt, the first time after deleting unfinished ones; collective."""
         step = meta["step"]
 
         def reserve() -> str:
             if not target.swept:
-                self._check_owner()  # what is unfinished may belong to the job that has taken over
+                self._check_owner()  # an unfinished attempt may belong to the job that has taken over
                 _sweep(target.folder, self.generation)
                 target.swept = True
             name = target.folder.begin(self.model_type, step, self.generation)
@@ -264,48 +258,35 @@ class CheckpointManager:
     def _write(self, attempt: Attempt, state: dict[str, Any], saver: Saver) -> Saved:
         """Write the tree and commit it; collective."""
         with self._deleted_on_failure(attempt):
-            if isinstance(saver, LibrarySaver):
-                gather(attempt.what, lambda: saver.prepare(attempt.folder, attempt.name))
             records: dict[str, FileRecord] = {}
             failure: Exception | None = None
             try:
                 records = saver.write(state, attempt.folder, attempt.name, self.on_stage)
             except Exception as error:
-                if isinstance(error, CheckpointError) and not isinstance(saver, LibrarySaver):
-                    raise CheckpointError(f"{attempt.what}: {error}") from error  # every rank has the same error
-                failure = error  # this rank's alone: the others learn of it at the commit
+                failure = error  # the ranks that do not have it learn of it at the commit
             return self._commit(attempt, lambda: unless(failure, records))
 
-    def _begin_in_library(
-        self, target: Target, state: dict[str, Any], meta: dict[str, Any], requested: float, saver: LibrarySaver
-    ) -> LibrarySave:
-        """Let a backend's library copy the state and write it in the background; collective."""
+    def _begin_in_backend(
+        self, target: Target, state: dict[str, Any], meta: dict[str, Any], requested: float, saver: Saver
+    ) -> Pending:
+        """Let the backend copy the state and write it in the background; collective."""
         attempt = self._begin(target, meta, requested)
-        with self._deleted_on_failure(attempt):
-            gather(attempt.what, lambda: saver.prepare(attempt.folder, attempt.name))
-            failure: Exception | None = None
-            try:
-                saver.begin(state, attempt.folder, attempt.name)  # collective
-            except Exception as error:
-                failure = error
-            gather(attempt.what, lambda: unless(failure, None))
 
-        def end(failure: Exception | None) -> list[Saved]:
+        def commit(records: Records) -> list[Saved]:
             with self._deleted_on_failure(attempt):
-                listed = gather(attempt.what, lambda: unless(failure, saver.listed(attempt.folder, attempt.name)))
-                files = dict(each for each in listed if each is not None).get(saver.part, {})
-                saved = self._commit(attempt, lambda: saver.written(attempt.folder, attempt.name, files))
+                saved = self._commit(attempt, records)
             self._retain(target, saved.step)
             return [saved]
 
-        return LibrarySave(saver, end)
+        with self._deleted_on_failure(attempt):
+            return saver.begin(state, attempt.folder, attempt.name, commit)
 
-    def _commit(self, attempt: Attempt, records: Callable[[], dict[str, FileRecord]]) -> Saved:
-        """Make what the ranks have written a checkpoint; collective.
+    def _commit(self, attempt: Attempt, records: Records) -> Saved:
+        """Turn the files of all ranks into a checkpoint; collective.
 
-        ``records`` returns what this rank wrote, or raises what prevented it: then nothing is committed.
+        ``records`` returns this rank's files, or raises the failure of this rank: then nothing is committed.
         """
-        shares = gather(attempt.what, lambda: (here(""), records()))
+        shares = gather(attempt.action, lambda: (here(""), records()))
         folder, name, meta = attempt.folder, attempt.name, attempt.meta
 
         def commit() -> None:
@@ -329,7 +310,7 @@ class CheckpointManager:
                 folder.withdraw(name)
                 raise
 
-        on_main(attempt.what, commit)
+        on_main(attempt.action, commit)
         seconds = time.monotonic() - attempt.requested
         return Saved(meta["step"], os.path.join(folder.location, name), seconds, not attempt.target.node_local)
 
@@ -347,19 +328,21 @@ class CheckpointManager:
     def _retain(self, target: Target, step: int) -> None:
         """Delete, on rank 0, the run's checkpoints that the policy does not keep now that ``step`` is committed.
 
-        Checkpoints of later generations belong to a job that has taken over. A failure costs disk space, not the run.
+        Checkpoints of later generations belong to a job that has taken over. Damaged checkpoints stay and do not count.
+        A failure costs disk space, not the run.
         """
-        keep = target.policy.keep
+        folder, keep = target.folder, target.policy.keep
         if rank() != 0 or keep <= 0:
             return
         try:
             self.on_stage("retain")
-            ours = [each for each in target.folder.committed() if 0 < each.generation <= self.generation]
-            for each in reversed(ours[keep:]):
-                if each.step not in (step, self.best):
-                    target.folder.delete(each.name)
+            ours = [old for old in folder.committed() if old.marker and old.generation <= self.generation]
+            intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
+            for old in reversed(intact[keep:]):
+                if old.step not in (step, self.best):
+                    folder.delete(old.name)
         except (OSError, CheckpointError) as error:
-            logger.warning("%s: an old checkpoint cannot be deleted: %s", target.folder.location, error)
+            logger.warning("%s: an old checkpoint cannot be deleted: %s", folder.location, error)
 
     # --- a save under way
 
@@ -371,7 +354,7 @@ class CheckpointManager:
             heartbeat.at(heartbeat.UPDATE)
 
     def busy(self) -> bool:
-        """Return whether this rank is still writing a save; its peers may be ahead or behind."""
+        """Return whether this rank is still writing a save; other ranks may have ended theirs."""
         return self._pending is not None and self._pending.running()
 
     def poll(self) -> bool:
@@ -379,9 +362,9 @@ class CheckpointManager:
         return self._pending is not None and self._pending.ended_everywhere()
 
     def finish(self) -> list[Saved]:
-        """Wait for the save under way, and return what was committed since the last call. Collective.
+        """Wait for the save under way, and return the checkpoints committed since the last call. Collective.
 
-        Raises what the save raised, on every rank.
+        Raises the save's failure on every rank.
         """
         self._end_pending()
         saved, self._saved = self._saved, []
@@ -417,7 +400,7 @@ def _all_files(attempt: Attempt, shares: Sequence[tuple[str, dict[str, FileRecor
         return [file for file, record in files.items() if sizes.get(file) != record.size]
 
     if not wait_for(lambda: not missing()) and (unseen := missing()):
-        writer = next(who for who, records in shares if unseen[0] in records)
+        writer = next(rank_name for rank_name, records in shares if unseen[0] in records)
         raise CheckpointError(
             f"{writer}wrote {unseen[0]}, which rank 0 does not see: the nodes do not share "
             f"{attempt.folder.location}; give a --checkpoint_dir that they do"

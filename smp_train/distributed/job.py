@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smp_train.distributed.environment import LAUNCH
+
 KUBERNETES_JOB = "SMP_TRAIN_JOB"
 """Set by our Kubernetes manifests: namespace and name of the job."""
 UNIQUE_JOBS = {"TRAINING_JOB_NAME": "training job", KUBERNETES_JOB: "Kubernetes job"}
@@ -45,7 +47,7 @@ class Job:
                 name = f"{kind} {environ[variable]}"
                 return cls(name, agent=name, process=process)
         agent = ""
-        if environ.get("LOCAL_RANK") and environ.get("LOCAL_WORLD_SIZE"):  # torchrun or our supervisor
+        if "TORCHELASTIC_RUN_ID" in environ or environ.get("ROLE_NAME") == LAUNCH:
             agent = f"{_identity(os.getppid())} {environ.get('TORCHELASTIC_RUN_ID', '')}"
         restarts = environ.get("SLURM_RESTART_COUNT") or "0"
         for variable, kind in SHARED_JOBS.items():

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from smp_train import storage
-from smp_train.arguments import Resolved, parse, validate
+from smp_train.arguments import Arguments, Resolved, parse, validate
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
-from smp_train.arguments.run_name import CHECKPOINT_NAME, CHECKPOINTS
+from smp_train.arguments.run_name import CHECKPOINTS
 from smp_train.arguments.training_flags import NODE_LOCAL
+from smp_train.checkpoints import folder
 from smp_train.distributed.degrees import fewest_ranks
-from smp_train.errors import SmpTrainError
+from smp_train.errors import CheckpointError, SmpTrainError
 from smp_train.models.resolve import settled_flags
 
 
@@ -69,8 +68,8 @@ def complete(
     environ = {} if environ is None else environ
     completed, resolved = list(words), parse(words, environ)
     if not resolved.args.run_name:
-        folder = os.path.basename(os.path.normpath(resolved.args.run_dir)) if resolved.given("run_dir") else ""
-        completed.append(f"--run_name={folder or resolved.args.label}")
+        name = os.path.basename(os.path.normpath(resolved.args.run_dir)) if resolved.given("run_dir") else ""
+        completed.append(f"--run_name={name or resolved.args.label}")
     run_dir = parse(completed, environ).args.run_dir
     if base and not os.path.isabs(run_dir):
         completed = [*without(completed, {"run_dir"}), f"--run_dir={os.path.normpath(os.path.join(base, run_dir))}"]
@@ -82,30 +81,20 @@ def complete(
     return completed, parse(completed, environ)
 
 
-def newest_step(parents: Sequence[str], run_name: str) -> int:
-    """Return the step of the run's newest committed checkpoint below the folders ``parents``, 0 without one.
+def newest_step(args: Arguments, *, in_s3: bool) -> int:
+    """Return the step of the run's newest committed checkpoint that outlives a node, 0 without one.
 
-    The newest has the highest generation, and the highest step in that generation.
+    Not ``in_s3``, checkpoints in S3 are left out: this machine may lack access, or the packages that read S3.
 
-    Raises `SmpTrainError` when S3 cannot be asked: a later start may be able to ask it.
+    Raises `SmpTrainError` when S3 cannot be asked. It is no `CheckpointError`: a later start may be able to ask S3.
     """
-    newest = (0, 0)
-    for parent in parents:
-        with suppress(OSError):  # this machine cannot read the folder
-            run = storage.at(f"{parent}/{run_name}", SmpTrainError)
-            for name in filter(CHECKPOINT_NAME.fullmatch, run.level()[1]):
-                if run.exists(marker := f"{name}/COMMITTED"):
-                    newest = max(newest, _generation_and_step(run.read(marker)))
-    return newest[1]
-
-
-def _generation_and_step(marker: bytes) -> tuple[int, int]:
-    """Return (generation, step) of a COMMITTED marker; (0, 0) for a marker that cannot be read."""
+    parents = [parent for parent in args.checkpoint_dir if not parent.startswith(NODE_LOCAL)]
     try:
-        fields = json.loads(marker)
-        return int(fields.get("generation", 1)), int(fields["step"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return 0, 0
+        return folder.newest_step([parent for parent in parents if in_s3 or "://" not in parent], args.run_name)
+    except CheckpointError as error:
+        raise SmpTrainError(str(error)) from None
+    except OSError:  # this machine cannot read a folder
+        return 0
 
 
 def check(words: Sequence[str]) -> None:

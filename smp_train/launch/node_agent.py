@@ -21,8 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smp_train.arguments import Arguments, Resolved
-from smp_train.arguments.training_flags import NODE_LOCAL
+from smp_train.arguments import Resolved
 from smp_train.distributed import expand_hostlist
 from smp_train.distributed.group import RENDEZVOUS_SECONDS
 from smp_train.distributed.host import free_port
@@ -186,15 +185,6 @@ def attempt_name(environ: Mapping[str, str]) -> str:
     return ".".join(environ.get(f"SLURM_{name}") or "0" for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
 
 
-def newest_step(args: Arguments, *, in_s3: bool) -> int:
-    """Return the step of the run's newest checkpoint that outlives a node, 0 without one.
-
-    Not ``in_s3``, checkpoints in S3 are left out: the packages that read S3 may be missing here.
-    """
-    parents = [parent for parent in args.checkpoint_dir if not parent.startswith(NODE_LOCAL)]
-    return launch_flags.newest_step([parent for parent in parents if in_s3 or "://" not in parent], args.run_name)
-
-
 def guard(
     resolved: Resolved, environ: Mapping[str, str], limit: int | None, attempt: str, *, in_s3: bool = True
 ) -> None:
@@ -204,7 +194,7 @@ def guard(
     `STOPPED` do not count.
     """
     job, run_dir = environ.get("SLURM_JOB_ID"), Path(resolved.args.run_dir)
-    step = newest_step(resolved.args, in_s3=in_s3)
+    step = launch_flags.newest_step(resolved.args, in_s3=in_s3)
     path = run_dir / GUARD
     before: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -337,7 +327,8 @@ def record(folder: Path, node: int, failure: Failure, resolved: Resolved | None,
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"failed-{time.time():.3f}-node-{node}").write_text(failure.line() + "\n", encoding="utf-8")
         if node == 0 and resolved is not None and any("://" in place for place in resolved.args.checkpoint_dir):
-            (folder / "committed-step").write_text(f"{newest_step(resolved.args, in_s3=in_s3)}\n", encoding="utf-8")
+            step = launch_flags.newest_step(resolved.args, in_s3=in_s3)
+            (folder / "committed-step").write_text(f"{step}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def tell(spec: Spec, further: Sequence[str] = ()) -> None:
     plural = "es" if spec.processes > 1 else ""
     args = spec.resolved.args
     checkpoints = ", ".join(f"{parent}/{spec.name}" for parent in args.checkpoint_dir)
-    reached = launch_flags.newest_step([parent for parent in args.checkpoint_dir if "://" not in parent], spec.name)
+    reached = launch_flags.newest_step(args, in_s3=False)
     for line in (
         f"{spec.name}: {where}, {spec.processes} process{plural} each, {spec.world_size} in all",
         f"run folder {args.run_dir}; checkpoints {checkpoints}; resumes from {args.resume_from_checkpoint}"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from smp_train import storage
 from smp_train.checkpoints import find
-from smp_train.checkpoints.export import export
+from smp_train.checkpoints.hf.export import export
 from smp_train.errors import CheckpointError
 from tests.distributed.test_checkpoints import resume, same_on_all, write
 from tests.distributed.test_resume import MESHES

@@ -230,7 +230,7 @@ def read_apart() -> str:
     """Let each rank read a tree of its own, as tensor ranks do; that of rank 1 is broken."""
     from smp_train import distributed
     from smp_train.checkpoints.aws.names import TensorReader
-    from smp_train.checkpoints.dcp import load_state
+    from smp_train.checkpoints.dcp.trees import load_state
     from smp_train.checkpoints.saver import Library, LibrarySaver
 
     class Broken(TensorReader):

@@ -165,9 +165,10 @@ row(CHECKPOINT, "meta_says_a_model_with_code", export, lambda at: meta(at, {"ste
 
 
 def index(folder: Path, data: bytes | Any) -> None:
-    """Replace the checkpoint's index, and commit it."""
+    """Replace the checkpoint's index, which becomes its only one, and commit it."""
     data = data if isinstance(data, bytes) else pickle.dumps(data)
     (of(folder) / ".metadata").write_bytes(data)
+    (of(folder) / "index.bin").write_bytes(b"another program's")
     commit(folder)
 
 

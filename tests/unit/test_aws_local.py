@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
+from smp_train.checkpoints.commit import open_folder
 from torch._tensor import _rebuild_from_type_v2
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from smp_train.checkpoints import dcp
 from smp_train.checkpoints.aws import flat, local
 from smp_train.checkpoints.aws.flat import FlatPart
-from smp_train.checkpoints.commit import open_folder
+from smp_train.checkpoints.dcp.pickled import Unpickler
 from smp_train.errors import CheckpointError
 
 
@@ -82,7 +82,7 @@ def test_no_object_of_the_program_is_changed(tmp_path: Path) -> None:
     assert not hasattr(torch._utils._rebuild_tensor_v2, "marker")
 
 
-@pytest.mark.parametrize("unpickler", [local._Unpickler, dcp._MetadataUnpickler])
+@pytest.mark.parametrize("unpickler", [local._Unpickler, Unpickler])
 def test_no_memory_is_taken_for_what_is_not_there(unpickler: Any) -> None:
     """An opcode that allocates whatever length it is given, before it reads as much."""
     with pytest.raises(KeyError):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state, open_checkpoint
 from smp_train.checkpoints.cli import in_bytes, main
-from smp_train.checkpoints.dcp_storage import TreeReader
-from smp_train.checkpoints.export import export
+from smp_train.checkpoints.dcp.storage import TreeReader
+from smp_train.checkpoints.hf.export import export
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hf_weights import load_pretrained
@@ -93,7 +93,7 @@ def test_what_is_there_is_not_overwritten_unasked(own: bool, llama: tuple[Path, 
         export(find(llama[1]), tmp_path)
     if not own:
         card.write_text(first.replace("| steps | 4 |", "| steps | 3 |"))
-    export(find(llama[1]), tmp_path, replace=True)
+    export(find(llama[1]), tmp_path, overwrite=True)
     assert card.read_text() == first
 
 
@@ -174,7 +174,8 @@ def test_the_verbs_from_s3_to_s3(tmp_path: Path, capsys: pytest.CaptureFixture[s
                 with pytest.raises(ConfigError, match=f"{place}/back"):
                     main(["export", f"{place}/ours", f"{place}/back"])
             else:
-                assert main(["export", f"{place}/ours", f"{place}/back", *split, *again]) == 0
+                words = ["export", f"{place}/ours", f"{place}/back", *split, *again]
+                assert main([*words, "--tokenizer", f"{place}/theirs"]) == 0
         assert main(["convert", f"{place}/back", f"{place}/converted", *split]) == 0
         back, converted = (download(f"{place}/{name}", tmp_path / name) for name in ("back", "converted"))
         for folder in (back, converted):

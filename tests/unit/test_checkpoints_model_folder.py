@@ -1,123 +1,244 @@
-"""A model that replaces another one: until it is whole the other one is there, and what is no part of either stays."""
+"""A new model never overwrites another one: it is moved aside first, and a kill leaves no folder that opens wrongly."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save
 
-from smp_train.checkpoints.model_folder import put, writing
+from smp_train import storage
+from smp_train.checkpoints.hf.model_folder import ModelFolder, check_writable, new_model
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.storage import Storage
+from smp_train.models.weight_files import WeightFiles
+from smp_train.storage.paths import names_in
+from smp_train.storage.paths import place as path_of
 
 INDEX = "model.safetensors.index.json"
+CARD = b"---\ntags: [smp-train]\n---\n"
 OLD = {
-    "config.json": b"old", "tokenizer.json": b"old", "generation_config.json": b"old",
+    "config.json": b"old", "tokenizer.json": b"old", "generation_config.json": b"old", "README.md": CARD,
     INDEX: json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "second.safetensors"}}).encode(),
-    "model-00001-of-00002.safetensors": b"old", "second.safetensors": b"old", "pytorch_model.bin": b"old",
+    "model-00001-of-00002.safetensors": save({"a": torch.ones(2)}),
+    "second.safetensors": save({"b": torch.ones(2)}),
+    "chat_template.jinja": b"old",
 }  # fmt: skip
-OTHERS = {"adapter_model.safetensors": b"mine", "model_card.md": b"mine", "training_args.bin": b"mine"}
-NEW = {"model.safetensors": b"new", "templates/chat.jinja": b"new", "tokenizer.json": b"new", "config.json": b"new"}
-AFTER = {**OTHERS, "generation_config.json": b"old", **NEW}
+OTHERS = {"model_card.md": b"mine", "training_args.bin": b"mine", "adapters/adapter_model.safetensors": b"mine"}
+NEW = {
+    "config.json": b"new", "tokenizer.json": b"new", "templates/chat.jinja": b"new",
+    "model.safetensors": save({"a": torch.full((2,), 2.0), "b": torch.full((2,), 2.0)}),
+}  # fmt: skip
+VALUES = {1.0: b"old", 2.0: b"new"}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def previous(model: dict[str, bytes], number: int = 1) -> dict[str, bytes]:
+    return {f"previous-{number}/{name}": data for name, data in model.items()}
 
 
-def fill(folder: Path) -> None:
-    folder.mkdir()
-    for name, data in {**OLD, **OTHERS}.items():
-        (folder / name).write_bytes(data)
+AFTER = {**OTHERS, **NEW, **previous(OLD)}
 
 
-def write(out: Storage) -> None:
-    for name, data in NEW.items():
-        put(out, name, data)
+def contents(place: Path | str) -> dict[str, bytes]:
+    folder = storage.at(place)
+    return {name: folder.read(name) for name in folder.files()}
 
 
-def test_a_model_is_replaced_by_one_that_is_whole(tmp_path: Path) -> None:
-    fill(tmp_path / "m")
-    with writing(tmp_path / "m", replace=True) as out:
+def fill(place: Path | str, model: dict[str, bytes] = OLD) -> None:
+    for name, data in {**model, **OTHERS}.items():
+        storage.at(place).put(name, data)
+
+
+def write(out: ModelFolder, model: dict[str, bytes] = NEW) -> None:
+    """Write config.json first, which must come last nevertheless."""
+    for name, data in model.items():
+        out.put_all({name: data})
+
+
+def test_an_existing_model_is_moved_aside(place: str) -> None:
+    fill(place)
+    with pytest.raises(ConfigError, match=r"holds a model already; .*--overwrite 1"), new_model(place):
+        pass
+    assert contents(place) == {**OLD, **OTHERS}
+    with new_model(place, overwrite=True) as out:
+        assert contents(place) == {**OTHERS, **previous(OLD)}
         write(out)
-        there = contents(tmp_path / "m")
-        assert {name: there.get(name) for name in {**OLD, **OTHERS}} == {**OLD, **OTHERS}
-    assert contents(tmp_path / "m") == AFTER
-    assert not (tmp_path / "m" / ".partial").exists()
+        assert "config.json" not in contents(place)
+    assert contents(place) == AFTER
+    with new_model(place, overwrite=True) as out:
+        write(out, OLD)
+    moved = {name: data for name, data in NEW.items() if "/" not in name}
+    expected = {**AFTER, **previous(moved, 2), **OLD}
+    del expected["model.safetensors"]
+    assert contents(place) == expected
 
 
-def test_no_file_of_an_earlier_tokenizer_is_left_beside_a_new_one(tmp_path: Path) -> None:
-    fill(tmp_path / "m")
-    earlier = {"tokenizer_config.json": b"old", "chat_template.jinja": b"old"}
-    for name, data in earlier.items():
-        (tmp_path / "m" / name).write_bytes(data)
-    with writing(tmp_path / "m", replace=True) as out:
+def test_files_of_the_user_stay(tmp_path: Path) -> None:
+    fill(tmp_path, {**OLD, "README.md": b"# My project\n"})
+    (tmp_path / "previous-7").mkdir()
+    with new_model(tmp_path, overwrite=True) as out:
         write(out)
-    assert earlier.items() <= contents(tmp_path / "m").items()  # of a model without one it is not known whose they are
-    with writing(tmp_path / "m", replace=True) as out:
-        put(out, "tokenizer_config.json", b"new")
+    others = {**OTHERS, "README.md": b"# My project\n"}
+    moved = {name: data for name, data in OLD.items() if name != "README.md"}
+    assert contents(tmp_path) == {**others, **NEW, **previous(moved, 8)}
+
+
+def test_no_adapter_stays_beside_a_model(tmp_path: Path) -> None:
+    """Transformers would open the adapter, and the weights it names, in place of the model."""
+    adapter = {"adapter_config.json": b"mine", "adapter_model.safetensors": b"mine"}
+    fill(tmp_path, adapter)
+    with pytest.raises(ConfigError, match="holds a model already"), new_model(tmp_path):
+        pass
+    with new_model(tmp_path, overwrite=True) as out:
         write(out)
-    assert contents(tmp_path / "m") == {**AFTER, "tokenizer_config.json": b"new"}
+    assert contents(tmp_path) == {**OTHERS, **NEW, **previous(adapter)}
 
 
-def test_a_model_that_does_not_get_whole_replaces_nothing(tmp_path: Path) -> None:
-    fill(tmp_path / "m")
+def test_weights_without_a_configuration_are_a_model_too(tmp_path: Path) -> None:
+    weights = {"pytorch_model.bin": b"mine", "adapter_model.safetensors": b"mine"}
+    fill(tmp_path, weights)
+    with pytest.raises(ConfigError, match="holds a model already"), new_model(tmp_path):
+        pass
+    with new_model(tmp_path, overwrite=True) as out:
+        write(out)
+    assert contents(tmp_path) == {**OTHERS, **NEW, **previous(weights)}
+
+
+@pytest.mark.parametrize("model", [{}, OLD])
+def test_an_error_leaves_no_part_of_the_new_model(model: dict[str, bytes], tmp_path: Path) -> None:
+    fill(tmp_path, model)
 
     def fail() -> None:
-        with writing(tmp_path / "m", replace=True) as out:
+        with new_model(tmp_path, overwrite=True) as out:
             write(out)
             raise CheckpointError("the disk is full")
 
     with pytest.raises(CheckpointError, match="the disk is full"):
         fail()
-    assert contents(tmp_path / "m") == {**OLD, **OTHERS}
-    with pytest.raises(ConfigError, match="holds a model already"), writing(tmp_path / "m"):
-        pass
-    assert contents(tmp_path / "m") == {**OLD, **OTHERS}
-
-
-def test_no_adapter_stays_beside_a_model_that_replaces_it(tmp_path: Path) -> None:
-    """Transformers would open the adapter, and the weights it names, in place of the model."""
-    for name in ("adapter_config.json", "adapter_model.safetensors", "notes.md"):
-        (tmp_path / name).write_bytes(b"mine")
-    with pytest.raises(ConfigError, match="holds a model already"), writing(tmp_path):
-        pass
-    with writing(tmp_path, replace=True) as out:
+    assert contents(tmp_path) == {**OTHERS, **previous(model)}
+    with new_model(tmp_path) as out:
         write(out)
-    assert contents(tmp_path) == {**NEW, "notes.md": b"mine"}
+    assert contents(tmp_path) == {**OTHERS, **NEW, **previous(model)}
 
 
-def test_a_replacement_that_is_cut_short_opens_as_neither_and_is_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=rf"cannot write to {tmp_path}/file"), new_model(tmp_path / "file") as out:
+        write(out)
+    with pytest.raises(CheckpointError, match=rf"--model_dir: cannot write to {tmp_path}/file"):
+        check_writable(tmp_path / "file", "model_dir")
+
+
+# --- a process that is killed: no operation later than the n-th has any effect, for every n
+
+
+class Killed(BaseException):
+    """The process has ended."""
+
+
+@contextlib.contextmanager
+def killed_in_folder(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[list[str]]:
+    """Let the first operations on files through, and none later; yield the list of operations."""
+    seen: list[str] = []
+
+    def counted(name: str) -> None:
+        original = getattr(Path, name)
+
+        def call(path: Path, *args: Any, **more: Any) -> Any:
+            if name != "open" or args == ("xb",):
+                seen.append(f"{name} {path.name}")
+                if len(seen) > after:
+                    raise Killed
+            return original(path, *args, **more)
+
+        patched.setattr(Path, name, call)
+
+    with monkeypatch.context() as patched, contextlib.suppress(Killed):
+        for name in ("rename", "unlink", "mkdir", "rmdir", "open"):
+            counted(name)
+        yield seen
+
+
+@contextlib.contextmanager
+def killed_in_s3(server: Any, after: int) -> Iterator[list[str]]:
+    """Let the first requests that change something through, and none later; yield the list of requests."""
+    seen: list[str] = []
+
+    def on_request(method: str, path: str) -> str | None:
+        if method not in ("PUT", "POST", "DELETE"):
+            return None
+        seen.append(f"{method} {path}")
+        return "AccessDenied" if len(seen) > after else None
+
+    server.on_request = on_request
+    with contextlib.suppress(CheckpointError):
+        yield seen
+    server.on_request = lambda method, path: None
+
+
+def opened(place: str) -> bytes | None:
+    """Return the model that a folder opens as, whose weights must be its configuration's; None if it does not open."""
+    folder = path_of(place)
+    if "config.json" not in names_in(folder):
+        return None
+    try:
+        with ExitStack() as stack:
+            files = WeightFiles(folder, stack)
+            values = {name: float(files.tensor(name)[...][0]) for name in files.files}
+    except CheckpointError:
+        return None
+    if values.keys() != {"a", "b"}:  # refused: it lacks parameters
+        return None
+    (value,) = set(values.values())
+    config = (folder / "config.json").read_bytes()
+    assert config == VALUES[value]
+    return config
+
+
+@pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_kill_at_any_operation_leaves_nothing_that_opens_wrongly(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Killed at each move: config.json, without which nothing opens, goes first and comes last."""
-    rename, unlink = Path.rename, Path.unlink
-    moves = 0
+    parent = str(tmp_path) if kind == "folder" else request.getfixturevalue("s3_place")
+    outcomes, after = [], 0
     while True:
-        folder = tmp_path / str(moves)
-        fill(folder)
-        left = moves
-
-        def killed(path: Path) -> None:
-            nonlocal left
-            if ".partial" not in path.name:  # of a file that is being written
-                left -= 1
-                if left < 0:
-                    raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "rename", lambda self, to: (killed(self), rename(self, to))[1])
-            patched.setattr(Path, "unlink", lambda self, **more: (killed(self), unlink(self, **more))[1])
-            try:
-                with writing(folder, replace=True) as out:
-                    write(out)
-            except KeyboardInterrupt:
-                assert contents(folder).get("config.json") == (None if moves else b"old")
-        with writing(folder, replace=True) as out:
+        place = f"{parent}/{after}"
+        fill(place)
+        if kind == "folder":
+            killing = killed_in_folder(monkeypatch, after)
+        else:
+            killing = killed_in_s3(request.getfixturevalue("server"), after)
+        with killing as seen, new_model(place, overwrite=True) as out:
             write(out)
-        assert contents(folder) == AFTER
-        if left >= 0:
+        outcomes.append(opened(place))
+        assert opened(f"{place}/previous-1") in (None, b"old")
+        with new_model(place, overwrite=True) as out:
+            write(out)
+        assert opened(place) == b"new"
+        after_all = contents(place)
+        assert {name: after_all[name] for name in {**OTHERS, **NEW}} == {**OTHERS, **NEW}
+        for name, data in OLD.items():  # nothing of the old model is lost
+            assert data in [content for path, content in after_all.items() if path.endswith(f"/{name}")], name
+        if kind == "folder":  # an interrupted move is completed in the same sub-folder
+            assert any(previous(OLD, number).items() <= after_all.items() for number in (1, 2))
+            assert not [name for name in after_all if name.endswith(".moving")]
+        if len(seen) <= after:
             break
-        moves += 1
-    assert moves == 9  # five old files go, four new ones come
+        after += 1
+    changes = [model for model, before in zip(outcomes, [None, *outcomes], strict=False) if model != before]
+    assert changes == [b"old", None, b"new"]
+    assert after > 20
+
+
+def test_a_model_that_somebody_wrote_after_an_interruption_is_moved_elsewhere(tmp_path: Path) -> None:
+    fill(tmp_path, {**previous(OLD), "previous-1/.moving": b"", **NEW})
+    with new_model(tmp_path, overwrite=True) as out:
+        write(out, OLD)
+    moved = {name: data for name, data in NEW.items() if "/" not in name}
+    expected = {**OTHERS, **OLD, **previous(OLD), **previous(moved, 2)}
+    assert contents(tmp_path) == {**expected, "previous-1/.moving": b"", "templates/chat.jinja": b"new"}

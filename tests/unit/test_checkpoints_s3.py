@@ -10,14 +10,13 @@ import pytest
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.checkpoints import commit, find, open_checkpoint
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
-from smp_train.checkpoints.model_folder import writing
 from smp_train.checkpoints.runs import summary
+
+from smp_train.checkpoints import commit, find, open_checkpoint
 from smp_train.errors import CheckpointError
 from smp_train.storage import client, s3
 from tests.checkpoint_files import files, keys, loaded, manager, save, state
-from tests.unit.test_checkpoints_model_folder import AFTER, OLD, OTHERS, write
 
 CHANGES = ("PUT", "POST", "DELETE")
 
@@ -215,16 +214,6 @@ def test_what_is_refused_is_named_and_is_no_damage(server, place):
 
 
 # --- what is there already
-
-
-def test_a_model_is_replaced_by_one_that_is_whole(place):
-    folder = open_folder(place)
-    for name, data in {**OLD, **OTHERS}.items():
-        folder.put("", name, data)
-    with writing(place, replace=True) as out:
-        write(out)
-        assert all(folder.read("", name) == data for name, data in {**OLD, **OTHERS}.items())
-    assert {name: folder.read("", name) for name in folder.storage.files()} == AFTER
 
 
 def test_what_others_put_there_stays(place):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from smp_train.arguments import parse
+from smp_train.checkpoints.format import META, FileRecord, Marker
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import (
     container,
@@ -51,9 +52,9 @@ def program(tmp_path: Path, text: str) -> list[str]:
 
 
 def test_peers_of_a_failed_worker_have_time_to_commit_and_to_leave() -> None:
-    from smp_train.checkpoints import manager  # not above: a launcher does without torch
+    from smp_train.checkpoints import save  # not above: a launcher does without torch
 
-    assert supervisor.GRACE_SECONDS >= manager.ABANDON_SECONDS + 5
+    assert supervisor.GRACE_SECONDS >= save.ABANDON_SECONDS + 5
 
 
 def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -402,10 +403,20 @@ def test_gpus_are_counted_as_the_job_sees_them(monkeypatch: pytest.MonkeyPatch, 
         agent.count_gpus()
 
 
-def committed(folder: Path, step: int, name: str = "", **more: int) -> None:
+def committed(folder: Path, step: int, name: str = "", generation: int = 1) -> None:
     place = folder / (name or f"llama_v2-{step}steps")
     place.mkdir(parents=True)
-    (place / "COMMITTED").write_text(json.dumps({"step": step, **more}))
+    (place / "COMMITTED").write_bytes(marker(step, generation))
+
+
+def marker(step: int, generation: int) -> bytes:
+    return Marker(step, "llama_v2", generation, {META: FileRecord(2, "0" * 8)}).to_bytes()
+
+
+def newest(*parents: Path | str, run: str = "mine", in_s3: bool = True) -> int:
+    policies = [[f"--{name}", *["1"] * len(parents)] for name in ("checkpoint_freq", "num_kept_checkpoints")]
+    words = [f"--run_name={run}", "--checkpoint_dir", *map(str, parents), *policies[0], *policies[1]]
+    return flags.newest_step(parse(words, {}).args, in_s3=in_s3)
 
 
 @pytest.mark.parametrize(
@@ -460,10 +471,10 @@ def test_newest_of_several_folders(tmp_path: Path) -> None:
     (tmp_path / "b/mine/llama_v2-500steps").mkdir()
     (tmp_path / "b/mine/llama_v2-600steps").mkdir()
     (tmp_path / "b/mine/llama_v2-600steps/COMMITTED").write_bytes(b"\xff")
-    places = [str(tmp_path / "a"), str(tmp_path / "b"), "/nowhere"]
-    assert flags.newest_step(places, "mine") == 100
-    assert [flags.newest_step(one, "mine") for one in (["/nowhere"], [str(tmp_path / "a")])] == [0, 10]
-    assert flags.newest_step(places, "none") == 0
+    assert newest(tmp_path / "a", tmp_path / "b", "/nowhere", "local:/nvme") == 100
+    assert [newest("/nowhere"), newest(tmp_path / "a"), newest(tmp_path / "b", run="none")] == [0, 10, 0]
+    (tmp_path / "file").touch()
+    assert newest(tmp_path / "file") == 0, "it cannot be read"
 
 
 def test_newest_of_several_generations(tmp_path: Path) -> None:
@@ -471,12 +482,12 @@ def test_newest_of_several_generations(tmp_path: Path) -> None:
     run = tmp_path / "a/mine"
     committed(run, 50, generation=3)
     committed(run, 90, generation=2)
-    committed(run, 80)  # of the first
+    committed(run, 80)
     committed(run, 40, generation=3)
     committed(run, 50, "llama_v2-50steps-3f", generation=2)
-    assert flags.newest_step([str(tmp_path / "a")], "mine") == 50
-    committed(tmp_path / "b/mine", 45, "llama_v2-45steps-0a", generation=4)
-    assert flags.newest_step([str(tmp_path / "a"), str(tmp_path / "b")], "mine") == 45
+    assert newest(tmp_path / "a") == 50
+    committed(tmp_path / "b/mine", 45, "llama_v2-45steps-2", generation=4)
+    assert newest(tmp_path / "a", tmp_path / "b") == newest(tmp_path / "b", tmp_path / "a") == 45
 
 
 def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,17 +500,15 @@ def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         s3 = boto3.client("s3")
         s3.create_bucket(Bucket="bucket")
         for step, generation in ((5, 2), (10, 2), (70, 1)):
-            marker = json.dumps({"step": step, "generation": generation}).encode()
-            s3.put_object(Bucket="bucket", Key=f"x/run/llama-{step}steps/COMMITTED", Body=marker)
-        for key in ("x/run/llama-90steps/a/x", "x/run/9/x", "x/run/llama-50steps/DAMAGED"):
+            s3.put_object(Bucket="bucket", Key=f"x/mine/llama-{step}steps/COMMITTED", Body=marker(step, generation))
+        for key in ("x/mine/llama-90steps/a/x", "x/mine/9/x", "x/mine/llama-50steps/DAMAGED"):
             s3.put_object(Bucket="bucket", Key=key, Body=b"")
-        assert flags.newest_step(["s3://bucket/x"], "run") == 10
-        assert flags.newest_step(["s3://bucket/x"], "other") == 0
-        args = parse(["--checkpoint_dir", "s3://bucket/x", "local:/nvme", "--run_name=run"], {}).args
-        assert agent.newest_step(args, in_s3=True) == 10
-        assert agent.newest_step(args, in_s3=False) == 0, "outside of the container boto3 may be missing"
-        with pytest.raises(SmpTrainError, match="s3://none/x/run: "):
-            flags.newest_step(["s3://none/x"], "run")
+        assert newest("s3://bucket/x", "local:/nvme") == 10
+        assert newest("s3://bucket/x", run="other") == 0
+        assert newest("s3://bucket/x", in_s3=False) == 0, "who submits a run may have no access"
+        with pytest.raises(SmpTrainError, match="s3://none/x/mine: ") as failed:
+            newest("s3://none/x")
+        assert failed.value.exit_code == 1, "a later start may be luckier"
 
 
 def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path) -> None:

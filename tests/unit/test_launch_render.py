@@ -14,6 +14,7 @@ import pytest
 
 from smp_train import cli
 from smp_train.arguments.aliases import NAMES
+from smp_train.checkpoints.format import META, FileRecord, Marker
 from smp_train.errors import ConfigError
 from smp_train.launch import environment, instances, local, options, sagemaker, slurm
 from smp_train.launch.sagemaker import job
@@ -380,7 +381,7 @@ def test_submitted_by_what_sbatch_answers_alone(
     for step, name in ((9, "other"), (7, "run")):
         marker = tmp_path / f"checkpoints/{name}/x-{step}steps/COMMITTED"
         marker.parent.mkdir(parents=True)
-        marker.write_text(json.dumps({"step": step}))
+        marker.write_bytes(Marker(step, "x", 1, {META: FileRecord(2, "0" * 8)}).to_bytes())
         assert cli.main([*words, "--check"]) == 0
         assert (said in capsys.readouterr().err) is (name == "run")
     double(tmp_path / "bin", "sbatch", 'echo "sbatch: error: Invalid partition" >&2; exit 1')

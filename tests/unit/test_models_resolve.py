@@ -199,8 +199,8 @@ def test_a_name_on_the_hub_brings_its_chat_template_and_how_it_generates(
 ) -> None:
     import huggingface_hub
 
-    from smp_train.checkpoints.model_card import hub_name
-    from smp_train.checkpoints.tokenizer import beside, opened
+    from smp_train.checkpoints.hf.card import hub_name
+    from smp_train.checkpoints.hf.tokenizer import open_tokenizer, tokenizer_folder
 
     hub, cache = tmp_path / "hub", tmp_path / "models--org--tiny/snapshots/abc"
     write_tokenizer(hub, PLAIN)
@@ -220,7 +220,7 @@ def test_a_name_on_the_hub_brings_its_chat_template_and_how_it_generates(
     assert spec.pretrained == str(cache)
     assert hub_name(spec.pretrained) == "org/tiny"
     assert spec.generation == {"eos_token_id": [1, 2]}
-    with opened(beside(spec.pretrained) or "") as tokenizer:
+    with open_tokenizer(tokenizer_folder(spec.pretrained) or "") as tokenizer:
         assert tokenizer.chat_template == PLAIN
 
 

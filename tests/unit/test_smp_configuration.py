@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from smp_train.checkpoints.export import export_weights
+from smp_train.checkpoints.hf.export import export
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hugging_face import config_of
 from smp_train.models.initialization import initialise
@@ -40,7 +40,10 @@ def test_a_configuration_of_transformers_5_is_read_and_written(family: str, tmp_
     assert float(rotations.max() / rotations.min()) == pytest.approx(ratio, rel=1e-4)
     materialise(model, "cpu")
     initialise(model, 1)
-    export_weights({name: p.detach() for name, p in model.named_parameters()}, spec.config, tmp_path / "ours")
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    config = spec.config
+    saved: Any = SimpleNamespace(path="ours", step=1, meta={}, tokenizer=dict, model_config=lambda: config)
+    export(saved, tmp_path / "ours", weights=weights)
     written = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert written.get("dtype", written.get("torch_dtype")) == "float32"
     # What a checkpoint says of its model, too.

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from smp_train.checkpoints.aws.names import HubReader, RankReader, TensorReader, Tree
-from smp_train.checkpoints.dcp import Reader, load_state
+from smp_train.checkpoints.dcp.storage import Reader
+from smp_train.checkpoints.dcp.trees import load_state
 from smp_train.errors import CheckpointError
 from smp_train.models.smp_names import HubModel, Ranks, blocks
 

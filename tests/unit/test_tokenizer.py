@@ -13,7 +13,7 @@ import pytest
 
 from smp_train import resume
 from smp_train.arguments import parse
-from smp_train.checkpoints import tokenizer
+from smp_train.checkpoints.hf import tokenizer
 from smp_train.data.kinds import Kind
 from smp_train.data.rows import Recipe
 from smp_train.errors import ConfigError
@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def template_of(files: dict[str, bytes]) -> Any:
-    with tokenizer.from_files(files) as found:
+    with tokenizer.tokenizer_from(files) as found:
         return found and found.chat_template
 
 
@@ -100,12 +100,12 @@ def test_the_template_that_chats_were_read_with_is_kept(made: Path, tmp_path: Pa
 def test_a_checkpoints_tokenizer_is_named_and_not_the_folder_it_is_copied_to(made: Path) -> None:
     """That of any rank: where one fails, all repeat its line."""
     files = tokenizer.tokenizer_files(str(made / "text"))
-    with pytest.raises(ConfigError, match=r"^the checkpoint's tokenizer: has"), tokenizer.written(files) as folder:
+    with pytest.raises(ConfigError, match=r"^the checkpoint's tokenizer: has"), tokenizer.folder_of(files) as folder:
         Recipe(CHATS, tokenizer=folder).open()
     broken = {**files, "tokenizer.json": b"{"}
-    with pytest.raises(ConfigError, match=r"^the checkpoint's tokenizer cannot"), tokenizer.written(broken) as folder:
+    with pytest.raises(ConfigError, match=r"^the checkpoint's tokenizer cannot"), tokenizer.folder_of(broken) as folder:
         load_tokenizer(folder)
-    with pytest.raises(ConfigError, match=r"^rank 1 on HOST: the checkpoint's tokenizer: has"), tokenizer.written({}):
+    with pytest.raises(ConfigError, match=r"^rank 1 on HOST: the checkpoint's tokenizer: has"), tokenizer.folder_of({}):
         raise ConfigError(f"rank 1 on HOST: --tokenizer {folder}: has no chat template")
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
+from smp_train.checkpoints.dcp.storage import Reader
+from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.layouts import flat_order

@@ -18,7 +18,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from smp_train.checkpoints.aws.flat import MODEL_CONFIG, FlatPart, StoredTensor
-from smp_train.checkpoints.dcp import PlainLoadPlanner, Reader, plain_value, saved_entries
+from smp_train.checkpoints.dcp.storage import Reader
+from smp_train.checkpoints.dcp.trees import PlainLoadPlanner, plain_value, saved_entries
 from smp_train.errors import CheckpointError, first_line
 from smp_train.models.weight_files import refuse_compressed
 

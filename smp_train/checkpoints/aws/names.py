@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from smp_train.checkpoints.dcp import Reader
+from smp_train.checkpoints.dcp.storage import Reader
 from smp_train.errors import CheckpointError, first_few
 from smp_train.models.hf_weights import NOT_WEIGHTS
 from smp_train.models.hub_names import canonical_name

@@ -27,8 +27,8 @@ from smp_train.checkpoints.aws import flat, local
 from smp_train.checkpoints.aws.names import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
 from smp_train.checkpoints.checkpoint import TORCHS, Checkpoint
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
-from smp_train.checkpoints.dcp_storage import TreeReader
+from smp_train.checkpoints.dcp.storage import Reader, TreeReader
+from smp_train.checkpoints.dcp.trees import load_state, plain_values, saved_entries
 from smp_train.checkpoints.find import parent_of
 from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.format import BEGUN, COMMITTED, META, METADATA, Marker
@@ -250,10 +250,7 @@ def _check_trees(storage: RunFolder, name: str, folders: list[str], files: Mappi
             raise CheckpointError(f"{folder} is of no tensor and expert rank")
         if posixpath.join(folder, METADATA) not in files:
             raise CheckpointError(f"{posixpath.join(folder, METADATA)} is missing")
-        for info in _tree_reader(storage, name, folder, files).read_metadata().storage_data.values():
-            file = posixpath.join(folder, info.relative_path)
-            if files.get(file, 0) < info.offset + info.length:
-                raise CheckpointError(f"{file} is missing or cut short")
+        _tree_reader(storage, name, folder, files).preload()
     writers = {(writer.tensor, writer.expert, _shard(folder)) for folder, writer in ranks.items()}
     degrees = ranks[folders[0]]
     shards = range(1 + max(shard for _, _, shard in writers))

@@ -144,7 +144,7 @@ def _names(checkpoint: Any, weights: dict[str, Any], names: dict[str, list[str]]
     """
     import torch
 
-    from smp_train.checkpoints.dcp import read_tensor
+    from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
     from smp_train.models import smp_names
 
     def unread() -> list[str]:
@@ -161,7 +161,7 @@ def _names(checkpoint: Any, weights: dict[str, Any], names: dict[str, list[str]]
         reader = checkpoint.reader(part)
         shares = [(name, share) for name, value in weights.items() for dim in range(value.ndim)
                   for share in (value, value.tensor_split(ranks.tensors, dim)[ranks.tensor])]  # fmt: skip
-        for key in reader.read_metadata().state_dict_metadata:
+        for key in saved_entries(reader):
             rows: Any = read_tensor(reader, key) if key.startswith("model.") else []
             recognised = [key.removeprefix("model.")]
             while len(rows):

@@ -1,0 +1,191 @@
+"""The index of a tree as flat arrays, and our file of them, ``index.bin``, which nothing has to unpickle.
+
+The file is `MAGIC`, the CRC-32 of all that follows (8 hexadecimal digits), a header in one line of JSON, and 5 arrays:
+offsets and sizes of all chunks (one number per dimension), then the file number, start and length of all records. Each
+chunk of a tensor has one record, and so has an entry that is not a tensor. Header: ``files``, names of files;
+``entries``, lists of (name, dtype, shape, number of records), dtype null for an entry that is not a tensor;
+``metadata``, size of the ``.metadata`` written at the same time; ``arrays``, NumPy type and length of each array.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+from smp_train.checkpoints.format import checksum_of
+from smp_train.distributed.dtensor import DTensor
+
+INDEX = "index.bin"
+MAGIC = b"smpidx1\n"
+_BODY = len(MAGIC) + 8
+Header = dict[str, Any]
+
+
+class TensorEntry(dcp.TensorStorageMetadata):
+    """A saved tensor. DCP's record of a chunk is made when it is asked for: a large model has a million chunks."""
+
+    def __init__(self, dtype: torch.dtype, size: list[int], offsets: Any, sizes: Any) -> None:
+        """``offsets`` and ``sizes`` have one row per chunk and one column per dimension."""
+        self.properties, self.size = dcp.TensorProperties(dtype=dtype), torch.Size(size)
+        self.offsets, self.sizes = offsets, sizes
+
+    @property
+    def chunks(self) -> list[dcp.ChunkStorageMetadata]:  # type: ignore[override]
+        """All chunks."""
+        return self._chunks(...)
+
+    def overlapping(self, boxes: Iterable[dcp.ChunkStorageMetadata]) -> dcp.TensorStorageMetadata:
+        """Return the entry with only those chunks that overlap ``boxes``. ValueError if they do not fill the boxes."""
+        rows = np.zeros(len(self.offsets), bool)
+        for box in boxes:
+            low, extent = np.array((box.offsets, box.sizes), np.int64)
+            high = np.minimum(self.offsets + self.sizes, low + extent)
+            volumes = np.maximum(high - np.maximum(self.offsets, low), 0).prod(axis=1)
+            if volumes.sum() < math.prod(box.sizes):
+                raise ValueError(f"only {volumes.sum()} of {math.prod(box.sizes)} numbers are saved")
+            rows |= volumes > 0
+        return dcp.TensorStorageMetadata(self.properties, self.size, self._chunks(rows))
+
+    def _chunks(self, rows: Any) -> list[dcp.ChunkStorageMetadata]:
+        pairs = zip(self.offsets[rows].tolist(), self.sizes[rows].tolist(), strict=True)
+        return [dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in pairs]
+
+
+class _Records:
+    """DCP's ``storage_data``: the file, start and length of a chunk or another value."""
+
+    def __init__(self, entries: dict[str, Any], first: dict[str, int], files: list[str], columns: list[Any]) -> None:
+        """``first`` is each entry's first record."""
+        self._entries, self._first, self._files, self._columns = entries, first, files, columns
+
+    def __getitem__(self, key: dcp.MetadataIndex) -> _StorageInfo:
+        record = self._first[key.fqn]
+        if key.offset is not None:
+            record += int((self._entries[key.fqn].offsets == key.offset).all(axis=1).nonzero()[0][0])
+        file, start, length = (int(column[record]) for column in self._columns)
+        return _StorageInfo(self._files[file], start, length)
+
+
+def pack(metadata: dcp.Metadata) -> tuple[Header, list[Any]]:
+    """Return the header and arrays of DCP's index, without chunks that are not stored."""
+    stored: dict[str, dict[Any, _StorageInfo]] = {}
+    for key, info in metadata.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError("its entries are transformed, by compression or otherwise, which is not read here")
+        stored.setdefault(key.fqn, {})[key.offset] = info
+    infos: list[_StorageInfo] = []
+    chunks: list[dcp.ChunkStorageMetadata] = []
+    entries: list[Any] = []
+    for name, entry in metadata.state_dict_metadata.items():
+        records = stored.get(name, {})
+        if isinstance(entry, dcp.BytesStorageMetadata):
+            infos.append(records[None])
+            entries.append((name, None, (), 1))
+        else:
+            saved = [chunk for chunk in entry.chunks if chunk.offsets in records]
+            infos += [records[chunk.offsets] for chunk in saved]
+            chunks += saved
+            entries.append((name, str(entry.properties.dtype).removeprefix("torch."), tuple(entry.size), len(saved)))
+    numbers = {file: number for number, file in enumerate(dict.fromkeys(info.relative_path for info in infos))}
+    columns: tuple[Iterable[int], ...] = (
+        chain.from_iterable(chunk.offsets for chunk in chunks), chain.from_iterable(chunk.sizes for chunk in chunks),
+        (numbers[info.relative_path] for info in infos), (info.offset for info in infos),
+        (info.length for info in infos),
+    )  # fmt: skip
+    return {"files": list(numbers), "entries": entries}, [np.fromiter(column, np.int64) for column in columns]
+
+
+def encode(header: Header, columns: list[Any]) -> bytes:
+    """Return ``index.bin``, with each array in the smallest type that holds its numbers."""
+    arrays = [column.astype(np.min_scalar_type(column.max(initial=0))) for column in columns]
+    header = header | {"arrays": [(array.dtype.str, len(array)) for array in arrays]}
+    body = json.dumps(header).encode() + b"\n" + b"".join(array.tobytes() for array in arrays)
+    return MAGIC + checksum_of([body]).crc32.encode() + body
+
+
+def decode(data: bytes, metadata_bytes: int) -> tuple[Header, list[Any]] | None:
+    """Return header and arrays; None for another format, and for an index of a ``.metadata`` of another size.
+
+    Raises any exception for an invalid index.
+    """
+    if not data.startswith(MAGIC):
+        return None
+    body: Any = memoryview(data)[_BODY:]
+    if checksum_of([body]).crc32.encode() != data[len(MAGIC) : _BODY]:
+        raise ValueError("its checksum is not that of its contents")
+    position = data.index(b"\n", _BODY) + 1
+    header = json.loads(data[_BODY:position])
+    columns = []
+    for kind, length in header["arrays"]:
+        if kind not in ("|u1", "<u2", "<u4", "<u8"):
+            raise ValueError(f"it has an array of type {kind}")
+        array = np.frombuffer(data, kind, length, position)  # ValueError if fewer numbers are left
+        columns.append(array.astype(np.int64))
+        position += array.nbytes
+    return (header, columns) if header["metadata"] == metadata_bytes else None
+
+
+def unpack(header: Header, columns: list[Any], files: Mapping[str, int]) -> dcp.Metadata:
+    """Return DCP's index of a tree of ``files`` (name: size in bytes).
+
+    Raises any exception for a file outside the tree, bytes outside a file, a chunk outside its tensor, and a tensor
+    larger than all files, for which memory would be allocated.
+    """
+    offsets, sizes, numbers, starts, lengths = columns
+    names, total = header["files"], sum(files.values())
+    if outside := [name for name in names if name not in files]:
+        raise ValueError(f"it names {outside[0]!r}, which is not a file of this checkpoint")
+    ends = np.array([files[name] for name in names], np.int64)[numbers]
+    invalid = (starts < 0) | (lengths < 0) | (lengths > ends - starts)
+    if invalid.any():
+        raise ValueError(f"it names bytes that {names[numbers[invalid.argmax()]]} does not have")
+    entries: dict[str, Any] = {}
+    first: dict[str, int] = {}
+    record = position = 0
+    for name, kind, shape, count in header["entries"]:
+        first[name], record = record, record + count
+        if kind is None:
+            entries[name] = dcp.BytesStorageMetadata()
+            continue
+        dtype = vars(torch).get(kind)
+        if not isinstance(dtype, torch.dtype) or min(count, *shape, 0) < 0:
+            raise ValueError(f"{name} has {count} chunks of type {kind} and shape {list(shape)}")
+        if math.prod(shape) * dtype.itemsize > total:
+            raise ValueError(f"{name} would have {list(shape)} numbers, and all files together have {total} bytes")
+        rows = slice(position, position + count * len(shape))
+        low, extent = (array[rows].reshape(count, len(shape)) for array in (offsets, sizes))
+        if not ((low >= 0) & (extent >= 0) & (extent <= np.array(shape, np.int64) - low)).all():
+            raise ValueError(f"{name} has a chunk outside its shape {list(shape)}")
+        entries[name], position = TensorEntry(dtype, shape, low, extent), rows.stop
+    if [position, position, record, record, record] != [len(column) for column in columns]:
+        raise ValueError("its arrays have other lengths than its entries need")
+    return dcp.Metadata(entries, storage_data=_Records(entries, first, names, columns[2:]),
+                        storage_meta=dcp.StorageMeta())  # fmt: skip
+
+
+def narrowed(metadata: dcp.Metadata, state: Mapping[str, Any]) -> dcp.Metadata:
+    """Return the index with only those chunks of the tensors in ``state`` that this rank needs.
+
+    DCP's planner compares all chunks with this rank's shards in Python: half a minute for a million chunks.
+    """
+    entries = dict(metadata.state_dict_metadata)
+    for name, value in state.items():
+        entry = entries.get(name)
+        if not (isinstance(entry, TensorEntry) and isinstance(value, torch.Tensor) and entry.size == value.size()):
+            continue
+        if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None:
+            try:
+                entries[name] = entry.overlapping(_create_chunk_list(value))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    return replace(metadata, state_dict_metadata=entries)

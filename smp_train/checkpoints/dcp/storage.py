@@ -1,0 +1,250 @@
+"""torch.distributed.checkpoint on a `Storage`: files are checksummed while DCP writes them."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import posixpath
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import IO, Any, BinaryIO
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.futures import Future
+
+from smp_train.checkpoints.collective import REMEDY, root_cause
+from smp_train.checkpoints.dcp import index
+from smp_train.checkpoints.dcp.index import INDEX
+from smp_train.checkpoints.dcp.pickled import unpickle
+from smp_train.checkpoints.format import METADATA, Checksum, FileRecord, checksum_of
+from smp_train.distributed.agree import here
+from smp_train.errors import CheckpointError
+from smp_train.models.weight_files import refuse_compressed
+from smp_train.progress import MOVED
+from smp_train.storage import Range, Storage, is_s3, s3, wait_for
+from smp_train.storage.ranges import RangeFile
+
+
+class _Checksummed(io.RawIOBase):
+    """Writes to a file and computes its record."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._checksum = file, Checksum()
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.record().size
+
+    def write(self, data: Any) -> int:
+        with memoryview(data).cast("B") as view:
+            self._checksum.add(view)
+            self._file.write(view)
+            MOVED.done += len(view)
+            return len(view)
+
+    def record(self) -> FileRecord:
+        return self._checksum.record()
+
+
+class _Files:
+    """The file system that DCP writes to and reads from."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.records: dict[str, FileRecord] = {}
+        self.expected_bytes = 0
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:
+        """Yield a stream to or from a file. `TreeReader` reads from S3 itself, so that stream is empty."""
+        if mode == "rb":
+            folder = self._storage.location
+            with io.BytesIO() if is_s3(folder) else open(f"{folder}/{path}", "rb") as file:
+                yield file
+        else:
+            with self._storage.writer(str(path), self.expected_bytes) as file:
+                checksummed: Any = _Checksummed(file)
+                yield checksummed
+            self.records[str(path)] = checksummed.record()
+
+    def put(self, path: str, data: bytes) -> None:
+        self._storage.put(path, data)
+        self.records[path] = checksum_of([data])
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return posixpath.join(path, suffix)
+
+
+class TreeWriter(FileSystemWriter):
+    """Writes one file per rank into a tree, and on rank 0 its two indexes.
+
+    Attributes:
+        on_stage: called with ``write`` and ``checksum`` as this rank reaches these stages.
+    """
+
+    def __init__(self, storage: Storage, folder: str, begun: str) -> None:
+        """``folder`` is the tree's; rank 0 has written the file ``begun`` to mark the attempt."""
+        super().__init__(folder, single_file_per_rank=True, sync_files=False)
+        self._storage, self._begun, self._folder = storage, begun, folder
+        self.path, self._files = folder, _Files(storage)
+        self.fs = self._files  # type: ignore[assignment]
+        self.on_stage: Callable[[str], None] = lambda stage: None
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """The records of the files that this rank has written, by path in the tree."""
+        return {posixpath.relpath(name, self._folder): record for name, record in self._files.records.items()}
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse to write if this rank does not see the attempt that rank 0 has begun."""
+        if not wait_for(lambda: self._storage.exists(self._begun)):
+            raise CheckpointError(
+                here(
+                    f"does not see {self._begun}, which rank 0 made: the nodes do not share {self._storage.location}; "
+                    "give a --checkpoint_dir that they do"
+                )
+            )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name each rank's file. In S3 it begins with a digit, as S3 splits its load by the first characters."""
+        spread = is_s3(self._storage.location)
+        names = [f"{i % 16:x}/__{i}_" if spread else f"__{i}_" for i in range(len(plans))]
+        return [replace(plan, storage_data=_StoragePrefix(name)) for plan, name in zip(plans, names, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file and record it."""
+        try:
+            self.on_stage("write")
+            self._files.expected_bytes = sum(_stored_bytes(item) for item in plan.items)
+            MOVED.begin(self._files.expected_bytes)
+            results = super().write_data(plan, planner)
+            self.on_stage("checksum")
+        except Exception as error:
+            # DCP pickles the error for all other ranks, which not every error can be: a message always can.
+            raise CheckpointError(here(self._explained(error))) from error
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write both indexes, on rank 0: DCP's own for other programs, and ours, which loads faster."""
+        metadata.storage_data = {result.index: result.storage_data for share in results for result in share}
+        metadata.storage_meta = StorageMeta(save_id=self.save_id)  # no path: a checkpoint may be copied elsewhere
+        data = pickle.dumps(metadata)
+        header, columns = index.pack(metadata)
+        for name, content in ((METADATA, data), (INDEX, index.encode(header | {"metadata": len(data)}, columns))):
+            self._files.put(posixpath.join(self._folder, name), content)
+
+    def _explained(self, error: Exception) -> str:
+        message = root_cause(error)
+        try:
+            free = shutil.disk_usage(self._storage.location).free
+        except OSError:  # S3 has no disk
+            return message
+        if free < 1 << 20 and REMEDY not in message:  # torch's stream writer loses the reason for a short write
+            message = f"{message}; {REMEDY}"
+        return f"{message} ({free >> 20} MiB free there)" if REMEDY in message else message
+
+
+def _stored_bytes(item: Any) -> int:
+    """Return about how many bytes an item of a plan takes in its file."""
+    if item.tensor_data is None:
+        return 1 << 16
+    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize) + 4096
+
+
+class Reader(StorageReader):
+    """A DCP reader that reads the index before DCP asks for it, so that a failure has one clear message."""
+
+    _metadata: Metadata | None = None
+
+    def preload(self) -> None:
+        """Read the index. Raises `CheckpointError`."""
+        raise NotImplementedError
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index; it is read once."""
+        if self._metadata is None:
+            self.preload()
+        assert self._metadata is not None
+        return self._metadata
+
+
+class TreeReader(Reader, FileSystemReader):
+    """Reads one tree, and only the ``files`` (name: size in bytes) in it; from S3 several entries at once."""
+
+    def __init__(self, storage: Storage, folder: str, files: Mapping[str, int]) -> None:
+        super().__init__(folder)
+        self.files, self.path = files, folder
+        self._storage, self._folder = storage, folder
+        self.fs = _Files(storage)  # type: ignore[assignment]
+        self._next_entries: Iterator[bytes] = iter(())
+
+    def preload(self) -> None:
+        """Read our index, or DCP's in a tree of another program. Raises `CheckpointError`."""
+        name = METADATA
+        try:
+            if METADATA not in self.files:
+                raise ValueError("it is missing, a link, or not a file of this checkpoint")
+            packed = None
+            if INDEX in self.files:
+                name = INDEX
+                packed = index.decode(self._whole_file(INDEX), self.files[METADATA])
+            if packed is None:
+                name = METADATA
+                packed = index.pack(unpickle(self._whole_file(METADATA)))
+            self._metadata = index.unpack(*packed, self.files)
+        except Exception as error:
+            path = posixpath.join(self._storage.location, self._folder, name)
+            raise CheckpointError(f"{path} cannot be read: {root_cause(error)}") from error
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's entries, file by file as `FileSystemReader` does."""
+        by_file: dict[str, list[tuple[str, int, int]]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            by_file.setdefault(info.relative_path, []).append((info.relative_path, info.offset, info.length))
+        spans = [span for spans in by_file.values() for span in spans]
+        MOVED.begin(sum(length for _, _, length in spans))
+        if is_s3(self._storage.location):
+            self._next_entries = self._read_spans(spans)
+        return super().read_data(plan, planner)
+
+    def _whole_file(self, name: str) -> bytes:
+        return next(self._read_spans([(name, 0, self.files[name])]))
+
+    def _read_spans(self, spans: list[tuple[str, int, int]]) -> Iterator[bytes]:
+        """Yield each (file, start, length), in several requests if it is larger than one part."""
+        part = s3.PART_BYTES
+        pieces = self._storage.ranges(
+            Range(posixpath.join(self._folder, file), start + done, min(part, length - done))
+            for file, start, length in spans
+            for done in range(0, length, part)
+        )
+        for _, _, length in spans:
+            yield b"".join(next(pieces) for _ in range(0, length, part))
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        MOVED.done += sinfo.length
+        if is_s3(self._storage.location):
+            data = io.BytesIO(next(self._next_entries))
+            if data.getbuffer().nbytes != sinfo.length:
+                raise EOFError(f"{sinfo.relative_path} is shorter than its index says")
+            refuse_compressed(data)
+            return data
+
+        def read(start: int, length: int) -> bytes:
+            file.seek(sinfo.offset + start)
+            return bytes(file.read(length))
+
+        refuse_compressed(io.BufferedReader(RangeFile(sinfo.length, read)))
+        view: IO[bytes] = super()._slice_file(file, sinfo)  # torch reads into the tensor without a copy of the entry
+        return view

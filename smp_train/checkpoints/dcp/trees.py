@@ -1,0 +1,207 @@
+"""Save and load one tree of all ranks: the checkpoint must hold what is loaded, no more and no less."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from smp_train.checkpoints.collective import gather, root_cause
+from smp_train.checkpoints.dcp.index import narrowed
+from smp_train.checkpoints.dcp.planner import SavePlanner
+from smp_train.checkpoints.dcp.storage import Reader, TreeWriter
+from smp_train.checkpoints.state import State, present
+from smp_train.distributed.agree import ALL_RANKS, group, is_alone, unless
+from smp_train.errors import CheckpointError, first_few
+
+logger = logging.getLogger(__name__)
+
+NOT_NEEDED = "optim.param_groups"
+"""Part of torch's own optimizer state dicts; the run's arguments set the hyper-parameters."""
+
+
+class PlainLoadPlanner(DefaultLoadPlanner):
+    """Unpickles no arbitrary objects, and keeps each rank's plan on that rank.
+
+    DCP sends all plans through rank 0, which would change nothing: a million requests at 512 ranks.
+    """
+
+    unpickle = staticmethod(partial(torch.load, weights_only=True))
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Set the state to load, and keep only the chunks of it that this rank needs."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        self.metadata = narrowed(metadata, self.state_dict)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Make this rank's plan, and send none."""
+        self.plan = super().create_local_plan()
+        return LoadPlan([])
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Return this rank's plan."""
+        return self.plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load a value that is not a tensor: numbers, strings, and containers of them."""
+        plain = io.BytesIO()
+        torch.save(self.unpickle(value), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+class StrictLoadPlanner(PlainLoadPlanner):
+    """Refuses a checkpoint that does not hold exactly the state to load, except for ``ignored`` entries."""
+
+    def __init__(self, ignored: Container[str] = ()) -> None:
+        super().__init__()
+        self.ignored = ignored
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Compare the state with the saved entries. Raises `CheckpointError`."""
+        assert metadata is not None
+        saved = metadata.state_dict_metadata
+        state, _ = flatten_state_dict(state_dict)
+        resumes = any(key.startswith("optim.") for key in state)
+        if resumes and all(key.startswith("model.") for key in saved):
+            raise CheckpointError("it holds weights only; start from it with --finetune 1 --pretrained_checkpoint_file")
+        if problems := compare(state, saved, self.ignored):
+            raise CheckpointError(
+                f"{'; '.join(problems)} "
+                "(saved from another model, or with another --num_layers, --hidden_width or --vocab_size?)"
+            )
+        if resumes:
+            _warn_of_other_dtypes(state, saved)
+        super().set_up_planner(present(state_dict), metadata, is_coordinator)
+        self.original_state_dict = state_dict  # `load_bytes` puts values there
+
+
+def compare(state: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
+    """Return up to three phrases about the differences between a flat state and the ``saved`` entries.
+
+    Saved entries that are ``ignored``, or under a first name that ``state`` does not have (``optim.*`` when only
+    ``model.*`` is loaded), are no difference.
+    """
+    kinds = {key.split(".")[0] for key in state}
+    missing = [key for key in state if key not in saved]
+    surplus = sorted(key for key in saved.keys() - state.keys() if key.split(".")[0] in kinds)
+    unexpected = [key for key in surplus if key not in ignored and not key.startswith(NOT_NEEDED)]
+    unlike = []
+    for key, value in state.items():
+        entry, is_tensor = saved.get(key), isinstance(value, torch.Tensor)
+        if entry is not None and isinstance(entry, TensorStorageMetadata) != is_tensor:
+            unlike.append(f"{key} is a tensor on one side only")
+        elif entry is not None and is_tensor and entry.size != value.size():
+            unlike.append(f"{key} is {list(entry.size)} there and {list(value.size())} here")
+    problems = (("it lacks ", missing), ("it has unexpected entries ", unexpected), ("", unlike))
+    return [label + first_few(keys) for label, keys in problems if keys]
+
+
+def _warn_of_other_dtypes(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dtype != (dtype := saved[key].properties.dtype):
+            difference = f"{key} was saved as {dtype} and is {value.dtype} here"
+            logger.warning("%s: values are converted, the run does not continue exactly", difference, extra=ALL_RANKS)
+            return
+
+
+def save_together(state: dict[str, Any], *, storage_writer: StorageWriter) -> None:
+    """Write one tree of all ranks; collective."""
+    # Not `dcp.save`: in torch 2.5 it communicates wherever there is a process group.
+    planner = DefaultSavePlanner() if is_alone() else SavePlanner()
+    _save_state_dict(state, storage_writer, process_group=group(), no_dist=is_alone(), planner=planner)
+
+
+def load_together(state: dict[str, Any], *, storage_reader: Reader, planner: Any) -> None:
+    """Fill ``state`` from one tree, which all ranks read; collective."""
+    _load_state_dict(state, storage_reader, process_group=group(), planner=planner, no_dist=is_alone())
+
+
+def save_state(state: dict[str, Any], writer: TreeWriter, save: Callable[..., None] = save_together) -> None:
+    """Write ``state`` (nested dicts of tensors, DTensors and plain values) by ``save``; collective.
+
+    Raises `CheckpointError` on every rank if any rank failed.
+    """
+    try:
+        save(state, storage_writer=writer)
+    except CheckpointException as error:
+        raise CheckpointError(root_cause(error)) from error
+
+
+def load_state(
+    state: dict[str, Any], reader: Reader, label: str, ignored: Container[str] = (),
+    load: Callable[..., None] = load_together,
+) -> None:  # fmt: skip
+    """Fill ``state`` in place by ``load``, whatever mesh its tensors lie on; collective.
+
+    If the checkpoint has the names that parameters have in memory, these are used (`State.named_as`). It may hold
+    ``ignored`` entries that ``state`` lacks. Raises `CheckpointError`, which names the checkpoint ``label``, on every
+    rank if any rank failed, or if state and checkpoint do not match.
+    """
+    gather(f"cannot load {label}", reader.preload)
+    if isinstance(state, State):
+        state = state.named_as(saved_entries(reader))
+    failure: Exception | None = None
+    try:
+        load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
+    except CheckpointException as error:
+        failure = CheckpointError(root_cause(error))
+    gather(f"cannot load {label}", partial(unless, failure, None))  # ranks may load different trees
+
+
+def saved_entries(reader: Reader) -> Mapping[str, Any]:
+    """Return DCP's description of every entry by flat name. Raises `CheckpointError`. Not collective."""
+    entries: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    return entries
+
+
+def plain_values(reader: Reader) -> dict[str, Any]:
+    """Return the numbers and strings outside model and optimizer by flat name. Not collective."""
+    values: dict[str, Any] = {}
+    for key, entry in saved_entries(reader).items():
+        if isinstance(entry, BytesStorageMetadata) and not key.startswith(("optim", "model")):
+            try:
+                value = plain_value(reader, key)
+            except CheckpointError:  # an object that needs code to be unpickled
+                continue
+            if isinstance(value, int | float | str):
+                values[key] = value
+    return values
+
+
+def plain_value(reader: Reader, key: str, planner: type[PlainLoadPlanner] = PlainLoadPlanner) -> Any:
+    """Return one entry that is not a tensor. Raises `CheckpointError` if it cannot be read. Not collective."""
+    return _read_entry(reader, key, None, planner)
+
+
+def read_tensor(reader: Reader, key: str) -> torch.Tensor:
+    """Return one tensor as a whole. Raises `CheckpointError` if it cannot be read. Not collective."""
+    entry = saved_entries(reader)[key]
+    value: torch.Tensor = _read_entry(reader, key, torch.empty(entry.size, dtype=entry.properties.dtype))
+    return value
+
+
+def _read_entry(reader: Reader, key: str, value: Any, planner: type[PlainLoadPlanner] = PlainLoadPlanner) -> Any:
+    state = {key: value}
+    try:
+        _load_state_dict(state, reader, planner=planner(), no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{key} cannot be read: {root_cause(error)}") from error
+    return state[key]

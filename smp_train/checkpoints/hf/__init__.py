@@ -1,0 +1,1 @@
+"""Models in Hugging Face's format: exported from a checkpoint, with tokenizer and model card."""
