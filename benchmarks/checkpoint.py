@@ -146,8 +146,10 @@ def measure(bench: Bench, folder: Path, rounds: int) -> list[str]:
         bench.step()
     kinds = dict(zip(KINDS, (dcp_save, background_save, foreground_save, gathered_save), strict=True))
     managers = {
-        "background": CheckpointManager([Policy(str(folder / "a"), 1, 1)], run_name="run", model_type="m", asynchronous=True),
-        "foreground": CheckpointManager([Policy(str(folder / "s"), 1, 1)], run_name="run", model_type="m"),
+        name: CheckpointManager(
+            [Policy(str(folder), 1, 1)], run_name=name, model_type="m", asynchronous=name == "background"
+        )
+        for name in ("background", "foreground")
     }
     costs: dict[str, list[Cost]] = {kind: [] for kind in kinds}
     for step in range(1, rounds + 2):
@@ -261,7 +263,7 @@ def load(
     if way == LOADED[0]:
         dcp.load(state, checkpoint_id=max(Path(folder).glob("dcp-*"), key=lambda path: path.stat().st_mtime))
     else:
-        found = open_verified(f"{folder}/s/run")
+        found = open_verified(f"{folder}/foreground")
         verified = time.perf_counter() - began
         assert found is not None
         found.load(state)
