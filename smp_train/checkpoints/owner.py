@@ -39,6 +39,10 @@ POLL_SECONDS = 1.0
 ADVICE = "give another --run_name or --checkpoint_dir, or stop that job, or force it with --break_checkpoint_lock 1"
 
 
+class InUse(CheckpointError):
+    """Another job owns the run."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """The content of a claim: the job that owns a generation.
@@ -173,8 +177,8 @@ class Ownership:
     def acquire(self, *, force: bool = False, wait: Callable[[float], object] = time.sleep) -> None:
         """Claim the next generation: in place of a dead owner at once, of a silent one after `STALE_SECONDS`.
 
-        With ``force`` in place of any owner, which then commits nothing more. Raises `CheckpointError` that names the
-        owner if it lives.
+        With ``force`` in place of any owner, which then commits nothing more. Raises `InUse` that names the owner
+        if it lives.
         """
         while True:
             self._wait_for_owner(force, wait)
@@ -225,7 +229,7 @@ class Ownership:
                 if alive is False:
                     break
                 if alive or (last_age is not None and age < last_age):  # touched since
-                    raise CheckpointError(
+                    raise InUse(
                         f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {self.advice}"
                     )
                 if last_age is None:
