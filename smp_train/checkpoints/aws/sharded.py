@@ -26,7 +26,7 @@ from typing import Any
 from smp_train.checkpoints.aws import flat, local
 from smp_train.checkpoints.aws.names import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
+from smp_train.checkpoints.commit import CheckpointFolder, open_folder, parent_of
 from smp_train.checkpoints.dcp.storage import Reader
 from smp_train.checkpoints.dcp.trees import load_state, plain_values, saved_entries
 from smp_train.checkpoints.discovery import TORCHS, Checkpoint
@@ -53,14 +53,16 @@ class AwsCheckpoint(Checkpoint):
     """A checkpoint of AWS's sample, readable under the hub's names on any mesh.
 
     ``meta["imported"]`` holds its plain values: counters, learning-rate schedule, the sample's settings.
+
+    Attributes:
+        folders: sub-folders of the trees; empty for a checkpoint of files.
+        rank_files: number of files ``<rank>.pt``.
+        local_trees: whether the trees hold local tensors of FSDP1 rather than sharded tensors.
     """
 
     folders: tuple[str, ...]
-    """Sub-folders of its trees; empty for a checkpoint of files."""
     rank_files: int
-    """The number of files ``<rank>.pt``."""
     local_trees: bool
-    """Whether the trees hold local tensors of FSDP1 rather than sharded tensors."""
     has_moments: bool
     config: Any = field(repr=False, compare=False)
 
@@ -78,6 +80,10 @@ class AwsCheckpoint(Checkpoint):
         """Return the reader of the tree in a sub-folder."""
         return _tree_reader(self._storage, self._name, part, self._storage.sizes(self._name))
 
+    def model_config(self) -> Any:
+        """Return the configuration of the run's model."""
+        return self.config
+
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` in place, as `Checkpoint.load` does; without saved moments AdamW's stay unchanged."""
         with ExitStack() as open_files:
@@ -89,30 +95,23 @@ class AwsCheckpoint(Checkpoint):
                 state = {"model": state["model"]}
             load_state(state, self._translated(trees, state, saver), self.path, load=saver.load)
 
-    def model_config(self) -> Any:
-        """Return the configuration of the run's model."""
-        return self.config
-
     def _trees(self, state: dict[str, Any], saver: Saver, files: ExitStack) -> tuple[dict[str, Any], list[Tree]]:
         """Return the state under the names that the checkpoint uses, and the checkpoint's trees. Not collective."""
-        if self.rank_files or self.local_trees:
-            if len(set(Ranks.of_folders(self.folders).values())) > 1:
-                raise CheckpointError(flat.SMP_SLICES)
-            if self.local_trees:
-                contents = [local.rank_contents_of_tree(self.reader(part)) for part in sorted(self.folders, key=_shard)]
-            else:
-                paths = [place(self.path) / f"{rank}.pt" for rank in range(self.rank_files)]
-                contents = [local.read_rank_file(path) for path in paths]
-            state = _state_under(state, [f"model.{canonical_name(name)}" for name in contents[0]["model"]])
-            shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
-            tensors = flat.joined_tensors(contents, self.config.model_type, shapes)
-        elif self.folders:
+        if self.folders and not self.local_trees:
             trees = self._readers()
             return _state_under(state, list(saved_entries(trees[0].reader))), trees
-        else:
+        if not self.folders and not self.rank_files:
             weights = WeightFiles(place(self.path) / FULL, files)
             tensors = {f"model.{name}": weights.tensor(name)[...] for name in weights.files}
-            state = _state_under(state, list(tensors))
+            return _state_under(state, list(tensors)), [Tree(Ranks(), TensorReader(tensors))]
+        if len(set(Ranks.of_folders(self.folders).values())) > 1:
+            raise CheckpointError(flat.SMP_SLICES)
+        in_order = sorted(self.folders, key=_shard)
+        contents = [local.rank_contents_of_tree(self.reader(part)) for part in in_order]
+        contents = contents or _read_rank_files(self._storage, self._name, self.rank_files)
+        state = _state_under(state, [f"model.{canonical_name(name)}" for name in contents[0]["model"]])
+        shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
+        tensors = flat.joined_tensors(contents, self.config.model_type, shapes)
         return state, [Tree(Ranks(), TensorReader(tensors))]
 
 
@@ -149,13 +148,13 @@ def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsC
 def is_checkpoint(location: str) -> bool:
     """Return whether a location is one checkpoint of AWS's sample, complete or not. Not collective."""
     folder, name = parent_of(normal(location))
-    return bool(name) and absent(normal(location)) is None and _is_aws_checkpoint(open_folder(folder), name)
+    return bool(name) and bool(_files(open_folder(folder), name))
 
 
 def has_trees(location: str) -> bool:
     """Return whether a location holds DCP trees or rank files, not only weights. Not collective."""
     folder, name = parent_of(normal(location))
-    return is_checkpoint(location) and FULL not in open_folder(folder).sizes(name)
+    return is_checkpoint(location) and FULL not in _files(open_folder(folder), name)
 
 
 def checkpoint_names(folder: str) -> list[str]:
@@ -168,31 +167,33 @@ def _candidates(location: str) -> tuple[str, list[str]]:
     if is_checkpoint(location):
         folder, name = parent_of(location)
         return folder, [name]
-    if absent(location) is not None:
-        return location, []
     storage = open_folder(location)
     steps = [(int(match["step"]), name) for name in storage.names() if (match := _NAME.fullmatch(name)) is not None]
-    return location, [name for _, name in sorted(steps, reverse=True) if _is_aws_checkpoint(storage, name)]
+    return location, [name for _, name in sorted(steps, reverse=True) if _files(storage, name)]
 
 
-def _is_aws_checkpoint(storage: CheckpointFolder, name: str) -> bool:
+def _files(storage: CheckpointFolder, name: str) -> dict[str, int]:
+    """Return the size of each file of a checkpoint of AWS's sample; empty for anything else."""
     if storage.has(name, COMMITTED) or storage.has(name, META):
-        return False
+        return {}
     files = storage.sizes(name)
-    if FULL in files or any(map(_RANK_FILE.fullmatch, files)):
-        return True
-    return any(Ranks.of_folder(folder) for folder in _tree_folders(files))
+    known = FULL in files or any(map(_RANK_FILE.fullmatch, files)) or any(map(Ranks.of_folder, _tree_folders(files)))
+    return files if known else {}
 
 
 def _tree_folders(files: Mapping[str, int]) -> list[str]:
     """Return the sub-folders of the DCP trees among files."""
-    of_tree = (file for file in files if posixpath.basename(file) == METADATA or file.endswith(".distcp"))
-    return sorted(set(map(posixpath.dirname, of_tree)))
+    of_trees = (file for file in files if posixpath.basename(file) == METADATA or file.endswith(".distcp"))
+    return sorted(set(map(posixpath.dirname, of_trees)))
 
 
 def _tree_reader(storage: CheckpointFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
     # A shard rank's tree may refer to tensors in other shard ranks' trees, so the reader knows all files.
     return storage.reader(posixpath.join(name, part), {posixpath.relpath(f, part or "."): n for f, n in files.items()})
+
+
+def _read_rank_files(storage: CheckpointFolder, name: str, count: int) -> list[dict[str, Any]]:
+    return [local.read_rank_file(place(storage.location) / name / f"{rank}.pt") for rank in range(count)]
 
 
 def _shard(folder: str) -> int:
@@ -221,8 +222,7 @@ def _inspect(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any
                 raise CheckpointError("files of single ranks are not read from S3: copy them to a folder")
             if ranks != list(range(len(ranks))):
                 raise CheckpointError(f"files of ranks {ranks} are there, and not of those between")
-            contents = [local.read_rank_file(place(storage.location) / name / f"{rank}.pt") for rank in ranks]
-            recorded, has_moments = local.plain_values(contents[0]), True
+            recorded, has_moments = local.plain_values(_read_rank_files(storage, name, len(ranks))[0]), True
     except CheckpointError as failure:
         return str(failure)
     match = _NAME.fullmatch(name)
