@@ -28,8 +28,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from smp_train import distributed
-from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
-from smp_train.checkpoints.async_save import leaves
+from smp_train.checkpoints.background import leaves
+from smp_train.checkpoints.find import open_verified
+from smp_train.checkpoints.save import CheckpointManager, Policy
+from smp_train.checkpoints.state import gather_state
 
 KINDS = ("synchronous DCP", "this package, async_sharded", "this package, sharded", "gathered, torch.save")
 LOADED = ("torch's dcp.load", "this package")
@@ -123,8 +125,8 @@ def measure(bench: Bench, folder: Path, rounds: int) -> list[str]:
         bench.step()
     kinds = dict(zip(KINDS, (dcp_save, background_save, foreground_save, gathered_save), strict=True))
     managers = {
-        "background": CheckpointManager([Policy(str(folder / "a"), 1, 1)], model_type="m", asynchronous=True),
-        "foreground": CheckpointManager([Policy(str(folder / "s"), 1, 1)], model_type="m"),
+        "background": CheckpointManager([Policy(str(folder / "a"), 1, 1)], run_name="run", model_type="m", asynchronous=True),
+        "foreground": CheckpointManager([Policy(str(folder / "s"), 1, 1)], run_name="run", model_type="m"),
     }
     costs: dict[str, list[Cost]] = {kind: [] for kind in kinds}
     for step in range(1, rounds + 2):
@@ -238,7 +240,7 @@ def load(
     if way == LOADED[0]:
         dcp.load(state, checkpoint_id=max(Path(folder).glob("dcp-*"), key=lambda path: path.stat().st_mtime))
     else:
-        found = find(f"{folder}/s")
+        found = open_verified(f"{folder}/s/run")
         verified = time.perf_counter() - began
         assert found is not None
         found.load(state)

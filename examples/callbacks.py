@@ -2,6 +2,8 @@
 
     python examples/callbacks.py
     torchrun --nproc_per_node 2 examples/callbacks.py
+
+Started again, the run goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ def main() -> None:
         model_type="llama_v2", vocab_size=1024, max_context_width=128, hidden_width=64, num_layers=2, num_heads=4,
         intermediate_size=128, bf16=False, activation_checkpointing="none", lr_decay_style="constant",
         train_batch_size=4, max_steps=400, lr=5e-3, warmup=5, logging_freq=5, run_name="callbacks",
+        resume_from_checkpoint="checkpoints",
     )  # fmt: skip
     how = "stopped" if run.stopped else "finished"
     print(f"{how} at step {run.step}, validation loss {run.validation_loss:.3f}, {(RUN / 'newest').read_text()}")

@@ -27,7 +27,7 @@ def main() -> None:
     adapted = {"hf_pretrained_model_name_or_dir": model, "lora_rank": 16, "lr": 2e-4, "max_steps": 20}
     run = train(
         dataset=str(CHATS), short="pack", train_batch_size=2, weight_decay=0.0, warmup=5, logging_freq=10,
-        run_name="chat", **(adapted if model else FROM_SCRATCH),
+        **(adapted if model else FROM_SCRATCH),
     )  # fmt: skip
     question = "How do I resume a run?"
     answer = generate(run.checkpoint, question, chat=True, num_tokens=40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import uuid
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,10 +17,11 @@ from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.own import Own, named
 from smp_train.backends.base import Backend, Topology
 from smp_train.best import Best
-from smp_train.checkpoints import Checkpoint, CheckpointManager, Policy, RunId
+from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.hf import tokenizer
 from smp_train.checkpoints.hf.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, is_node_local
+from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.data.indexed import ValidationData
 from smp_train.data.loader import Loader
 from smp_train.data.open_data import open_data
@@ -34,7 +36,7 @@ from smp_train.models import smp_names
 from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import ModelSpec, names_model, resolve, row_length
 from smp_train.models.state_memory import check_state, in_short
-from smp_train.naming import Start, checkpoints_line, how_to_resume, in_the_way, output, settle
+from smp_train.naming import Start, how_to_resume, other_run_in_folder, output, settle, start_line
 from smp_train.parallel import compile
 from smp_train.progress import Progress
 from smp_train.spikes import Spikes
@@ -100,6 +102,8 @@ class Run:
     """Result, on the device, of the last completed step of this start."""
     screen: Screen = field(default_factory=Screen)
     times: StepTimes | None = None
+    id: str = ""
+    """Tells the run apart from others of its name, for trackers; a run that goes on keeps it."""
     choice: dict[str, Any] | None = None
     """What --auto chose."""
     stopped: bool = False
@@ -165,7 +169,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     if resolved.own.loss is not None:
         choose_loss(resolved.own.loss, backend, spec)
     check_memory(args, backend, spec, ranks)
-    checkpoints = open_checkpoints(args, ranks, backend, spec, start.run, opened)
+    checkpoints = open_checkpoints(args, ranks, backend, spec, start, opened)
     of_text: list[str | None] = []
 
     def tokenizer_for_text() -> str | None:
@@ -178,7 +182,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
             args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks, dp_rank=topology.dp_rank,
             dp_size=topology.dp_size, pin_memory=device.type == "cuda", own=resolved.own, tokenizer=tokenizer_for_text,
         )  # fmt: skip
-    found = resume.look_for_checkpoint(args, spec, start, topology.mesh)
+    found, start = resume.look_for_checkpoint(args, spec, start, topology.mesh)
     with distributed.together("reading the tokenizer"):
         if ranks.is_main:
             checkpoints.tokenizer = resume.tokenizer_of(args, spec, found, reads_text=bool(of_text))
@@ -191,11 +195,11 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
                     ids_of(known, args.prompt, spec.config)
     with distributed.together("looking at the checkpoint folders"):
         if ranks.is_main:
-            log.info(checkpoints_line(args, start, found))
-            if warning := in_the_way(resolved, start, ranks):
+            log.info(start_line(args, start, found))
+            if warning := other_run_in_folder(args, start):
                 log.warning("%s", warning)
             if not args.evaluate_only:
-                log.info("If this run is interrupted, %s", how_to_resume(resolved, ranks))
+                log.info("If this run is interrupted, %s", how_to_resume(resolved, start, ranks))
     total_steps = count_steps(resolved, train_data, found)
     if found is not None:
         with distributed.together("comparing the models"):
@@ -230,7 +234,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         schedule=choose_schedule(args, total_steps), total_steps=total_steps, checkpoints=checkpoints, folder=folder,
         metrics=metrics, throughput=throughput, stop=stop, audit=audit, found=found, own=resolved.own,
         spikes=Spikes(args.on_spike, args.spike_threshold, args.spike_window),
-        times=StepTimes(ranks, device) if args.telemetry == "full" else None, choice=choice,
+        times=StepTimes(ranks, device) if args.telemetry == "full" else None, choice=choice, id=run_id(start, found),
     )  # fmt: skip
     with distributed.together("writing run.json"):
         if ranks.is_main:
@@ -280,7 +284,6 @@ def choose_model(args: Arguments, backend: Backend, start: Start) -> tuple[Model
     Where no flag says which model it is, it is that of the checkpoint to resume from.
     """
     with distributed.together("choosing the model"):
-        resume.checkpoint_to_finetune(args)
         spec = resume.model_to_resume(args, start) or resolve(args)
     seq_len = row_length(args, spec)
     backend.check(spec, seq_len=seq_len)
@@ -316,22 +319,20 @@ def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runt
 
 
 def open_checkpoints(
-    args: Arguments, ranks: Runtime, backend: Backend, spec: ModelSpec, run: RunId, opened: ExitStack
+    args: Arguments, ranks: Runtime, backend: Backend, spec: ModelSpec, start: Start, opened: ExitStack
 ) -> CheckpointManager:
-    """Check that the run can write its checkpoints and models, and lock the checkpoint folders; collective."""
+    """Check that the run can write its checkpoints and models; collective."""
     checkpoints = CheckpointManager(
         list(map(Policy, args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints)),
-        model_type=spec.model_type, run=run,
+        run_name=start.name, model_type=spec.model_type, owner=start.owner, generation=start.generation,
         asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
     )  # fmt: skip
-    with distributed.together("looking at the checkpoint folders"):
-        checkpoints.check_writable()
-        if args.save_final_model and ranks.is_main and args.model_dir is not None:
-            check_writable(args.model_dir, "model_dir")
-    checkpoints.check_shared()
     opened.callback(checkpoints.close)
     if not args.evaluate_only:
-        checkpoints.lock(force=args.break_checkpoint_lock)
+        checkpoints.check_folders()
+    with distributed.together("looking at the model folder"):
+        if args.save_final_model and ranks.is_main and args.model_dir is not None:
+            check_writable(args.model_dir, "model_dir")
     return checkpoints
 
 
@@ -388,10 +389,16 @@ def choose_schedule(args: Arguments, total_steps: int) -> Schedule:
     return chosen
 
 
+def run_id(start: Start, found: Checkpoint | None) -> str:
+    """Return the id in the run's own checkpoint, else a fresh one; rank 0's is used."""
+    before = found.meta.get("run") if found is not None and start.is_own else None
+    return str(before["id"]) if isinstance(before, dict) and "id" in before else uuid.uuid4().hex[:8]
+
+
 def write_run(run: Run, parameters: int) -> None:
     """Write run.json of this start."""
     run.folder.write_run(
-        run=run.start.run.to_json(), config=asdict(run.args), sources=run.resolved.sources,
+        run={"name": run.start.name, "id": run.id}, config=asdict(run.args), sources=run.resolved.sources,
         mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh}, backend=run.backend.name,
         model=run.spec.name, own=run.own.names(), parameters=parameters, total_steps=run.total_steps,
         samples=run.train_data.sizes(), streams=getattr(run.train_data, "streams", 0),

@@ -35,7 +35,6 @@ from smp_train.progress import Progress
 from smp_train.stop import ignore_repeats, wait_for_request
 
 if TYPE_CHECKING:
-    from smp_train.arguments import Resolved
     from smp_train.distributed import Runtime
 
 
@@ -187,7 +186,7 @@ def _train(words: list[str], failing: Failing) -> int:
         if failing.runtime.is_main:
             from smp_train.models.resolve import settled_flags
 
-            shown = print_config(_with_expected_name(resolved), settled_flags(resolved.args))
+            shown = print_config(resolved, settled_flags(resolved.args))
             print(redacted(shown), end="")
             print("".join(f"# {line}\n" for line in ineffective(resolved, resolved.args.backend)), end="")
         return 0
@@ -209,19 +208,6 @@ def _train(words: list[str], failing: Failing) -> int:
     code = int(program.main(resolved, failing.runtime))
     ignore_repeats()
     return code
-
-
-def _with_expected_name(resolved: Resolved) -> Resolved:
-    """Return the settings with the name that a run without one would take, unless it resumes."""
-    from smp_train.arguments.run_name import fresh_names, named
-    from smp_train.telemetry.run_folder import RunFolder
-
-    args = resolved.args
-    if args.run_name or args.resume_from_checkpoint is not None:
-        return resolved
-    if args.run_dir and (name := RunFolder(args.run_dir).run_name()):
-        return named(resolved, name, "the run of --run_dir")
-    return named(resolved, next(fresh_names(args)), "a fresh name")
 
 
 def _import(name: str) -> ModuleType:

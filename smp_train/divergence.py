@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smp_train import distributed, train_utils
 from smp_train.build_run import Run
-from smp_train.checkpoints import find
+from smp_train.checkpoints.find import open_verified
 from smp_train.distributed import ALL_RANKS, heartbeat
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import SmpTrainError
@@ -107,12 +107,12 @@ def roll_back(run: Run, step: int) -> int:
     Steps go on counting, and the data goes on behind ``step``: the updates since the checkpoint are as if skipped.
     """
     assert run.saved_path is not None
-    found = find(run.saved_path)
-    assert found is not None
+    found = open_verified(run.saved_path)
     run.spikes.count_rollback(step, found.step)
     saver = run.backend.saver
     run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
     run.spikes.skip(found.step + 1, step)
+    run.checkpoints.next_generation()
     return found.step
 
 

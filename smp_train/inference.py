@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from smp_train import distributed
-from smp_train.checkpoints import Checkpoint
-from smp_train.checkpoints.discovery import find
+from smp_train.checkpoints.checkpoint import Checkpoint
+from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.hf import tokenizer
 from smp_train.checkpoints.pretrained import kind_of, load_weights
 from smp_train.checkpoints.state import gather_state
@@ -105,11 +105,9 @@ def describe(location: str, model: str | None = None) -> Described:
     """
     kind = distributed.on_main(f"looking at {location}", lambda: kind_of(location))
     if kind == "ours":
-        found = find(location, strict=True)
-        if found is None:
-            raise CheckpointError(f"{location} holds no committed checkpoint")
+        found = open_verified(location)
         with distributed.together(f"reading the model of {location}"):
-            spec = resolve_saved(found.model_config(), found.committed.model_type, found.path, found.meta)
+            spec = resolve_saved(found.model_config(), found.marker.model_type, found.path, found.meta)
             if model is not None and spec.lora is None:
                 raise ConfigError(f"--model {model}: {found.path} says which model it is; leave --model out")
             if model is not None:

@@ -1,4 +1,8 @@
-"""Identity of a run: its name, id and folders, and the run whose checkpoints it resumes from."""
+"""The start of a run: its name, its claim on the checkpoint folders, and the checkpoint that it goes on from.
+
+One rule: a run goes on from its own newest checkpoint; if it has none, it begins from the run or checkpoint that
+--resume_from_checkpoint itself is; else at step 0. The name decides whose checkpoints are the run's own.
+"""
 
 from __future__ import annotations
 
@@ -7,188 +11,295 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
-from smp_train.arguments.run_name import CHECKPOINTS, RUNS, fresh_names, named
-from smp_train.checkpoints import Checkpoint, RunId
-from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.discovery import is_one_checkpoint, newest_readable
-from smp_train.checkpoints.manifest import parse_folder_name
-from smp_train.checkpoints.node_local import is_node_local, storage_of
-from smp_train.checkpoints.runs import Origin, origin, summary
+from smp_train.arguments.run_name import RUNS, named
+from smp_train.checkpoints.checkpoint import Checkpoint
+from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint
+from smp_train.checkpoints.folder import RunFolder, folder_of_run
+from smp_train.checkpoints.node_local import is_node_local
+from smp_train.checkpoints.owner import Ownership, look_at_owner, owner_of
 from smp_train.distributed import Runtime
 from smp_train.distributed.environment import LAUNCH
-from smp_train.errors import CheckpointError, ConfigError, DataError, redacted
-from smp_train.models.resolve import resolve
-from smp_train.storage import normal
-from smp_train.telemetry.metrics import read_metrics
-from smp_train.telemetry.run_folder import RunFolder
+from smp_train.distributed.job import Job
+from smp_train.errors import CheckpointError, ConfigError, DataError, first_few, redacted
+from smp_train.models.flops import count_parameters
+from smp_train.models.resolve import names_model, resolve
+from smp_train.storage import is_s3, normal
+from smp_train.telemetry.run_folder import RunFolder as OutputFolder
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A committed checkpoint that the run may go on from."""
+
+    generation: int
+    step: int
+    folder: str
+    name: str
 
 
 @dataclass(frozen=True)
 class Start:
-    """The identity of a run and the origin of its first step."""
+    """What a run is called and what its first step follows."""
 
-    run: RunId
-    origin: Origin | None
-    """The checkpoints to resume from; None for a fresh start."""
-    made: bool = False
-    """Whether this start drew the name and made the run folder."""
+    name: str
+    continues: bool
+    """Whether the run goes on from its own checkpoints, if it has any."""
+    candidates: tuple[Candidate, ...] = ()
+    """Its own durable checkpoints, newest first; if it has none, those of the run or checkpoint that it begins from."""
+    is_own: bool = True
+    """Whether the candidates are the run's own."""
+    is_named_by_flags: bool = True
+    """Whether the same command gives the run the same name."""
+    went_back: bool = False
+    """Whether --resume_from_checkpoint names an older checkpoint of the run itself."""
+    elsewhere: str | None = None
+    """The location of --resume_from_checkpoint if it holds no checkpoint for this run; AWS's sample's may be there."""
+    other_runs: tuple[str, ...] = ()
+    """Runs in the folder of --resume_from_checkpoint, if this run has nothing to go on from."""
+    pretrained: str | None = None
+    """The checkpoint that --pretrained_checkpoint_file means."""
+    generation: int = 0
+    owner: Ownership | None = None
+    """On rank 0 of a run that saves."""
 
     @property
-    def continues(self) -> bool:
-        """Whether this is the run that wrote these checkpoints, rather than a new one that starts from them."""
-        return self.origin is not None and self.origin.run.name == self.run.name
+    def newest(self) -> Candidate | None:
+        """The first candidate."""
+        return self.candidates[0] if self.candidates else None
 
     def forget(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Be the exit of a context: remove folders that this start made where configuration or data end it.
-
-        Where it has written ``run.json``, or anything but an empty folder of checkpoints, that stays.
-        """
-        folder = RunFolder(os.path.join(RUNS, self.run.name))
-        if self.made and kind is not None and issubclass(kind, ConfigError | DataError) and not folder.read_run():
-            shutil.rmtree(folder.path, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.join(CHECKPOINTS, self.run.name))
+        """Be the exit of a context: delete folders that a start which failed has made, if nothing else is in them."""
+        if kind is None or not issubclass(kind, ConfigError | DataError | CheckpointError) or self.owner is None:
+            return
+        self.owner.release()
+        output = OutputFolder(os.path.join(RUNS, self.name))
+        if self.generation == 1 and not output.read_run():
+            shutil.rmtree(output.path, ignore_errors=True)
+        for folder in self.owner.folders if self.generation == 1 else ():
+            with contextlib.suppress(OSError, CheckpointError):
+                if not folder.names():
+                    folder.storage.delete(".owner-1")
+                    os.rmdir(folder.location)  # of a folder in S3 nothing is left
 
 
 def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
-    """Determine the run's name, id and folders; collective.
+    """Choose the run's name and the checkpoints to go on from, and claim its folders; collective.
 
-    The name is the one given, else that of the run to resume, else that of the run in an explicit run folder, else a
-    fresh one. The id is that of the checkpoints to resume if they are of a run of this name, else a fresh one. An
-    evaluation does not take the name of the run to resume, whose run folder may be in use by training.
+    Rank 0 searches once and the other ranks get the answer.
     """
-    start = distributed.on_main("choosing the run's name", lambda: _choose(resolved))
-    resolved = named(resolved, start.run.name, "the run that is resumed" if start.continues else "a fresh name")
-    if start.origin is not None and normal(resolved.args.resume_from_checkpoint or "") != start.origin.place:
-        resolved.args.resume_from_checkpoint = start.origin.place
+    owners: list[Ownership] = []
+    start = distributed.on_main("choosing the run's name", lambda: _choose(resolved, owners))
+    if owners:
+        start = replace(start, owner=owners[0])
+    resolved = named(resolved, start.name, "the model's type and parameters")
+    resolved.args.pretrained_checkpoint_file = start.pretrained
     return resolved, start
 
 
-def _choose(resolved: Resolved) -> Start:
+def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
     args = resolved.args
-    name = args.run_name
-    if not name and args.run_dir:
-        name = RunFolder(args.run_dir).run_name()
-    found = None if args.resume_from_checkpoint is None else _origin(args, args.resume_from_checkpoint, name)
-    if found is not None and found.run.name and not name and not args.evaluate_only:
-        name = found.run.name
-        found = _origin(args, args.resume_from_checkpoint or "", name)  # its own folder may hold a later one
-    made = not name and not args.run_dir
-    name = name or fresh_name(args)
-    if found is not None and found.run.id and found.run.name == name:
-        return Start(found.run, found)
-    return Start(RunId.fresh(name), found, made)
+    asked = None if args.resume_from_checkpoint is None else locate(args.resume_from_checkpoint)
+    pretrained = _pretrained(args)
+    args = replace(args, pretrained_checkpoint_file=pretrained)
+    base, is_given = _base_name(resolved, args, asked)
+    parents = [parent for parent in args.checkpoint_dir if not is_node_local(parent)]
+    if args.evaluate_only:
+        start = _origin(base, asked, [folder_of_run(parent, base) for parent in parents], asked is not None, None)
+        return replace(start, name=base if is_given else f"{base}-evaluation", pretrained=pretrained)
+    job = Job.current()
+    name = _free_name(args, base, parents, job, is_given=is_given, asked=asked)
+    owner = Ownership([folder_of_run(parent, name) for parent in parents], job)
+    owner.acquire(force=args.break_checkpoint_lock)
+    owners.append(owner)
+    start = _origin(name, asked, owner.folders, asked is not None or owner.restarted, owner)
+    return replace(start, pretrained=pretrained, generation=owner.generation, is_named_by_flags=name == base)
 
 
-def _origin(args: Arguments, place: str, name: str) -> Origin | None:
-    durable = [folder for folder in args.checkpoint_dir if not is_node_local(folder)]
-    near = [storage_of(folder) for folder in args.checkpoint_dir if is_node_local(folder)]
-    places, own = [place], durable
-    if not args.checkpoint_dir or args.checkpoint_dir == [f"{CHECKPOINTS}/{name}"]:
-        own = [f"{CHECKPOINTS}/{name}"] if name else []
-        if normal(place) == normal(CHECKPOINTS):  # the folder of all runs
-            inside = [each for each in open_folder(CHECKPOINTS).names() if parse_folder_name(each) is None]
-            places += own if name else [f"{CHECKPOINTS}/{each}" for each in inside]
-            own = [*own, CHECKPOINTS]
-    if is_one_checkpoint(normal(place)):  # that one, and no other
-        own = []
-    return origin(places, name=name, own=own, near=near, model_type=lambda: resolve(args).model_type)
+def _pretrained(args: Arguments) -> str | None:
+    """Return --pretrained_checkpoint_file; if it means a checkpoint of ours by its run, that checkpoint's path."""
+    location = args.pretrained_checkpoint_file
+    if not args.finetune or location is None or locate(location).kind not in ("run", "runs"):
+        return location
+    folder, name = newest_in(location)
+    path = os.path.join(folder.location, name)
+    if args.lora_rank is not None:
+        raise ConfigError(
+            f"--pretrained_checkpoint_file {location}: its newest checkpoint may be another one on a resume, and "
+            f"adapters belong to one; name it, such as {path}"
+        )
+    return path
 
 
-def fresh_name(args: Arguments) -> str:
-    """Return an unused name and create its run folder; with an explicit run folder, the name derived from that."""
-    if args.run_dir:
-        return next(fresh_names(args))
-    try:
-        os.makedirs(RUNS, exist_ok=True)
-        for name in fresh_names(args):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(os.path.join(RUNS, name))
-                return name
-    except OSError as failure:
-        raise ConfigError(f"{RUNS}: cannot make the run folder ({failure.strerror}); set --run_dir") from None
-    raise AssertionError("there is always a next number")
+def _base_name(resolved: Resolved, args: Arguments, asked: Location | None) -> tuple[str, bool]:
+    """Return the name by flags or by the model, and whether the user gave it.
+
+    A name that a launcher derives (`Arguments.label`) is not the user's.
+    """
+    if args.run_name:
+        return args.run_name, args.run_name != args.label
+    if resolved.given("run_dir") and (name := OutputFolder(args.run_dir).run_name()):
+        return name, False
+    if asked is not None and not names_model(args):
+        if len(asked.runs) > 1:
+            raise ConfigError(
+                f"--resume_from_checkpoint {args.resume_from_checkpoint}: holds {len(asked.runs)} runs, and no flag "
+                f"names the run or its model; give --run_name, one of {first_few(asked.runs, most=8)}"
+            )
+        if asked.runs:
+            return asked.runs[0], False
+        if asked.kind in ("run", "checkpoint"):
+            checkpoint = open_checkpoint(asked.path)
+            return f"{checkpoint.marker.model_type}-{_rounded(count_parameters(checkpoint.model_config()))}", False
+    spec = resolve(args)
+    return f"{spec.model_type}-{_rounded(count_parameters(spec.config))}", False
+
+
+def _rounded(parameters: int) -> str:
+    """Return a count as models are called: 6.7b, 124.4m, 31.9k."""
+    for unit, size in (("b", 10**9), ("m", 10**6), ("k", 10**3)):
+        if parameters >= size:
+            return f"{parameters / size:.1f}".removesuffix(".0") + unit
+    return str(parameters)
+
+
+def _free_name(
+    args: Arguments, base: str, parents: Sequence[str], job: Job, *, is_given: bool, asked: Location | None
+) -> str:
+    """Return the run's name: ``base``, or ``base-2`` and so on for a new run if a name of ours is taken.
+
+    Raises `ConfigError` for a taken name that the user gave.
+    """
+    free = None
+    for number in count(1):
+        name = base if number == 1 else f"{base}-{number}"
+        folders = [folder_of_run(parent, name) for parent in parents]
+        former = owner_of(folders)
+        if former is not None and job.is_restart_of(former.job):
+            return name
+        tiers = [folder_of_run(parent, name) for parent in args.checkpoint_dir]
+        newest = next((checkpoint for folder in tiers for checkpoint in folder.committed()[:1]), None)
+        if is_given and newest is not None and asked is None:
+            raise ConfigError(
+                f"--run_name {name}: is taken by a run at step {newest.step} in {folders[0].location}; to go on with "
+                f"it, add --resume_from_checkpoint {parents[0]}; for a new run give another --run_name"
+            )
+        in_use = not is_given and any(look_at_owner(folder, job)[1] is not False for folder in folders)
+        if free is None and newest is None and not in_use:
+            free = name
+        if is_given or (free is not None and former is None and newest is None):
+            break
+    return base if is_given or asked is not None else free or base
+
+
+def _origin(
+    name: str, asked: Location | None, folders: Sequence[RunFolder], continues: bool, owner: Ownership | None
+) -> Start:
+    """Return what the run goes on from."""
+    own = sorted((each for folder in folders for each in _candidates(folder)), key=_order, reverse=True)
+    if asked is not None and asked.kind == "checkpoint" and asked.folder.location in [f.location for f in folders]:
+        since = [each for each in own if owner is not None and owner.restarted and each.generation >= owner.began]
+        if not since:
+            return Start(name, True, tuple(_one_candidate(asked)), went_back=True)
+    if not continues:
+        return Start(name, False)
+    if own or asked is None:
+        return Start(name, True, tuple(own))
+    if asked.kind == "runs" and name in asked.runs:
+        asked = locate(os.path.join(asked.path, name))
+    if asked.kind == "run":
+        return Start(name, True, tuple(_candidates(asked.folder)), is_own=False)
+    if asked.kind == "checkpoint":
+        return Start(name, True, tuple(_one_candidate(asked)), is_own=False)
+    if not is_s3(asked.path) and os.path.isfile(asked.path):
+        raise CheckpointError(f"{asked.path} is a file; give a run's folder of checkpoints, or one checkpoint")
+    return Start(name, True, is_own=False, elsewhere=asked.path, other_runs=asked.runs)
+
+
+def _candidates(folder: RunFolder) -> list[Candidate]:
+    return [Candidate(each.generation, each.step, folder.location, each.name) for each in folder.committed()]
+
+
+def _one_candidate(asked: Location) -> list[Candidate]:
+    """Return the checkpoint that --resume_from_checkpoint names. Raises `CheckpointError` if it is not committed."""
+    open_checkpoint(asked.path)
+    return [each for each in _candidates(asked.folder) if each.name == asked.name]
+
+
+def _order(candidate: Candidate) -> tuple[int, int]:
+    return candidate.generation, candidate.step
+
+
+# --- what the log says
 
 
 def output(args: Arguments) -> str:
     """Return a line on where the run writes."""
-    run = args.run_dir
+    run, parents = args.run_dir, ", ".join(args.checkpoint_dir)
+    report = f"`smp-train report {shlex.quote(run)}` draws it"
+    return f"Run folder: {run} (metrics.jsonl, logs; {report}); checkpoints: {args.run_name} in {parents}"
+
+
+def start_line(args: Arguments, start: Start, found: Checkpoint | None) -> str:
+    """Return a line on what the run goes on from, and what it keeps."""
+    if args.evaluate_only:
+        model = "the initial weights" if found is None else f"step {found.step} of {found.path}"
+        return f"Run {start.name} evaluates {model} and saves nothing"
+    kept = ", ".join(f"the newest {keep}" if keep > 0 else "all" for keep in args.num_kept_checkpoints)
+    if found is None:
+        begins = "is new: it begins at step 0"
+    elif start.is_own:
+        begins = f"goes {'back to' if start.went_back else 'on from'} its step {found.step} ({found.path})"
+    else:
+        begins = f"is new: it begins from step {found.step} of {found.path}"
+    return f"Run {start.name} {begins}, and keeps {kept} of its checkpoints"
+
+
+def nothing_found(args: Arguments, start: Start) -> str:
+    """Return a line for a run that asked to go on and has nothing to go on from."""
+    line = f"Run {start.name} has no committed checkpoint in {args.resume_from_checkpoint}: it begins at step 0"
+    if not start.other_runs:
+        return line
+    others = first_few(start.other_runs, most=8)
+    return f"{line}; runs there: {others} (to go on with one, give its --run_name)"
+
+
+def other_run_in_folder(args: Arguments, start: Start) -> str:
+    """Return a warning if the run folder holds the records of a run of another name, else ""."""
+    other = OutputFolder(args.run_dir).run_name()
+    if other in ("", start.name) or args.evaluate_only:
+        return ""
     return (
-        f"Run folder: {run} (metrics.jsonl, logs; `smp-train report {shlex.quote(run)}` draws it); "
-        f"checkpoints: {', '.join(args.checkpoint_dir)}"
+        f"{args.run_dir} holds records of run {other}, and reports show both runs as one; to go on with that run give "
+        f"--run_name {other} --resume_from_checkpoint {args.checkpoint_dir[0]}, to keep them apart another --run_dir"
     )
 
 
-def checkpoints_line(args: Arguments, start: Start, found: Checkpoint | None) -> str:
-    """Return a line on the content of the checkpoint folders and the run's use of them. Not collective."""
-    run = start.run
-    held = [f"{folder} holds {summary(folder, run)}" for folder in args.checkpoint_dir if not is_node_local(folder)]
-    if args.evaluate_only:
-        of = "the initial weights" if found is None else f"step {found.step} of {found.path}"
-        return f"Checkpoints: {'; '.join(held)}. Run {run.name} ({run.id}) evaluates {of} and saves nothing"
-    if found is None:
-        does = "begins at step 0"
-    elif start.continues:
-        does = f"goes on from its step {found.step}"
-    else:
-        does = f"begins from step {found.step} of {found.path}"
-    kept = ", ".join(f"the newest {keep}" if keep > 0 else "all" for keep in args.num_kept_checkpoints)
-    keeps = f"keeps {kept} of its own and leaves all others alone"
-    return f"Checkpoints: {'; '.join(held)}. Run {run.name} ({run.id}) {does}, {keeps}"
-
-
-def in_the_way(resolved: Resolved, start: Start, ranks: Runtime) -> str:
-    """Return a warning of a new run in the run folder of another that has trained, "" where there is none.
-
-    Not collective, and before ``run.json`` is written.
-    """
-    folder = RunFolder(resolved.args.run_dir)
-    before = folder.read_run()
-    whose, config = before.get("run") or {}, before.get("config") or {}
-    if resolved.args.evaluate_only or start.continues or whose.get("id", start.run.id) == start.run.id:
-        return ""
-    step = max((each.get("step") or 0 for each in read_metrics(folder.path)), default=0)
-    if not step:
-        return ""
-    run, places = RunId(whose["name"], whose["id"]), config.get("checkpoint_dir") or []
-    durable = [place for place in places if not is_node_local(place)]
-    found = None
-    with contextlib.suppress(CheckpointError, OSError):  # what cannot be read is no reason to end
-        found = next(filter(None, (newest_readable(place, run) for place in durable)), None)
-    said = f"{folder.path} holds another run, {run.name} ({run.id}), up to step {step}; this start is a new run in it"
-    if found is None:
-        return f"{said}, and reports show both as one; to keep them apart, give another --run_name or --run_dir"
-    flags = {"resume_from_checkpoint": durable[:1], "checkpoint_dir": places}
-    if not resolved.given("run_name") or resolved.by_keywords or resolved.args.run_name != run.name:
-        flags["run_name"] = [run.name]
-    how = _again(resolved, ranks, flags)
-    return f"{said}. To go on from step {found.step} of that one: {how}"
-
-
-def how_to_resume(resolved: Resolved, ranks: Runtime) -> str:
-    """Return the command that resumes this run, the same one or with flags added."""
+def how_to_resume(resolved: Resolved, start: Start, ranks: Runtime) -> str:
+    """Return the command that goes on with this run: the same one, or with flags added."""
     args = resolved.args
-    folder = next(folder for folder in args.checkpoint_dir if not is_node_local(folder))
-    from_there = normal(args.resume_from_checkpoint or "") == normal(folder)
-    if from_there and (resolved.given("run_name") or resolved.given("run_dir")):
+    parent = next(parent for parent in args.checkpoint_dir if not is_node_local(parent))
+    asks = normal(args.resume_from_checkpoint or "") == normal(parent)
+    flags = {} if asks else {"resume_from_checkpoint": parent}
+    if not start.is_named_by_flags:
+        flags["run_name"] = args.run_name
+    if not flags:
         return f"run the same {'program' if resolved.by_keywords else 'command'} again to go on"
-    named = {} if resolved.given("run_name") and not resolved.by_keywords else {"run_name": [args.run_name]}
-    there = {} if from_there and not resolved.by_keywords else {"resume_from_checkpoint": [folder]}
-    return f"to go on: {_again(resolved, ranks, named | there)}"
+    return f"to go on: {_again(resolved, ranks, flags)}"
 
 
-def _again(resolved: Resolved, ranks: Runtime, flags: dict[str, list[str]]) -> str:
-    """Return the command, or the call, that this run was started with, and ``flags`` added."""
+def _again(resolved: Resolved, ranks: Runtime, flags: dict[str, str]) -> str:
+    """Return the command, or the call, that started this run, with ``flags`` added."""
     if resolved.by_keywords:
-        given = ((name, values if len(values) > 1 else values[0]) for name, values in flags.items())
-        return redacted(f"train(..., {', '.join(f'{name}={value!r}' for name, value in given)})")
+        return redacted(f"train(..., {', '.join(f'{name}={value!r}' for name, value in flags.items())})")
     words = list(sys.orig_argv)
     if ranks.launcher in ("torchrun", LAUNCH):
         with contextlib.suppress(OSError):  # torchrun itself
             words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-    return redacted(shlex.join([*words, *(word for name, values in flags.items() for word in (f"--{name}", *values))]))
+    return redacted(shlex.join([*words, *(word for name, value in flags.items() for word in (f"--{name}", value))]))

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from smp_train import distributed
 from smp_train.arguments import Arguments
 from smp_train.arguments.sources import is_hub_name, training_sources
-from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.aws import sharded as aws
-from smp_train.checkpoints.collective import on_main
-from smp_train.checkpoints.discovery import is_checkpoint_folder, newest_readable, open_checkpoint
+from smp_train.checkpoints.checkpoint import Checkpoint, opened
+from smp_train.checkpoints.find import locate, open_checkpoint, open_intact
+from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.hf import tokenizer
-from smp_train.checkpoints.node_local import find_newest, is_node_local
-from smp_train.checkpoints.runs import runs_in
+from smp_train.checkpoints.node_local import facts_of_part, is_node_local, open_parts, steps_on_nodes
 from smp_train.data.loader import Loader
 from smp_train.distributed import ALL_RANKS
-from smp_train.errors import CheckpointError, ConfigError, first_few
+from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.configuration import changes_from
 from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
-from smp_train.naming import Start
+from smp_train.naming import Start, nothing_found
 from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import get_logger
 
@@ -29,33 +32,28 @@ log = get_logger()
 
 
 def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
-    """Return the model of the checkpoints that the run resumes from, where no flag says which it is; not collective."""
-    if start.origin is None or names_model(args):
+    """Return the model of the checkpoint that the run goes on from, if no flag names the model; not collective."""
+    if names_model(args):
         return None
-    found = newest_readable(start.origin.place, start.origin.run)
-    if found is None:
+    newest = newest_readable(start)
+    if newest is None:
         return None
     if args.max_context_width is None:
-        args.max_context_width = (found.meta.get("arguments") or {}).get("max_context_width")
-    return resolve_saved(found.model_config(), found.committed.model_type, found.path, found.meta, args)
+        args.max_context_width = (newest.meta.get("arguments") or {}).get("max_context_width")
+    return resolve_saved(newest.model_config(), newest.marker.model_type, newest.path, newest.meta, args)
 
 
-def checkpoint_to_finetune(args: Arguments) -> None:
-    """Where --pretrained_checkpoint_file is a folder of checkpoints, set it to the newest of them; not collective."""
-    where = args.pretrained_checkpoint_file
-    if args.finetune and where is not None and is_checkpoint_folder(where):
-        found = newest_readable(where, None)
-        if args.lora_rank is not None and found is not None and found.path != normal(where):
-            raise ConfigError(
-                f"--pretrained_checkpoint_file {where}: its newest checkpoint may be another one on a resume, "
-                f"and adapters belong to one; name it, such as {found.path}"
-            )
-        args.pretrained_checkpoint_file = where if found is None else found.path
+def newest_readable(start: Start) -> Checkpoint | None:
+    """Return the newest checkpoint that the run may go on from and that can be opened; not collective."""
+    for candidate in start.candidates:
+        with suppress(CheckpointError):
+            return opened(open_folder(candidate.folder), candidate.name)
+    return None
 
 
 def tokenizer_in_checkpoint(spec: ModelSpec, found: Checkpoint | None) -> dict[str, bytes]:
     """Return the tokenizer's files in ``found``, or in the checkpoint to finetune; else none. Not collective."""
-    if found is None and spec.pretrained is not None and is_checkpoint_folder(spec.pretrained):
+    if found is None and spec.pretrained is not None and locate(spec.pretrained).kind == "checkpoint":
         found = open_checkpoint(spec.pretrained)
     return {} if found is None else found.tokenizer()
 
@@ -114,8 +112,7 @@ def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterat
     if known:
         yield known
         return
-    found = None if start.origin is None else newest_readable(start.origin.place, start.origin.run)
-    files = tokenizer_in_checkpoint(spec, found)
+    files = tokenizer_in_checkpoint(spec, newest_readable(start))
     if not files:
         yield None
         return
@@ -123,46 +120,60 @@ def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterat
         yield folder
 
 
-def look_for_checkpoint(args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]) -> Checkpoint | None:
-    """Return the newest committed checkpoint that the run can resume from, None for a fresh start; collective.
-
-    Without one, the newest checkpoint of SMP's sample scripts.
-    """
-    location = args.resume_from_checkpoint
-    if location is None:
+def look_for_checkpoint(
+    args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]
+) -> tuple[Checkpoint | None, Start]:
+    """Return the verified checkpoint that the run goes on from, None at step 0, and the start it is of; collective."""
+    if not start.continues:
         _log_aws_checkpoints(args)
-        return None
-    found = None
-    whose = start.run if start.origin is None else start.origin.run
-    if not on_main("cannot resume", lambda: aws.is_checkpoint(location)):
-        found = find_newest(
-            location, args.checkpoint_dir, run=whose, mesh=mesh, strict=args.strict_resume,
-            rename=start.continues and not args.evaluate_only,
-        )  # fmt: skip
-    if found is None:
-        found = aws.find_checkpoint(location, spec.config, strict=args.strict_resume)
-        if found is not None and found.step < 1:
-            raise CheckpointError(
-                f"{found.path} does not say of which step it is; start from it with --finetune 1 "
-                f"--pretrained_checkpoint_file {found.path}"
-            )
-    if found is None:
-        of = f"No committed checkpoint of run {start.run.quoted} in {location}"
-        others = distributed.on_main("looking for other runs", lambda: runs_in(location))
-        if others:
-            log.warning(
-                "%s, which holds those of %s: it begins at step 0; to go on with one of these give its --run_name, to "
-                "begin from one --resume_from_checkpoint CHECKPOINT", of, first_few(others),
-            )  # fmt: skip
-        else:
-            log.info("%s yet", of)
-    return found
+        return None, start
+    strict, mark = args.strict_resume or start.went_back, start.is_own and not args.evaluate_only
+    durable: list[Option] = [
+        ((each.generation, each.step), partial(open_intact, each.folder, each.name, strict=strict, mark=mark))
+        for each in start.candidates
+    ]
+    parts = [] if start.went_back else _parts_on_nodes(args, start, mesh)
+    options = sorted(parts + durable, key=itemgetter(0), reverse=True) if start.is_own else parts + durable
+    for _, open_option in options:
+        checkpoint = open_option()
+        if checkpoint is not None:
+            return checkpoint, replace(start, is_own=start.is_own or not checkpoint.durable)
+    if start.newest is not None:
+        raise CheckpointError(
+            f"cannot resume: every checkpoint in {start.newest.folder} is damaged; they are kept there. To start "
+            "afresh, give another --run_name or --checkpoint_dir, or move them away"
+        )
+    checkpoint = None
+    if start.elsewhere is not None:
+        checkpoint = aws.find_checkpoint(start.elsewhere, spec.config, strict=args.strict_resume)
+    if checkpoint is None:
+        log.log(logging.WARNING if start.other_runs else logging.INFO, "%s", nothing_found(args, start))
+    elif checkpoint.step < 1:
+        raise CheckpointError(
+            f"{checkpoint.path} does not say of which step it is; start from it with --finetune 1 "
+            f"--pretrained_checkpoint_file {checkpoint.path}"
+        )
+    return checkpoint, replace(start, is_own=False)
+
+
+Option = tuple[tuple[int, int], Callable[[], Checkpoint | None]]
+"""Generation and step of a checkpoint, and what opens and verifies it, on all ranks."""
+
+
+def _parts_on_nodes(args: Arguments, start: Start, mesh: dict[str, int]) -> list[Option]:
+    """Return the steps of the run of which every rank has its part on its node's disk; collective."""
+    near = [parent for parent in args.checkpoint_dir if is_node_local(parent)]
+    if not near:
+        return []
+    facts = facts_of_part([parent for parent in args.checkpoint_dir if not is_node_local(parent)], mesh)
+    steps = steps_on_nodes(near, start.name)
+    return [(step, partial(open_parts, parent, start.name, step, facts)) for step, parent in steps]
 
 
 def _log_aws_checkpoints(args: Arguments) -> None:
     """Log the checkpoints of SMP's sample scripts in the folders of a run that resumes from none; collective."""
     with distributed.together("looking into the checkpoint folders"):
-        for folder in args.checkpoint_dir:
+        for folder in args.checkpoint_dir if distributed.rank() == 0 else ():
             names = [] if is_node_local(folder) else aws.checkpoint_names(folder)
             if names:
                 log.info(

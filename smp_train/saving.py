@@ -7,17 +7,14 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from smp_train import distributed
 from smp_train.build_run import Run
-from smp_train.checkpoints import RunId, find, open_checkpoint
-from smp_train.checkpoints.commit import CheckpointFolder, open_folder
+from smp_train.checkpoints.checkpoint import Checkpoint
+from smp_train.checkpoints.find import open_checkpoint, open_verified
 from smp_train.checkpoints.hf.export import export
 from smp_train.checkpoints.hf.model_folder import ENTRY_FILES
-from smp_train.checkpoints.node_local import is_node_local
-from smp_train.checkpoints.runs import committed
 from smp_train.distributed import ALL_RANKS, heartbeat
 from smp_train.errors import SmpTrainError, redacted
 from smp_train.progress import MOVED, Progress
@@ -38,6 +35,7 @@ def save(run: Run, *, force: bool) -> None:
         return
     heartbeat.at(heartbeat.SAVE)
     meta = {
+        "run": {"name": run.start.name, "id": run.id},
         "tokens": progress.tokens,
         **run.losses,
         "best": run.best.to_json(),
@@ -53,7 +51,7 @@ def save(run: Run, *, force: bool) -> None:
         "versions": versions(),
     }
     report_saves(run)
-    run.checkpoints.protect(run.best.step if run.args.keep_best else None)
+    run.checkpoints.best = run.best.step if run.args.keep_best else None
     with run.throughput.pause():
         MOVED.begin(0)
         with Progress(f"Saving step {progress.step}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
@@ -121,21 +119,17 @@ def save_last(run: Run) -> None:
         log.warning("%s", failure, extra=ALL_RANKS)
 
 
-def complete_models(run: Run, step: int) -> None:
-    """Write models missing beside checkpoints of ``step``, after an interrupted start; collective."""
-    for folder in run.args.checkpoint_dir:
-        if is_node_local(folder):
-            continue
-        storage = open_folder(folder)
-        lacking = distributed.on_main(f"looking into {folder}", partial(_without_model, storage, run.start.run, step))
-        for name in lacking:
-            path = os.path.join(storage.location, name)
-            write_model(run, path, os.path.join(path, MODEL_FOLDER))
+def complete_model(run: Run, checkpoint: Checkpoint) -> None:
+    """Write the model that an interrupted start did not write beside the run's newest checkpoint; collective."""
+    if not run.start.is_own or not checkpoint.durable:
+        return
 
+    def has_model() -> bool:
+        storage, name = checkpoint.folder.storage, checkpoint.name
+        return any(storage.exists(f"{name}/{MODEL_FOLDER}/{file}") for file in ENTRY_FILES)
 
-def _without_model(storage: CheckpointFolder, run: RunId, step: int) -> list[str]:
-    own = [entry.name for entry in committed(storage, run) if entry.step == step]
-    return [name for name in own if not any(storage.has(name, f"{MODEL_FOLDER}/{file}") for file in ENTRY_FILES)]
+    if not distributed.on_main(f"looking into {checkpoint.path}", has_model):
+        write_model(run, checkpoint.path, os.path.join(checkpoint.path, MODEL_FOLDER))
 
 
 def save_final_model(run: Run) -> None:
@@ -155,7 +149,7 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
         weights = run.backend.full_weights(run.model)
         began = time.perf_counter()
         # Only weights that are read from the checkpoint have to be verified.
-        found = None if checkpoint is None else (find if weights is None else open_checkpoint)(checkpoint)
+        found = None if checkpoint is None else (open_verified if weights is None else open_checkpoint)(checkpoint)
     with distributed.together(what), Progress(what, unit="B", shown=run.runtime.is_main) as progress:
         if run.runtime.is_main and found is not None:
             export(found, folder, weights=weights, overwrite=True, on_progress=progress.at)

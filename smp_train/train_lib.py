@@ -14,7 +14,7 @@ from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.validation import prompts_only, runs_natively
 from smp_train.best import Best
 from smp_train.build_run import NO_LIMIT, Position, Run, build_run, mesh_sizes
-from smp_train.checkpoints import Checkpoint
+from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.hf.tokenizer import tokenizer_from
 from smp_train.data.batch import Batch, collate
 from smp_train.distributed import Runtime, heartbeat
@@ -23,8 +23,7 @@ from smp_train.naming import how_to_resume, output
 from smp_train.parallel import compile
 from smp_train.progress import MOVED, Progress
 from smp_train.resume import imported_position
-from smp_train.saving import complete_models, notify, report_saves, save, save_final_model, save_last
-from smp_train.storage import normal
+from smp_train.saving import complete_model, notify, report_saves, save, save_final_model, save_last
 from smp_train.telemetry.logging_utils import batch_line, get_logger, perplexity, validation_line
 from smp_train.telemetry.memory_owners import out_of_memory
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
@@ -95,14 +94,12 @@ def resume(run: Run) -> None:
         run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
     with distributed.together(f"resuming from {found.path}"):
         consumed = data_position(run, found)
-    if run.start.continues:  # another run's best checkpoint is not among this one's
+    if run.start.is_own:  # another run's best checkpoint is not among this one's
         run.best = Best.of_meta(found.meta)
     run.spikes.restore(found.meta.get("spikes"), run.train_data.global_batch)
     run.progress = Position(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
-    if normal(run.args.resume_from_checkpoint or "") == found.path:  # the checkpoint itself was named, not its folder
-        run.checkpoints.go_back(found)
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
     then, here = (mesh_sizes(mesh) for mesh in (found.meta.get("mesh", {}), run.backend.topology.mesh))
     if then != here and "data" in found.meta:
@@ -113,14 +110,14 @@ def resume(run: Run) -> None:
     track(run)
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
     if run.args.checkpoint_type == "full" and not run.args.evaluate_only:
-        complete_models(run, found.step)
+        complete_model(run, found)
 
 
 def track(run: Run) -> None:
     """Start the trackers that the flags name, on rank 0, at the step the run begins at. Not collective."""
     if run.runtime.is_main:
-        of, step = run.start.run, run.progress.step
-        trackers = chosen(run.args, name=of.name, id=of.id, folder=run.folder.path, step=step)
+        step = run.progress.step
+        trackers = chosen(run.args, name=run.start.name, id=run.id, folder=run.folder.path, step=step)
         facts = run.folder.read_run()
         config = {**facts.pop("config", {}), **{name: facts[name] for name in facts if name not in NOT_TRACKED}}
         run.metrics.trackers = Trackers(trackers, config) if trackers else None
@@ -414,7 +411,7 @@ def finish(run: Run) -> None:
     distributed.on_main("writing how the run ended", lambda: mark(at))
     run.metrics.event("stop" if stopped else "finish", step=at)
     if stopped:
-        how = how_to_resume(run.resolved, run.runtime)
+        how = how_to_resume(run.resolved, run.start, run.runtime)
         log.info("Stopped at step %d of %d on request; %s", at, run.total_steps, how)
     else:
         log.info("Finished: step %d%s", at, ", the data has ended" if run.data_ended else f" of {run.total_steps}")

@@ -20,7 +20,7 @@ from benchmarks.data import token_rows, write_shards
 from benchmarks.parts import Setting
 from benchmarks.parts.ladder import LLAMA_1B
 from benchmarks.program import STEADY, TINY, Flags, below, command, logged, opened, scratch, stepping, words
-from smp_train.checkpoints import find
+from smp_train.checkpoints.find import open_verified
 from smp_train.errors import ConfigError
 from smp_train.saving import report_saves, save
 
@@ -102,7 +102,7 @@ def saves(flags: Flags) -> dict[str, Any]:
             state = run.backend.state_dict(run.model, run.optimizer)
             foreground = timed(partial(dcp.save, state, checkpoint_id=folder / "dcp"))
             shutil.rmtree(folder / "dcp")
-            found = find(str(folder / "checkpoints"))
+            found = open_verified(folder / "checkpoints")
             assert found is not None, "it was saved above"
             read = partial(found.load, saver=run.backend.saver)
             loading = timed(partial(run.backend.load_state, run.model, run.optimizer, read))

@@ -26,6 +26,7 @@ from smp_train.telemetry.run_folder import RunFolder
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent  # not resolved: the environment's own folder
 DEMO = Path("demo")
+CHECKPOINTS = DEMO / "checkpoints/demo"  # of the run, whose name is demo
 RUN = RunFolder(DEMO / "run")
 TIMEOUT = 600.0
 MARKER = ".made-by-make-demo"
@@ -63,16 +64,16 @@ def train_command() -> list[str]:
         "--lr", "5e-3", "--min_lr", "5e-4", "--warmup", "15", "--weight_decay", "0.1",
         "--training_dir", str(DEMO / "data/train"), "--test_dir", str(DEMO / "data/test"),
         "--validation_freq", "50", "--validation_batches", "5", "--val_batch_size", "4",
-        "--checkpoint_dir", str(DEMO / "checkpoints"), "--checkpoint_freq", "100",
-        "--resume_from_checkpoint", str(DEMO / "checkpoints"),
-        "--run_dir", str(DEMO / "run"), "--logging_freq", str(LOGGING_FREQ),
+        "--checkpoint_dir", str(CHECKPOINTS.parent), "--checkpoint_freq", "100",
+        "--resume_from_checkpoint", str(CHECKPOINTS.parent),
+        "--run_name", CHECKPOINTS.name, "--run_dir", str(DEMO / "run"), "--logging_freq", str(LOGGING_FREQ),
     ]  # fmt: skip
 
 
 def generate_command() -> list[str]:
     """Let the trained model continue a line of Python; it takes no flag of the model."""
     return [
-        str(BIN / "smp-train"), "generate", "--checkpoint", str(DEMO / "checkpoints"),
+        str(BIN / "smp-train"), "generate", "--checkpoint", str(CHECKPOINTS),
         "--prompt", PROMPT, "--num_tokens", "60", "--stream", "1",
     ]  # fmt: skip
 
@@ -164,7 +165,7 @@ def demo() -> None:
     heading("Train a small Llama on two processes (FSDP2, gloo)")
     run(train_command(), stop=half_way)
     stopped_at = marked(RUN.stopped) or 0
-    saved = [str(path.parent) for path in DEMO.glob(f"checkpoints/*-{stopped_at}steps/COMMITTED")]
+    saved = [str(path.parent) for path in CHECKPOINTS.glob(f"*-{stopped_at}steps*/COMMITTED")]
     print(f"\n{RUN.stopped}: step {stopped_at}, saved in {', '.join(saved)}")
 
     heading(f"Start the same command again: it resumes at step {stopped_at} and finishes")
@@ -185,11 +186,11 @@ def demo() -> None:
     print(f"  unigram entropy of the text   {entropy:.3f} nats per token (what word counts alone can reach)")
     for name, value in numbers.items():
         print(f"  {name:<30}" + (f"{value:.2%} of a step (median)" if name == "waiting for data" else f"{value:.3f}"))
-    checkpoints = ", ".join(sorted(path.parent.name for path in DEMO.glob("checkpoints/*/COMMITTED")))
+    checkpoints = ", ".join(sorted(path.parent.name for path in CHECKPOINTS.glob("*/COMMITTED")))
     for name, where in (
         ("report", DEMO / "run/report.png"), ("metrics", DEMO / "run/metrics.jsonl"),
         ("configuration", DEMO / "run/run.json"), ("logs", DEMO / "run/logs"), ("token shards", DEMO / "data"),
-        ("checkpoints", f"{DEMO / 'checkpoints'}: {checkpoints}"),
+        ("checkpoints", f"{CHECKPOINTS}: {checkpoints}"),
     ):  # fmt: skip
         print(f"  {name:<30}{where}")
 

@@ -15,7 +15,7 @@ from smp_train.arguments import model_flags as model
 from smp_train.arguments import running_flags as running
 from smp_train.arguments import training_flags as training
 from smp_train.arguments.flag import Flag, flags_of
-from smp_train.arguments.run_name import CHECKPOINTS, RUNS
+from smp_train.arguments.run_name import RUNS
 
 GROUPS: tuple[type, ...] = (
     model.ModelArguments, model.ParallelArguments, training.OptimizerArguments, training.DataArguments,
@@ -52,7 +52,6 @@ class Arguments(
             self.activation_checkpointing = checkpointing.of_layers(self.selective_checkpointing)
         if self.run_name:
             self.run_dir = self.run_dir or f"{RUNS}/{self.run_name}"
-            self.checkpoint_dir = self.checkpoint_dir or [f"{CHECKPOINTS}/{self.run_name}"]
 
     @property
     def label(self) -> str:

@@ -309,7 +309,7 @@ def _explain_settled(args: Arguments, values: dict[str, Any], sources: dict[str,
     """Give what follows from other settings its source, and a note where it overrides the user."""
     causes = {
         "model_type": "--from_scratch", "model_size": "--from_scratch",
-        "sharding_strategy": "--hybrid_shard_degree", "run_dir": "--run_name", "checkpoint_dir": "--run_name",
+        "sharding_strategy": "--hybrid_shard_degree", "run_dir": "--run_name",
         "activation_checkpointing": "--selective_checkpointing",
     }  # fmt: skip
     for name, cause in causes.items():

@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import itertools
-import os
 import re
-import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from smp_train.arguments.groups import Arguments
     from smp_train.arguments.parse import Resolved
 
 RUNS, CHECKPOINTS = "runs", "checkpoints"
-"""Folders that hold the folders of runs, by default."""
-CHECKPOINT_NAME = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps(-[0-9a-f]{8})?")
-"""Names of checkpoints in a folder of them."""
+"""Default parents: of run folders, and of the runs' folders of checkpoints."""
+CHECKPOINT_NAME = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps(-(?P<attempt>[0-9a-f]+))?")
+"""Names of the checkpoints in a run's folder of checkpoints."""
 
 
 def is_run_name(text: str) -> bool:
-    """Return whether a text can name a run: it becomes a folder below ``runs/`` and ``checkpoints/``."""
-    return text.isprintable() and not {"", ".", ".."} & set(text.split("/"))
+    """Return whether a text can name a run: it becomes a folder below ``runs/`` and ``checkpoints/``.
 
-
-def fresh_names(args: Arguments) -> Iterator[str]:
-    """Yield names that no other run has now; with an explicit run folder the one that goes with it."""
-    label = f"{args.label}-{time.strftime('%Y%m%d')}"
-    if args.run_dir:
-        yield f"{label}-{hashlib.sha256(os.path.realpath(args.run_dir).encode()).hexdigest()[:6]}"
-        return
-    for number in itertools.count(1):
-        name = f"{label}-{number}"
-        taken = [RUNS] if args.checkpoint_dir else [RUNS, CHECKPOINTS]
-        if not any(os.path.exists(os.path.join(folder, name)) for folder in taken):
-            yield name
+    ``best`` is reserved: it names a checkpoint of any run.
+    """
+    return text.isprintable() and text.rpartition("/")[2] != "best" and not {"", ".", ".."} & set(text.split("/"))
 
 
 def named(resolved: Resolved, name: str, source: str) -> Resolved:
-    """Return the settings of a run of that name, with the folders that follow; ``source``: where the name is from."""
+    """Return the settings of a run of that name, with the run folder that follows; ``source`` tells its origin."""
     args = dataclasses.replace(resolved.args, run_name=name)
     sources = dict(resolved.sources)
     if not resolved.args.run_name:
         sources["run_name"] = source
-    for flag in ("run_dir", "checkpoint_dir"):
-        if getattr(args, flag) != getattr(resolved.args, flag):
-            sources[flag] = "follows from --run_name"
+    if args.run_dir != resolved.args.run_dir:
+        sources["run_dir"] = "follows from --run_name"
     return dataclasses.replace(resolved, args=args, sources=sources)

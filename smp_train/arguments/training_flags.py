@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smp_train.arguments.flag import Only, flag
+from smp_train.arguments.run_name import CHECKPOINTS
 
 NODE_LOCAL = "local:"
 """Prefix of a checkpoint folder that is on each node's own disk."""
@@ -120,8 +121,9 @@ class CheckpointArguments:
     """Checkpoints: where, how often, how many are kept. Lists of equal length make one policy per folder."""
 
     checkpoint_dir: list[str] = flag(
-        [], "Folders, or s3://bucket/prefix; local:DIR is each node's own disk",
-        shown="checkpoints/<run_name>; on SageMaker /opt/ml/checkpoints", profiling="ckpt_save_path")
+        [CHECKPOINTS], "Folders, or s3://bucket/prefix, that hold a folder <run_name> of checkpoints for each run; "
+        "local:DIR is each node's own disk",
+        shown="checkpoints; on SageMaker /opt/ml/checkpoints", profiling="ckpt_save_path")
     checkpoint_freq: list[int] = flag(
         [1000], "Steps between checkpoints", must=">=1",
         profiling="checkpoint_interval", fsdp2="checkpoint_interval", trainer="save_steps")
@@ -134,8 +136,9 @@ class CheckpointArguments:
         only=Only((None, "sharded", "async_sharded", "full"),
                   "it is SMP's; sharded, async_sharded and full checkpoints load on any mesh"))
     resume_from_checkpoint: str | None = flag(
-        None, "A checkpoint, or a folder or s3:// prefix of them: the run's newest complete one; without --run_name "
-        "the run that saved last goes on", profiling="ckpt_load_path", minimal="restart_checkpoint_file")
+        None, "Folder or s3:// prefix of --checkpoint_dir: resume the run of this name in it. One run's folder or one "
+        "checkpoint: begin from that, or resume where the run has checkpoints of its own",
+        profiling="ckpt_load_path", minimal="restart_checkpoint_file")
     keep_best: bool = flag(
         False, "Save and keep the checkpoint of the lowest validation loss, too", needs="validation_freq")
     allow_model_change: bool = flag(False, "Resume although the checkpoint's model computes something else")

@@ -10,7 +10,7 @@ from smp_train.arguments.flag import RULES, show
 from smp_train.arguments.groups import Arguments, flags
 from smp_train.arguments.own import Own
 from smp_train.arguments.parse import Resolved
-from smp_train.arguments.run_name import CHECKPOINT_NAME, CHECKPOINTS, is_run_name
+from smp_train.arguments.run_name import CHECKPOINT_NAME, is_run_name
 from smp_train.arguments.sources import is_streamed, may_be_held_out, training_sources
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed import smp_installed
@@ -173,16 +173,16 @@ def _checkpoints(args: Arguments) -> Iterator[str]:
     folders, resume = args.checkpoint_dir, args.resume_from_checkpoint or ""
     if args.run_name and not is_run_name(args.run_name):
         yield f"--run_name {args.run_name!r}: is no name for a folder; give one such as llama-7b"
-    if f"{CHECKPOINTS}/{args.run_name}" in folders and CHECKPOINT_NAME.fullmatch(args.run_name):
-        yield f"--run_name {args.run_name}: names a checkpoint, not a folder of them; give another name"
-    entries = "1 entry" if len(folders) < 2 else f"{len(folders)} entries"
+    if CHECKPOINT_NAME.fullmatch(args.run_name):
+        yield f"--run_name {args.run_name}: is the name of a checkpoint; give another name, such as llama-7b"
+    entries = "1 entry" if len(folders) == 1 else f"{len(folders)} entries"
     for name in ("checkpoint_freq", "num_kept_checkpoints"):
         length = len(getattr(args, name))
-        if length != max(len(folders), 1):
+        if length != len(folders):
             yield f"--checkpoint_dir has {entries} and --{name} {length}: give one value per folder"
     if len(set(folders)) != len(folders):
         yield "--checkpoint_dir names one folder twice; give each policy a folder of its own"
-    if folders and all(folder.startswith(NODE_LOCAL) for folder in folders):
+    if all(folder.startswith(NODE_LOCAL) for folder in folders):
         yield f"--checkpoint_dir {folders[0]} is lost with its node; add a folder that all nodes share, or s3://"
     if resume.startswith(NODE_LOCAL):
         yield (
@@ -191,8 +191,8 @@ def _checkpoints(args: Arguments) -> Iterator[str]:
         )
     if resume.lower() in ("true", "1", "false", "0"):
         yield (
-            f"--resume_from_checkpoint {resume}: give the folder to resume from, here "
-            f"{(folders or ['checkpoints'])[0]}; leave it out to begin anew"
+            f"--resume_from_checkpoint {resume}: give the folder to resume from, here {folders[0]}; leave it out to "
+            "begin anew"
         )
     if args.save_final_model:
         yield from _final_model(args)

@@ -25,7 +25,7 @@ from smp_train.arguments import checkpointing
 from smp_train.backends import smp_choices, smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
-from smp_train.checkpoints.saver import LibrarySaver, Saver
+from smp_train.checkpoints.saver import Saver
 from smp_train.checkpoints.state import gather_state
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.degrees import check_model_on_smp, plan
@@ -130,7 +130,7 @@ class SmpBackend(Backend):
         self._saver = smp_saver.make(
             self.state, self._root, sharded=sharded, hub=self._hub, ranks=ranks, in_folders=folders
         )
-        library = self._saver.library if isinstance(self._saver, LibrarySaver) else None
+        library = self._saver.library if isinstance(self._saver, smp_saver.LibrarySaver) else None
         if args.checkpoint_type == "async_sharded" and library is not None and not library.asynchronous:
             why = "--hybrid_shard_degree above 1" if folders else "folders, where tensor or expert ranks write trees"
             logger.info("--checkpoint_type async_sharded: training waits for each save; SMP saves in the background "

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from smp_train import distributed
-from smp_train.checkpoints.commit import open_folder
+from smp_train.checkpoints.dcp.storage import TreeWriter
+from smp_train.checkpoints.folder import open_folder
+from smp_train.checkpoints.format import BEGUN
 from smp_train.errors import ConfigError, first_few, one_line
 
 if TYPE_CHECKING:
@@ -102,7 +104,8 @@ def takes_writer(save: Callable[..., None] | None) -> bool:
         with tempfile.TemporaryDirectory() as folder:
             if save is not None:
                 storage = open_folder(folder)
-                save({"probe": torch.zeros(1)}, storage_writer=storage.writer(storage.stage("probe")))
+                name = storage.begin("probe", 0, 0)
+                save({"probe": torch.zeros(1)}, storage_writer=TreeWriter(storage.storage, name, f"{name}/{BEGUN}"))
         return True
 
     return choose("other writers", attempt, lambda: False)

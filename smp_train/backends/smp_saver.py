@@ -8,15 +8,27 @@ own tree, ``tp<rank>_ep<rank>``.
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from smp_train.backends import smp_choices, smp_library
-from smp_train.checkpoints.saver import Library, LibrarySaver, Saver
+from smp_train.checkpoints.collective import gather as agree
+from smp_train.checkpoints.dcp.trees import load_together, save_together
+from smp_train.checkpoints.folder import RunFolder
+from smp_train.checkpoints.format import BEGUN, METADATA, FileRecord
+from smp_train.checkpoints.saver import Records, Saver
 from smp_train.distributed import gather
-from smp_train.errors import ConfigError
+from smp_train.distributed.agree import alone, any_rank, unless
+from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.smp_names import HubModel, Ranks
+from smp_train.storage import is_s3
+from smp_train.storage.folder import sync_folder
 
 logger = logging.getLogger("smp_train.smp")
 
@@ -32,6 +44,172 @@ def each_tree_once(by_rank: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
         if len(groups) != 1 or set(groups.pop()) != {rank for rank, _ in writers}:
             return False
     return True
+
+
+class Library:
+    """Writes the tree of a group of ranks; this base class writes for a group of one, through torch's DCP."""
+
+    asynchronous = False
+    """Whether it can write in the background: `begin` and `ended`."""
+    takes_writer = True
+    """Whether `save` takes any ``storage_writer``; if not, every save is by `begin` and `ended`."""
+
+    def save(self, state: dict[str, Any], *, storage_writer: Any) -> None:
+        """Write as ``torch.distributed.checkpoint.save`` does; on the ranks that write."""
+        with alone():
+            save_together(state, storage_writer=storage_writer)
+
+    def begin(self, state: dict[str, Any], folder: str) -> None:
+        """Copy the state and begin to write it to a folder; on the ranks that write."""
+        raise NotImplementedError
+
+    def ended(self, wait: bool) -> bool:
+        """Return whether the save is written; ``wait`` for that. On the ranks that write."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibrarySaver(Saver):
+    """The ranks of a group, ``which`` of ``among`` this is, write a tree through a backend's library."""
+
+    library: Library
+    which: int = 0
+    among: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that write its tree."""
+        return self.which == 0 and self.writes
+
+    @property
+    def threads(self) -> bool:
+        """See `Saver.threads`: the library's collectives stay in the main thread."""
+        return False
+
+    def save(self, state: dict[str, Any], *, storage_writer: Any) -> None:
+        """See `Library.save`."""
+        self.library.save(state, storage_writer=storage_writer)
+
+    def load(self, state: dict[str, Any], *, storage_reader: Any, planner: Any) -> None:
+        """Fill ``state`` from a tree; each rank reads by itself."""
+        with alone():
+            load_together(state, storage_reader=storage_reader, planner=planner)
+
+    def _prepare(self, folder: RunFolder, attempt: str) -> None:
+        """Make the folder of each tree on the rank that leads; collective."""
+        what = f"cannot save {os.path.join(folder.location, attempt)}"
+        def make() -> None:
+            if self.part and self.leads and not is_s3(folder.location):
+                tree = Path(folder.location, self.tree(attempt))
+                tree.mkdir(exist_ok=True)
+                sync_folder(tree.parent)
+
+        agree(what, make)
+
+    def write(
+        self, state: dict[str, Any], folder: RunFolder, attempt: str, on_stage: Callable[[str], None]
+    ) -> dict[str, FileRecord]:
+        """See `Saver.write`."""
+        self._prepare(folder, attempt)
+        return super().write(state, folder, attempt, on_stage)
+
+    def writes_alone(self, asynchronous: bool, folders: Sequence[RunFolder]) -> bool:
+        """See `Saver.writes_alone`: in the background, or because the library takes no writer."""
+        wanted = asynchronous or not self.library.takes_writer
+        return wanted and self.library.asynchronous and not any(is_s3(folder.location) for folder in folders)
+
+    def begin(
+        self, state: dict[str, Any], folder: RunFolder, attempt: str, commit: Callable[[Records], list[Any]]
+    ) -> LibrarySave:
+        """See `Saver.begin`."""
+        self._prepare(folder, attempt)
+        what, failure = f"cannot save {os.path.join(folder.location, attempt)}", None
+        try:
+            if self.writes:
+                self.library.begin(state, os.path.join(folder.location, self.tree(attempt)))
+        except Exception as error:
+            failure = error
+        agree(what, partial(unless, failure, None))
+        return LibrarySave(self, folder, attempt, commit)
+
+    def listed(self, folder: RunFolder, attempt: str) -> tuple[str, dict[str, int]] | None:
+        """Return this rank's tree and the files (name: size) that `begin` wrote for it, on the rank that leads.
+
+        Raises `CheckpointError` if there is no index among them. Not collective.
+        """
+        if not self.leads:
+            return None
+        files = folder.sizes(self.tree(attempt))
+        files.pop(BEGUN, None)
+        if METADATA not in files:
+            raise CheckpointError(f"what the saver of the backend's library wrote has no {METADATA}")
+        return self.part, files
+
+    def secured(self, folder: RunFolder, attempt: str, files: Mapping[str, int]) -> dict[str, FileRecord]:
+        """Make this rank's share of its tree's files durable and return their records; not collective."""
+        tree, records = self.tree(attempt), {}
+        for file in sorted(files)[self.which :: self.among] if self.writes else ():
+            if not is_s3(folder.location):
+                path = Path(folder.location, tree, file)
+                with path.open("rb") as stream:
+                    os.fsync(stream.fileno())
+                sync_folder(path.parent)
+            records[file] = folder.checksum(tree, file, files[file])
+        return self.renamed(records)
+
+
+class LibrarySave:
+    """A save that the library writes in the background; see `Pending`.
+
+    A failure of the library on one rank is kept until the save is ended, where all ranks learn of it.
+    """
+
+    def __init__(
+        self, saver: LibrarySaver, folder: RunFolder, attempt: str, commit: Callable[[Records], list[Any]]
+    ) -> None:
+        self._saver, self._folder, self._attempt, self._commit = saver, folder, attempt, commit
+        self._ended = not saver.writes
+        self._failure: Exception | None = None
+
+    def staged(self) -> None:
+        """Return at once: the library copied the state before it returned."""
+
+    def running(self) -> bool:
+        """Return whether this rank has not seen it end."""
+        return not self._ended
+
+    def ended_everywhere(self) -> bool:
+        """Return whether every rank that writes has ended; collective."""
+        self._ask(wait=False)
+        return not any_rank(not self._ended)
+
+    def _ask(self, *, wait: bool) -> None:
+        if self._ended:
+            return
+        try:
+            self._ended = self._saver.library.ended(wait) or wait
+        except Exception as error:
+            self._failure, self._ended = error, True
+
+    def result(self) -> list[Any]:
+        """Wait for the end, commit, and return what was saved; collective."""
+        self._ask(wait=True)
+        what = f"cannot save {os.path.join(self._folder.location, self._attempt)}"
+
+        def files_of_tree() -> tuple[str, dict[str, int]] | None:
+            return unless(self._failure, None) or self._saver.listed(self._folder, self._attempt)
+
+        failure: Exception | None = None
+        files: dict[str, int] = {}
+        try:
+            listed = agree(what, files_of_tree)
+            files = dict(each for each in listed if each is not None).get(self._saver.part, {})
+        except CheckpointError as error:
+            failure = error
+        return self._commit(lambda: unless(failure, None) or self._saver.secured(self._folder, self._attempt, files))
+
+    def abandon(self, seconds: float) -> None:
+        """Do nothing: what the library wrote is not committed."""
 
 
 class SmpLibrary(Library):

@@ -14,15 +14,15 @@ from smp_train.errors import CheckpointError, SmpTrainError
 T = TypeVar("T")
 
 REMEDY = "free space and start the same command again"
-"""Of a full disk."""
+"""For a full disk."""
 
 
 def root_cause(error: BaseException) -> str:
-    """Return the cause of ``error`` in one line: the first `OSError` in its chain, or what a rank raised inside DCP."""
+    """Return the cause of ``error`` in one line: the first `OSError` in its chain, or a rank's failure inside DCP."""
     if isinstance(error, SmpTrainError):
         return str(error)
     if isinstance(error, CheckpointException):
-        # DCP gathers what each rank raised, wraps it, and raises the same everywhere.
+        # DCP gathers action each rank raised, wraps it, and raises the same everywhere.
         failed, (cause, _) = min(error.failures.items())
         return root_cause(cause) if isinstance(cause, SmpTrainError) else f"rank {failed}: {root_cause(cause)}"
     seen: BaseException | None = error
@@ -34,18 +34,18 @@ def root_cause(error: BaseException) -> str:
     return f"{type(seen or error).__name__}: {text[0] if text else '(no message)'}"
 
 
-def gather(what: str, work: Callable[[], T]) -> list[T]:
-    """As `distributed.gather`; the message of a failure begins with ``what``. Collective; ``work`` must not be."""
-    return distributed.gather(what, lambda: _worded(what, work))
+def gather(action: str, work: Callable[[], T]) -> list[T]:
+    """As `distributed.gather`; the message of a failure begins with ``action``. Collective; ``work`` must not be."""
+    return distributed.gather(action, lambda: _worded(action, work))
 
 
-def on_main(what: str, work: Callable[[], T]) -> T:
-    """As `distributed.on_main`; the message of a failure begins with ``what``. Collective; ``work`` must not be."""
-    return distributed.on_main(what, lambda: _worded(what, work))
+def on_main(action: str, work: Callable[[], T]) -> T:
+    """As `distributed.on_main`; the message of a failure begins with ``action``. Collective; ``work`` must not be."""
+    return distributed.on_main(action, lambda: _worded(action, work))
 
 
-def _worded(what: str, work: Callable[[], T]) -> T:
+def _worded(action: str, work: Callable[[], T]) -> T:
     try:
         return work()
     except Exception as error:
-        raise CheckpointError(f"{what}: {root_cause(error)}") from error
+        raise CheckpointError(f"{action}: {root_cause(error)}") from error

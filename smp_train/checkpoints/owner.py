@@ -1,17 +1,18 @@
-"""One job at a time writes a run's checkpoints to a folder: the one whose token stands in the owner file.
+"""One job at a time writes a run's checkpoints: the owner of the highest generation.
 
-The owner reads its token back before every commit, so that a job whose folder was taken over commits nothing more. A
-second job is refused while the owner lives. On this machine the owner holds a file lock, which the kernel releases
-with the process. From other machines it is seen by a file that it writes every few seconds; its age is told by the
-clock of the storage, so that clocks need not agree.
+Each start claims a generation, one above the highest in the run's folders, with a file ``.owner-<generation>`` that no
+other job overwrites. The highest claim owns the run. The owner lists the claims before and after it puts COMMITTED, so
+a job that stalled and was overtaken withdraws its own commit and touches nothing else.
+
+A second job is refused while the owner lives. On the owner's machine the kernel knows whether its process lives. On
+other machines the claim's age decides: the owner touches it every few seconds. The storage's clock measures the age, so
+clocks need not agree. A restart of the owner's own job takes over at once.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -20,209 +21,257 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
-from smp_train.checkpoints.commit import CheckpointFolder
-from smp_train.errors import CheckpointError, ConfigError
-from smp_train.storage.paths import private_folder
+from smp_train.checkpoints.folder import RunFolder
+from smp_train.distributed.job import Job
+from smp_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-OWNER = ".lock"
+CLAIM = re.compile(r"\.owner-(\d+)")
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
-"""Without a sign of life for so long, an owner on another machine counts as dead."""
+"""An owner on another machine counts as dead after this time without a sign of life."""
 POLL_SECONDS = 1.0
 ADVICE = "give another --run_name or --checkpoint_dir, or stop that job, or force it with --break_checkpoint_lock 1"
-JOBS = {"SLURM_JOB_ID": "Slurm job", "TRAINING_JOB_NAME": "training job", "PBS_JOBID": "PBS job"}
 
 
 @dataclass(frozen=True)
-class Token:
-    """Content of the owner file: the owning job, and a random number that no other job has."""
+class Claim:
+    """The content of a claim: the job that owns a generation.
 
-    host: str
-    pid: int
-    job: str
-    since: str
+    Attributes:
+        token: random digits that no other claim has.
+        began: first generation of this job; restarts of the job claim higher ones.
+        machine, born: see `lives_here`.
+        released: whether the job has ended in order.
+    """
+
+    generation: int
     token: str
+    began: int
+    job: Job
+    host: str
+    machine: str
+    pid: int
+    born: str
+    since: str
+    released: bool = False
 
     @classmethod
-    def fresh(cls) -> Token:
-        """Return a token of this process."""
-        job = next((f"{kind} {os.environ[name]}" for name, kind in JOBS.items() if os.environ.get(name)), "")
+    def fresh(cls, generation: int, job: Job, began: int) -> Claim:
+        """Return a claim of this process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return cls(socket.gethostname(), os.getpid(), job, since, uuid.uuid4().hex)
+        host, pid = socket.gethostname(), os.getpid()
+        return cls(generation, uuid.uuid4().hex, began, job, host, _machine(), pid, _birth(pid), since)
 
     @classmethod
-    def parse(cls, data: bytes) -> Token | None:
-        """Return what an owner file says, None where it cannot be read."""
+    def parse(cls, data: bytes | None) -> Claim | None:
+        """Return the claim in a file, None if it cannot be read."""
         try:
-            content = json.loads(data)
-            found = cls(**{name: content[name] for name in cls.__dataclass_fields__})
-            return found if re.fullmatch("[0-9a-f]{32}", found.token) else None
+            content = json.loads(data or b"")
+            return cls(**{**content, "job": Job.from_json(content["job"])})
         except (ValueError, TypeError, KeyError):
             return None
 
     def to_bytes(self) -> bytes:
-        """Return the content of the owner file."""
+        """Return the content of the file."""
         return (json.dumps(asdict(self)) + "\n").encode()
 
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return f".owner-{self.generation}"
+
     def __str__(self) -> str:
-        return f"{self.job or 'a job'} on {self.host} (process {self.pid}, since {self.since})"
+        return f"{self.job.name or 'a job'} on {self.host} (process {self.pid}, since {self.since})"
 
 
-_held: dict[str, int] = {}
-"""Descriptors of the locked files of this process, by token."""
+def newest_claim(folder: RunFolder) -> tuple[int, Claim | None]:
+    """Return the highest generation claimed in a folder, 0 without one, and its claim, None if it cannot be read."""
+    generation = max(claims_in(folder), default=0)
+    data = folder.storage.read_if_there(f".owner-{generation}") if generation else None
+    return generation, Claim.parse(data)
 
 
-def _locked_file(token: str) -> str:
-    # Not TMPDIR where possible, which a scheduler may remove with the job.
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    return os.path.join(private_folder("smp-train-owners", parent), token)
+def claims_in(folder: RunFolder) -> list[int]:
+    """Return the generations that are claimed in a folder."""
+    return [int(match[1]) for match in map(CLAIM.fullmatch, folder.storage.level()[0]) if match]
 
 
-def _hold(token: str) -> None:
-    """Lock a file of this machine until the process ends; forked children do not inherit the lock."""
-    with contextlib.suppress(OSError, ConfigError):  # then other jobs rely on the beat file
-        descriptor = os.open(_locked_file(token), os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _held[token] = descriptor
+def owner_of(folders: Sequence[RunFolder]) -> Claim | None:
+    """Return the newest readable claim in a run's folders."""
+    claims = [claim for _, claim in map(newest_claim, folders) if claim is not None]
+    return max(claims, key=lambda claim: claim.generation, default=None)
 
 
-def _let_go(token: str) -> None:
-    if token in _held:
-        with contextlib.suppress(OSError, ConfigError):
-            os.unlink(_locked_file(token))
-        os.close(_held.pop(token))
-
-
-def _lives_here(token: str) -> bool | None:
-    """Return whether the process that drew a token lives on this machine; None where it was on another."""
-    if token in _held:  # to open and close the file would release its lock
-        return True
+def _machine() -> str:
+    """Return what processes share that can see each other: this start of the system, and the namespace of processes."""
     try:
-        path = _locked_file(token)
-        descriptor = os.open(path, os.O_RDWR)
-    except (OSError, ConfigError):
-        return None
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _birth(pid: int) -> str:
+    """Return when a process of this machine began, in ticks; empty if it has ended."""
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-        return False
-    except OSError as error:
-        return True if error.errno in (errno.EACCES, errno.EAGAIN) else None
-    finally:
-        os.close(descriptor)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
 
 
-class Owner:
-    """Ownership of one run's checkpoints in a folder, from `acquire` until `release` or the end of the process."""
+def lives_here(claim: Claim) -> bool | None:
+    """Return whether the process of a claim lives on this machine; None if it runs on another one."""
+    return _birth(claim.pid) == claim.born if claim.machine and claim.machine == _machine() else None
 
-    def __init__(self, folder: CheckpointFolder, advice: str = ADVICE) -> None:
-        """``advice`` says what to do where another job owns it."""
-        self._folder, self._storage, self._advice = folder, folder.storage, advice
-        self._file = ".".join([OWNER, folder.run.key]) if folder.run.key else OWNER
-        self._mine = Token.fresh()
-        self._ended = threading.Event()
-        self._beating: threading.Thread | None = None
 
-    def _beat_file(self, token: Token) -> str:
-        return f"{self._file}-{token.token}"
+def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | None, float]:
+    """Return the claim of a folder's owner, whether it keeps ``job`` out, and its age in seconds.
 
-    def _read(self) -> bytes | None:
-        try:
-            return self._storage.read(self._file) if self._storage.exists(self._file) else None
-        except FileNotFoundError:  # removed in between
-            return None
+    None instead of whether: the owner is on another machine and may live.
+    """
+    generation, owner = newest_claim(folder)
+    if not generation or (owner is not None and (owner.released or job.is_restart_of(owner.job))):
+        return owner, False, 0.0
+    entry = folder.storage.entry(f".owner-{generation}")
+    age = STALE_SECONDS if entry is None else folder.storage.now() - entry.modified
+    alive = None if owner is None else lives_here(owner)
+    return owner, False if alive is None and age >= STALE_SECONDS else alive, age
 
-    def _age(self, owner: Token | None) -> float:
-        """Return the seconds since the owner was last seen."""
-        files = [self._file, *([self._beat_file(owner)] if owner else [])]
-        seen = [entry.modified for entry in map(self._storage.entry, files) if entry is not None]
-        return self._storage.now() - max(seen) if seen else STALE_SECONDS
+
+@dataclass
+class Ownership:
+    """Ownership of one run's checkpoints in all its folders, from `acquire` until `release` or the process' end."""
+
+    folders: Sequence[RunFolder]
+    job: Job = field(default_factory=Job.current)
+    advice: str = ADVICE
+    """The remedy in the message if another job owns the run."""
+    restarted: bool = False
+    """Whether the former owner was an earlier start of this job."""
+    _claim: Claim | None = None
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _beating: threading.Thread | None = None
+
+    @property
+    def generation(self) -> int:
+        """The claimed generation."""
+        assert self._claim is not None
+        return self._claim.generation
+
+    @property
+    def began(self) -> int:
+        """The first generation of this job."""
+        assert self._claim is not None
+        return self._claim.began
 
     def acquire(self, *, force: bool = False, wait: Callable[[float], object] = time.sleep) -> None:
-        """Become the owner: in place of one that is dead at once, of one that may be dead after `STALE_SECONDS`.
+        """Claim the next generation: in place of a dead owner at once, of a silent one after `STALE_SECONDS`.
 
-        With ``force`` in place of any. Raises `CheckpointError` that names the owner where it is alive.
+        With ``force`` in place of any owner, which then commits nothing more. Raises `CheckpointError` that names the
+        owner if it lives.
         """
-        before: float | None = None
-        _hold(self._mine.token)
-        try:
-            while not self._storage.put_if_absent(self._file, self._mine.to_bytes()):
-                data = self._read()
-                if data == self._mine.to_bytes():  # done by a first try, of which the file system lost the answer
-                    break
-                if data is None:
-                    continue
-                owner = Token.parse(data)
-                alive = None if owner is None else _lives_here(owner.token)
-                age = self._age(owner)
-                if force or alive is False or (alive is None and age >= STALE_SECONDS):
-                    if self._take_over(data, owner):
-                        break
-                    continue
-                if alive or (before is not None and age < before):  # seen since
-                    run = f" of run {self._folder.run}" if self._folder.run.name else ""
-                    raise CheckpointError(
-                        f"checkpoint folder {self._folder.location}{run} is in use by {owner or 'an unknown job'}; "
-                        f"{self._advice}"
-                    )
-                if before is None:
-                    logger.warning(
-                        "%s was in use by %s %.0f s ago; waiting up to %.0f s to see whether it still is",
-                        self._folder.location, owner or "an unknown job", age, STALE_SECONDS - age,
-                    )  # fmt: skip
-                before = age
-                wait(POLL_SECONDS)
-        except BaseException:
-            _let_go(self._mine.token)
-            raise
+        while True:
+            self._wait_for_owner(force, wait)
+            former = owner_of(self.folders)
+            self.restarted = former is not None and self.job.is_restart_of(former.job)
+            known = [generation for folder in self.folders for generation in claims_in(folder)]
+            known += [newest.generation for folder in self.folders for newest in folder.committed()[:1]]
+            generation = max(known, default=0) + 1
+            began = former.began if former is not None and self.restarted else generation
+            if self._put(Claim.fresh(generation, self.job, began)):
+                break
+        if former is not None and not former.released:
+            logger.warning("%s: took over from %s", self.folders[0].location, former)
         self._beating = threading.Thread(target=self._beat, name="smp-train-owner", daemon=True)
         self._beating.start()
         atexit.register(self.release)
 
-    def _take_over(self, data: bytes, owner: Token | None) -> bool:
-        """Put the token in place of another; of two that do so in one moment the later is the owner."""
-        if self._read() != data:
-            return False
-        self._storage.put(self._file, self._mine.to_bytes())
-        if owner is not None:
-            self._storage.delete(self._beat_file(owner))
-        logger.warning("%s: took over the lock of %s", self._folder.location, owner or "an unknown job")
-        return self._read() == self._mine.to_bytes()
+    def _put(self, claim: Claim) -> bool:
+        """Put a claim into all folders; withdraw it and return False if another job was faster."""
+        written: list[RunFolder] = []
+        for folder in self.folders:
+            if not folder.storage.put_if_absent(claim.file, claim.to_bytes()):
+                for claimed in written:
+                    claimed.storage.delete(claim.file)
+                return False
+            written.append(folder)
+        self._claim = claim
+        for folder in self.folders:
+            for generation in claims_in(folder):
+                if generation < claim.generation:
+                    folder.storage.delete(f".owner-{generation}")
+        return True
+
+    def advance(self) -> int:
+        """Claim and return the next generation of the same job. Raises `CheckpointError` if it was overtaken."""
+        self.check()
+        assert self._claim is not None
+        if not self._put(replace(self._claim, generation=self.generation + 1)):
+            raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
+        return self.generation
+
+    def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
+        """Return when no other job owns the run; raise `CheckpointError` if one does."""
+        for folder in self.folders:
+            last_age: float | None = None
+            while not force:
+                owner, alive, age = look_at_owner(folder, self.job)
+                if alive is False:
+                    break
+                if alive or (last_age is not None and age < last_age):  # touched since
+                    raise CheckpointError(
+                        f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {self.advice}"
+                    )
+                if last_age is None:
+                    logger.warning(
+                        "%s was in use by %s %.0f s ago; waiting up to %.0f s to see whether it still is",
+                        folder.location, owner or "an unknown job", age, STALE_SECONDS - age,
+                    )  # fmt: skip
+                last_age = age
+                wait(POLL_SECONDS)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            # What goes wrong here is found out by `check`, or does not matter.
+            # `check` finds out what goes wrong here, or it does not matter.
             with contextlib.suppress(OSError, CheckpointError):
-                self._storage.put(self._beat_file(self._mine), b"")
+                for folder in self.folders:
+                    self._touch(folder)
+
+    def _touch(self, folder: RunFolder) -> None:
+        assert self._claim is not None
+        folder.storage.put(self._claim.file, self._claim.to_bytes())
 
     def check(self) -> None:
-        """Raise `CheckpointError` where another job has become the owner meanwhile, or this one has given up."""
-        if self._ended.is_set():
-            raise CheckpointError(f"checkpoint folder {self._folder.location} was released; nothing is committed")
-        if self._storage.put_if_absent(self._file, self._mine.to_bytes()):  # somebody has tidied up by hand
-            return
-        data = self._read()
-        if data is not None and data != self._mine.to_bytes():
-            raise CheckpointError(
-                f"checkpoint folder {self._folder.location} was taken over by {Token.parse(data) or 'another job'}; "
-                "this step is not committed"
-            )
+        """Raise `CheckpointError` if another job has taken over, or this one has released the run."""
+        assert self._claim is not None
+        for folder in self.folders:
+            if self._ended.is_set():
+                raise CheckpointError(f"checkpoint folder {folder.location} was released; nothing is committed")
+            generation, owner = newest_claim(folder)
+            if not generation:  # somebody has tidied up by hand
+                self._touch(folder)
+            elif generation > self.generation or (owner is not None and owner.token != self._claim.token):
+                raise CheckpointError(
+                    f"checkpoint folder {folder.location} was taken over by {owner or 'another job'}; "
+                    "this step is not committed"
+                )
 
     def release(self) -> None:
-        """Give the folder up, if it is still owned."""
-        if self._ended.is_set():
+        """Give the run up, if it is still owned. The claim stays, so that the next generation is a higher one."""
+        if self._claim is None or self._ended.is_set():
             return
         self._ended.set()
         atexit.unregister(self.release)
         if self._beating is not None:
             self._beating.join(BEAT_SECONDS)
+        self._claim = replace(self._claim, released=True)
         with contextlib.suppress(OSError, CheckpointError):
-            self._storage.delete(self._beat_file(self._mine))
-            if self._read() == self._mine.to_bytes():
-                self._storage.delete(self._file)
-        _let_go(self._mine.token)
+            for folder in self.folders:
+                if self.generation in claims_in(folder):
+                    self._touch(folder)

@@ -9,9 +9,7 @@ from torch import nn
 
 from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.discovery import find, is_checkpoint_folder, is_one_checkpoint
-from smp_train.checkpoints.runs import committed
+from smp_train.checkpoints.find import locate, open_verified
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import load_pretrained
@@ -32,9 +30,7 @@ def load_weights(
     action = f"cannot read weights from {path}"
     kind = on_main(action, lambda: kind_of(path))
     if kind == "ours":
-        checkpoint = find(path, strict=True)
-        if checkpoint is None:
-            raise CheckpointError(f"{path} holds no committed checkpoint to start from")
+        checkpoint = open_verified(path)
         if "adapter" in checkpoint.meta:
             raise CheckpointError(
                 f"{checkpoint.path} holds adapters alone; start from the model that smp-train checkpoint export "
@@ -51,9 +47,8 @@ def load_weights(
 
 def kind_of(location: str | os.PathLike[str]) -> str:
     """Return whether a location holds checkpoints (``ours``), SMP's sample checkpoints (``aws``) or ``files``."""
-    where = normal(location)
-    if not is_checkpoint_folder(where):
-        return "aws" if aws.has_trees(where) else "files"
-    # Folders of the sample's checkpoints have the same names in them as ours.
-    ours = is_one_checkpoint(where, other_programs=False) or committed(open_folder(where))
-    return "ours" if ours or not aws.checkpoint_names(where) else "aws"
+    path = normal(location)
+    if locate(path).kind in ("checkpoint", "run", "runs"):
+        return "ours"
+    # One of the sample's folders with pytorch_model.bin is like any other model's.
+    return "aws" if aws.has_trees(path) or (aws.checkpoint_names(path) and not aws.is_checkpoint(path)) else "files"

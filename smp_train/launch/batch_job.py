@@ -99,9 +99,9 @@ class Start:
         return begun, newest
 
     def saved(self) -> bool:
-        """Whether a checkpoint was committed, in a folder, since the starts were last counted."""
-        folders = [f"{self.job.run_dir}/checkpoints", *self.job.written]
-        return bool(output("find", *folders, "-maxdepth", "2", "-name", "COMMITTED", "-newer", str(self.starts)))
+        """Whether this run committed a checkpoint in a folder since the starts were last counted."""
+        markers = ("-mindepth", "2", "-maxdepth", "2", "-name", "COMMITTED", "-newer", str(self.starts))
+        return any(output("find", folder, *markers) for folder in self.job.checkpoints)
 
     def refuse_loop(self, last: str | None = None) -> None:
         """Raise `SmpTrainError` where too many starts, after the ``last`` step with this one, brought no checkpoint."""

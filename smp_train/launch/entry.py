@@ -2,23 +2,18 @@
 
 import os
 import sys
+from contextlib import suppress
 
 from smp_train import cli
-from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.errors import ConfigError
 from smp_train.launch.flags import complete
 
 
 def main() -> int:
-    """Train with the given flags, resuming from this run's own checkpoints as soon as there are any."""
+    """Train with the given flags; the run resumes from its checkpoints when the platform starts it again."""
     words = sys.argv[1:]
-    try:
-        words, _ = complete(words, os.environ, in_s3=True)
-    except ConfigError:
-        pass  # training reports it, once per node
-    except SmpTrainError as problem:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"smp-train: error: {problem}", file=sys.stderr)
-        return problem.exit_code
+    with suppress(ConfigError):  # training reports it, once per node
+        words, _ = complete(words, os.environ)
     return cli.main(["train", *words])
 
 

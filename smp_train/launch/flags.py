@@ -1,24 +1,20 @@
-"""Training flags as launchers complete them: all files of a run below its run folder, and always resumable."""
+"""Training flags as launchers complete them, so that a run that is started again resumes."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from smp_train import storage
-from smp_train.arguments import Resolved, parse, validate
-from smp_train.arguments.aliases import ALIASES
+from smp_train.arguments import Arguments, Resolved, parse, validate
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
-from smp_train.arguments.run_name import CHECKPOINT_NAME
+from smp_train.arguments.run_name import CHECKPOINTS
 from smp_train.arguments.training_flags import NODE_LOCAL
+from smp_train.checkpoints import folder
 from smp_train.distributed.degrees import fewest_ranks
-from smp_train.errors import SmpTrainError
+from smp_train.errors import CheckpointError, SmpTrainError
 from smp_train.models.resolve import settled_flags
-
-RESUME = {"resume_from_checkpoint", *(a.name for a in ALIASES if a.ours == ("resume_from_checkpoint",))}
 
 
 def without(words: Sequence[str], names: set[str]) -> list[str]:
@@ -57,78 +53,48 @@ def inline_files(words: Sequence[str]) -> list[str]:
     return [*flags, *without(words, {"config", "smp_config"})]
 
 
-def named(words: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return ``words`` with a name for the run, so that the same launch again goes on with it.
-
-    A run without one is called as its run folder, and without that as the model.
-    """
-    resolved = parse(words, {} if environ is None else environ)
-    if resolved.args.run_name:
-        return list(words)
-    folder = os.path.basename(os.path.normpath(resolved.args.run_dir)) if resolved.given("run_dir") else ""
-    return [*words, f"--run_name={folder or resolved.args.label}"]
-
-
-def newest_committed(folders: Sequence[str], run_name: str = "", *, in_s3: bool = False) -> tuple[int, str | None]:
-    """Return (step, folder) of the newest committed checkpoint of a run below ``folders``; (0, None) without one.
-
-    ``in_s3``: ask S3 too, for folders that are there; they are passed over otherwise.
-    """
-    found: tuple[int, str | None] = (0, None)
-    for folder in folders if in_s3 else [folder for folder in folders if "://" not in folder]:
-        with suppress(OSError):  # of no use to this machine
-            step = _newest_step(storage.at(folder, SmpTrainError), run_name)
-            found = max(found, (step, folder), key=lambda each: each[0])
-    return found
-
-
-def _newest_step(folder: storage.Storage, run_name: str) -> int:
-    """Return the step of the run's newest committed checkpoint in a folder, 0 without one.
-
-    Raises `SmpTrainError`, which a later start may not meet again, when S3 cannot be asked.
-    """
-    names = folder.level()[1]
-    steps = ((int(match["step"]), name) for name in names if (match := CHECKPOINT_NAME.fullmatch(name)))
-    for step, name in sorted(steps, reverse=True):
-        marker = f"{name}/COMMITTED"
-        if folder.exists(marker) and _is_of(folder.read(marker), run_name):
-            return step
-    return 0
-
-
-def _is_of(committed: bytes, run_name: str) -> bool:
-    """Return whether COMMITTED is of a run of that name, or says nothing of its run."""
-    try:
-        run = json.loads(committed).get("run", {})
-        return not run_name or run.get("name", run_name) in ("", run_name)
-    except (ValueError, AttributeError):
-        return True
-
-
 def complete(
-    words: Sequence[str], environ: Mapping[str, str] | None = None, *, in_s3: bool = False
+    words: Sequence[str], environ: Mapping[str, str] | None = None, *, base: str = ""
 ) -> tuple[list[str], Resolved]:
-    """Return ``words`` with what makes the run survive being started again, and how they then read.
+    """Return ``words`` with what a restart of the run needs, and how they then read; complete words stay as they are.
 
-    The run has a name, and its checkpoints go below the run folder, unless the flags say otherwise. It resumes from
-    its own newest checkpoint as soon as there is one, also where the user named another one to start from: that has
-    been used by then. ``in_s3`` is for where the run starts: a machine that only submits it may have no access.
+    A run without a name gets the name of its run folder, or else of its model. With ``base``, an absolute path, a
+    relative run folder and the default folder of checkpoints are below it. Without --resume_from_checkpoint the run
+    resumes from its first folder of checkpoints that outlives a node. Training itself prefers the run's own newest
+    checkpoint to any other, so a --resume_from_checkpoint of the user's is kept at every restart.
 
     Raises `ConfigError` as `smp_train.arguments.parse` does.
     """
     environ = {} if environ is None else environ
-    completed = named(words, environ)
-    resolved = parse(completed, environ)
-    if not resolved.given("checkpoint_dir") and resolved.sources["checkpoint_dir"] != "SageMaker":
-        completed.append(f"--checkpoint_dir={resolved.args.run_dir}/checkpoints")
-    # What a node keeps on its own disk is found by the run itself, beside the folder that all share.
-    own = [place for place in parse(completed, environ).args.checkpoint_dir if not place.startswith(NODE_LOCAL)]
-    ask = in_s3 and resolved.given("resume_from_checkpoint")
-    _, folder = newest_committed(own, resolved.args.run_name, in_s3=ask)
-    if own and (folder is not None or not resolved.given("resume_from_checkpoint")):
-        completed = without(completed, RESUME)
-        completed.append(f"--resume_from_checkpoint={folder or own[0]}")
+    completed, resolved = list(words), parse(words, environ)
+    if not resolved.args.run_name:
+        name = os.path.basename(os.path.normpath(resolved.args.run_dir)) if resolved.given("run_dir") else ""
+        completed.append(f"--run_name={name or resolved.args.label}")
+    run_dir = parse(completed, environ).args.run_dir
+    if base and not os.path.isabs(run_dir):
+        completed = [*without(completed, {"run_dir"}), f"--run_dir={os.path.normpath(os.path.join(base, run_dir))}"]
+    if base and not resolved.given("checkpoint_dir"):
+        completed.append(f"--checkpoint_dir={os.path.join(base, CHECKPOINTS)}")
+    durable = [place for place in parse(completed, environ).args.checkpoint_dir if not place.startswith(NODE_LOCAL)]
+    if durable and not resolved.given("resume_from_checkpoint"):
+        completed.append(f"--resume_from_checkpoint={durable[0]}")
     return completed, parse(completed, environ)
+
+
+def newest_step(args: Arguments, *, in_s3: bool) -> int:
+    """Return the step of the run's newest committed checkpoint that outlives a node, 0 without one.
+
+    Not ``in_s3``, checkpoints in S3 are left out: this machine may lack access, or the packages that read S3.
+
+    Raises `SmpTrainError` when S3 cannot be asked. It is no `CheckpointError`: a later start may be able to ask S3.
+    """
+    parents = [parent for parent in args.checkpoint_dir if not parent.startswith(NODE_LOCAL)]
+    try:
+        return folder.newest_step([parent for parent in parents if in_s3 or "://" not in parent], args.run_name)
+    except CheckpointError as error:
+        raise SmpTrainError(str(error)) from None
+    except OSError:  # this machine cannot read a folder
+        return 0
 
 
 def check(words: Sequence[str]) -> None:

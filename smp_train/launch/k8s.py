@@ -7,12 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from smp_train.arguments import parse
 from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
 from smp_train.launch import planned, timing
 from smp_train.launch.command import call
-from smp_train.launch.flags import inline_files, named, without
+from smp_train.launch.flags import inline_files
 from smp_train.launch.images import check_image
 from smp_train.launch.manifests import GRACE_SECONDS, Target, manifest
 from smp_train.launch.options import COMMON, Option, print_help, split
@@ -45,19 +44,16 @@ OPTIONS = (
 def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Target]:
     """Check launch options and training flags, as far as can be done here; return the run and where it goes."""
     claims, host_paths = (_pairs(name, options[name]) for name in ("claims", "host_paths"))
-    words = named(inline_files([*training, *profile_flags(options["profile"])]))
-    run_dir = parse(words, {}).args.run_dir
-    if not run_dir.startswith("/"):
-        if not claims:
-            raise ConfigError(
-                "a pod's own disk ends with it: give --claims CLAIM:/path, a volume that all pods share, for the run "
-                "folder, checkpoints and data"
-            )
-        words = [*without(words, {"run_dir"}), f"--run_dir={claims[0][1].rstrip('/')}/{run_dir}"]
+    words = inline_files([*training, *profile_flags(options["profile"])])
+    if not claims:
+        raise ConfigError(
+            "a pod's own disk ends with it: give --claims CLAIM:/path, a volume that all pods share, for the run "
+            "folder, checkpoints and data"
+        )
     secrets = tuple(_secret(text) for text in options["secrets"])
     spec = build(
         words, nodes=options["nodes"], processes=options["nproc"], instance_type=options["instance_type"],
-        env=options["env"], kubernetes=True, container=True,
+        env=options["env"], base=claims[0][1], kubernetes=True, container=True,
         environ={name: "from a secret" for name, _, _ in secrets},  # nothing of this shell reaches the pods
     )  # fmt: skip
     image, operator, namespace = options["image"], options["operator"], options["namespace"]

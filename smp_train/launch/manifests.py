@@ -173,7 +173,8 @@ def _literal(word: str) -> str:
 
 
 def _environment(spec: Spec, target: Target) -> list[dict[str, Any]]:
-    plain = {**spec.environment, "PYTHONUNBUFFERED": "1"}
+    # A restarted pod has another host name; training recognizes the job by this variable.
+    plain = {**spec.environment, "PYTHONUNBUFFERED": "1", "SMP_TRAIN_JOB": f"{target.namespace}/{target.name}"}
     if target.operator != "hyperpod":
         # A variable, as torchrun before torch 2.13 refuses the flag of this name.
         plain.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))

@@ -194,7 +194,7 @@ def guard(
     `STOPPED` do not count.
     """
     job, run_dir = environ.get("SLURM_JOB_ID"), Path(resolved.args.run_dir)
-    step, _ = launch_flags.newest_committed(resolved.args.checkpoint_dir, resolved.args.run_name, in_s3=in_s3)
+    step = launch_flags.newest_step(resolved.args, in_s3=in_s3)
     path = run_dir / GUARD
     before: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outside = options.inside and not os.path.exists(INSIDE)  # then packages that S3 needs may be missing, too
     failures, resolved = options.failures, None
     try:
-        training, resolved = launch_flags.complete(training, in_s3=not outside)
+        training, resolved = launch_flags.complete(training)
         logs = Path(resolved.args.run_dir) / "logs" / attempt
         failures = failures or logs.parent
         _make(logs)
@@ -327,7 +327,7 @@ def record(folder: Path, node: int, failure: Failure, resolved: Resolved | None,
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"failed-{time.time():.3f}-node-{node}").write_text(failure.line() + "\n", encoding="utf-8")
         if node == 0 and resolved is not None and any("://" in place for place in resolved.args.checkpoint_dir):
-            step, _ = launch_flags.newest_committed(resolved.args.checkpoint_dir, resolved.args.run_name, in_s3=in_s3)
+            step = launch_flags.newest_step(resolved.args, in_s3=in_s3)
             (folder / "committed-step").write_text(f"{step}\n", encoding="utf-8")
 
 

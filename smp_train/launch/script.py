@@ -43,7 +43,7 @@ RUN: Table = {
     "TEST_DIR": ("", "folder of the shards to validate on"),
     "use_synthetic_data": ("", "random tokens; 1 unless TRAINING_DIR is set"),
     "RUN_DIR": ("", "run.json, metrics, logs, DONE; runs/<model> below the folder you submit from"),
-    "CHECKPOINT_DIR": ("", "written there, and resumed from there; RUN_DIR/checkpoints"),
+    "CHECKPOINT_DIR": ("", "has a folder of checkpoints for each run; checkpoints below the folder you submit from"),
     "shard_degree": ("", "processes that share one copy of the model; all of them when empty"),
     "NPROC": ("auto", "processes on each node: one per GPU, or one"),
     "PREFLIGHT": ("", "such as 180: before training, all nodes reach each other within so many seconds, or are named"),
@@ -132,10 +132,9 @@ def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, st
     profile = values["PROFILE"] if values["PROFILE"] not in ("", "0", "none") else None
     flags = [*training_flags(training, values), *profile_flags(profile)]
     launch_flags.check(flags)
-    flags = launch_flags.named(flags)
-    resolved = parse(flags, {})
+    flags, resolved = launch_flags.complete(flags, base=environ.get("PWD") or os.getcwd())
     preflight.divides(resolved, settled_flags(resolved.args))
-    run_dir = os.path.join(environ.get("PWD") or os.getcwd(), resolved.args.run_dir)
+    run_dir = resolved.args.run_dir
     image = "" if kind == "conda" else values["IMAGE"]
     if kind == "enroot" and not image:  # what docker_build.sh makes
         images = [f"{CODE_DIR}/{name}.sqsh" for name in ("smpv2", "smp-train")]
@@ -149,7 +148,7 @@ def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, st
             raise ConfigError(f"{socket.gethostname()}: {lacking}") from None
     given, fsx = bool(environ.get("FSX_MOUNT")), values["FSX_MOUNT"].split(",")
     job = Job(
-        flags=[*launch_flags.without(flags, {"run_dir"}), "--run_dir", run_dir],
+        flags=flags,
         code_dir=str(CODE_DIR),
         run_dir=run_dir,
         python=values["PYTHON"] or ("python" if image else f"{CODE_DIR}/.venv/bin/python"),

@@ -141,12 +141,18 @@ def places(resolved: Resolved, run_dir: str) -> dict[str, Any]:
     read = [*(folder for _, folder in preflight.data(args)), *(one for one in read if one and os.path.exists(one))]
     named = [getattr(args, name) for name in WRITTEN if resolved.given(name)]
     written = [place for one in named for place in (one if isinstance(one, list) else [one]) if place]
-    written = [place for place in written if "://" not in place and not place.startswith(NODE_LOCAL)]
+    written = [os.path.abspath(place.replace("{run_dir}", run_dir)) for place in filter(_is_shared, written)]
     return {
         "folders": [os.path.abspath(place) for place in read],
-        "written": [os.path.abspath(place.replace("{run_dir}", run_dir)) for place in written],
+        "written": written,
+        "checkpoints": [os.path.abspath(f"{one}/{args.run_name}") for one in args.checkpoint_dir if _is_shared(one)],
         "checkpoints_in_s3": any("://" in place for place in args.checkpoint_dir),
     }
+
+
+def _is_shared(place: str) -> bool:
+    """Return whether a place is a folder of a file system that the nodes share."""
+    return "://" not in place and not place.startswith(NODE_LOCAL)
 
 
 def code_dir(spec: Spec) -> Path:
@@ -188,7 +194,7 @@ def check_places(spec: Spec, options: dict[str, Any], needed: Sequence[str]) -> 
         if not Path(mount.partition(":")[0]).exists():
             raise ConfigError(f"--mounts {mount}: {mount.partition(':')[0]} does not exist")
     for folder in _written(spec):
-        there = Path(folder)
+        there = Path(folder, spec.name)  # the run's own folder of checkpoints, where it exists
         while not there.exists():
             there = there.parent
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

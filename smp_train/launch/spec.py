@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smp_train.arguments import Resolved, ineffective, parse, validate
+from smp_train.arguments import Resolved, ineffective, validate
 from smp_train.errors import ConfigError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch import preflight
@@ -56,12 +56,13 @@ class Spec:
 
 def build(
     words: Sequence[str], *, nodes: int, processes: int | None, instance_type: str | None, env: Sequence[str] = (),
-    absolute_run_dir: bool = True, kubernetes: bool = False, container: bool = False,
+    base: str | None = None, kubernetes: bool = False, container: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Spec:  # fmt: skip
     """Check a run and return it, its training flags completed.
 
-    ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE;
+    ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE; ``base``
+    (default: the current folder) is the folder that relative default folders are below;
     ``environ`` (default ``os.environ``) is the rest of the processes' environment, for `lint`; in a ``container`` they
     have no home folder.
 
@@ -74,12 +75,8 @@ def build(
     processes = processes or (instance.gpus if instance else 0)
     if not processes:
         raise ConfigError("give --instance_type, or --nproc for the number of processes on each node")
-    words = launch_flags.named(words)
-    given = parse(words, {})
-    if absolute_run_dir:
-        # The same folder for batch script, task and training, wherever each of them is started.
-        words = [*launch_flags.without(words, {"run_dir"}), f"--run_dir={os.path.abspath(given.args.run_dir)}"]
-    completed, resolved = launch_flags.complete(words)
+    # Absolute: batch script, task and training may each start in another folder.
+    completed, resolved = launch_flags.complete(words, base=base or os.getcwd())
     validate(resolved.args, nodes * processes, processes)
     preflight.check(resolved, instance, nodes, processes)
     added = read_env(env)
@@ -116,10 +113,12 @@ def tell(spec: Spec, further: Sequence[str] = ()) -> None:
     where = f"{spec.nodes} x {spec.instance.name}" if spec.instance else f"{spec.nodes} node" + "s" * (spec.nodes > 1)
     plural = "es" if spec.processes > 1 else ""
     args = spec.resolved.args
+    checkpoints = ", ".join(f"{parent}/{spec.name}" for parent in args.checkpoint_dir)
+    reached = launch_flags.newest_step(args, in_s3=False)
     for line in (
         f"{spec.name}: {where}, {spec.processes} process{plural} each, {spec.world_size} in all",
-        f"run folder {args.run_dir}; checkpoints {', '.join(args.checkpoint_dir)}; "
-        f"resumes from {args.resume_from_checkpoint}",
+        f"run folder {args.run_dir}; checkpoints {checkpoints}; resumes from {args.resume_from_checkpoint}"
+        + f"; the run's newest checkpoint is of step {reached}" * bool(reached),
         *preflight.memory(spec.resolved, spec.instance, spec.nodes, spec.processes),
         *(f"warning: {line}" for line in [*spec.warnings, *further]),
     ):

@@ -42,6 +42,8 @@ class Job:
     """Folders that are read: mounted into the container."""
     written: list[str] = dataclasses.field(default_factory=list)
     """Folders that are written: made, and mounted into the container."""
+    checkpoints: list[str] = dataclasses.field(default_factory=list)
+    """The run's own folders of checkpoints on a file system: a commit there shows that a start was not in vain."""
     container_env: str = ""
     checkpoints_in_s3: bool = False
     """Some checkpoints are where this script cannot look: the node agent reports those."""

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from smp_train import losses
 from smp_train.arguments import Arguments
 from smp_train.backends.native import NativeBackend
-from smp_train.checkpoints.async_save import local_bytes
+from smp_train.checkpoints.background import local_bytes
 from smp_train.checkpoints.state import gather_state, present
 from smp_train.distributed import Runtime
 from smp_train.distributed.dtensor import local_tensor

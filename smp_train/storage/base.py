@@ -56,6 +56,9 @@ class Storage(Protocol):
     def read(self, name: str) -> bytes:
         """Return a small file's content."""
 
+    def read_if_there(self, name: str) -> bytes | None:
+        """Return a small file's content, None if there is no such file."""
+
     def ranges(self, wanted: Iterable[Range]) -> Iterator[bytes]:
         """Yield each range in order. In S3 the next ones are fetched meanwhile, and less than asked for is an error."""
 
@@ -77,8 +80,8 @@ class Storage(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file, if it is there, and the folders that it was in if they are empty."""
 
-    def delete_folder(self, folder: str) -> None:
-        """Remove all files below ``folder``, and it."""
+    def delete_folder(self, folder: str, last: str = "") -> None:
+        """Remove all files below ``folder``, the file ``last`` of it at the end, and the folder."""
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
         """Remove what writers killed before that time have left of files that are ``ours``; return their names.

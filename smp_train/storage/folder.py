@@ -65,6 +65,12 @@ class FolderStorage:
             raise CheckpointError(f"{path} has {status.st_size} bytes; no more than {SMALL_FILE_BYTES} are read")
         return patiently(path.read_bytes, path)
 
+    def read_if_there(self, name: str) -> bytes | None:
+        try:
+            return self.read(name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def ranges(self, wanted: Iterable[Range]) -> Iterator[bytes]:
         with contextlib.ExitStack() as opened:
             file: BinaryIO
@@ -131,10 +137,14 @@ class FolderStorage:
         patiently(lambda: path.unlink(missing_ok=True), path)
         self._remove_empty(path.parent)
 
-    def delete_folder(self, folder: str) -> None:
-        """Remove a folder and what is in it, then those that it was in if they are empty."""
+    def delete_folder(self, folder: str, last: str = "") -> None:
+        """Remove a folder and what is in it, ``last`` at the end, then the folders around it that are empty."""
         path = self.root / folder
         with contextlib.suppress(FileNotFoundError):  # another process removes it too
+            for entry in list(os.scandir(path)) if last else ():
+                if entry.name != last:
+                    remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
+                    patiently(partial(remove, entry.path), path)
             patiently(lambda: shutil.rmtree(path), path)
         self._remove_empty(path.parent)
 

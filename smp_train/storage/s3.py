@@ -117,6 +117,9 @@ class S3Storage:
         assert found is not None
         return found
 
+    def read_if_there(self, name: str) -> bytes | None:
+        return self.read_unless(name, MISSING)
+
     def read_unless(self, name: str, missing: tuple[str, ...] = ()) -> bytes | None:
         """Return a small object's content; None for an error code in ``missing``."""
         answer = self._unless(missing, "get_object", name)
@@ -211,8 +214,9 @@ class S3Storage:
     def delete(self, name: str) -> None:
         self.request("delete_object", name)
 
-    def delete_folder(self, folder: str) -> None:
-        keys = [self.key(f"{folder}/{file}".lstrip("/")) for file in self.files(folder)]
+    def delete_folder(self, folder: str, last: str = "") -> None:
+        files = sorted(self.files(folder), key=lambda file: file == last)
+        keys = [self.key(f"{folder}/{file}".lstrip("/")) for file in files]
         for start in range(0, len(keys), 1000):
             batch = [{"Key": key} for key in keys[start : start + 1000]]
             answer = self.request("delete_objects", Delete={"Objects": batch, "Quiet": True})

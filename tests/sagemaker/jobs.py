@@ -92,7 +92,7 @@ def refuse_beyond_limits(start: Callable[..., Any], kind: str, folder: Path) -> 
 def check_request(sent: dict[str, Any], kind: str) -> None:
     """Check what two kinds of jobs are there for."""
     if kind == "channel":
-        wanted = {"S3Uri": "s3://bucket/out/checkpoints/llama_v2-7b", "LocalPath": "/opt/ml/checkpoints"}
+        wanted = {"S3Uri": "s3://bucket/out/checkpoints/llama_v2-7b", "LocalPath": "/opt/ml/checkpoints/llama_v2-7b"}
         assert sent["CheckpointConfig"] == wanted
     if kind == "smp":
         assert "smdistributed-modelparallel:2.5.1-gpu-py311-cu124" in sent["AlgorithmSpecification"]["TrainingImage"]

@@ -62,7 +62,7 @@ def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:
     assert sent["CheckpointConfig"]["S3Uri"] == f"{own}smp-train/checkpoints/llama_v2-7b"
     assert sent["OutputDataConfig"]["S3OutputPath"] == own
     hyper = fit(FLAGS, **options, instance_count=2)["HyperParameters"]
-    assert json.loads(hyper["checkpoint_dir"]) == [f"{own}smp-train/checkpoints/llama_v2-7b"]
+    assert json.loads(hyper["checkpoint_dir"]) == [f"{own}smp-train/checkpoints"]
 
 
 def test_channels_can_be_added(aws: None) -> None:

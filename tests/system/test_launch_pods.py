@@ -68,7 +68,7 @@ def test_pods_train_and_survive_a_lost_process(tmp_path: Path) -> None:
         return read_metrics(metrics.parent) if metrics.exists() else []
 
     def committed() -> bool:
-        return any((tmp_path / "run/checkpoints").glob("*steps/COMMITTED"))
+        return any((tmp_path / "checkpoints/run").glob("*steps/COMMITTED"))
 
     def went_on() -> bool:
         """Whether it has resumed, and trained since."""

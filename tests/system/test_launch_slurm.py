@@ -109,7 +109,7 @@ def same_end(first: Path, second: Path) -> None:
     import torch
 
     assert steps(first) == steps(second)
-    one, two = (read_checkpoint(folder / f"run/checkpoints/llama_v2-{STEPS}steps") for folder in (first, second))
+    one, two = (read_checkpoint(folder / f"checkpoints/run/llama_v2-{STEPS}steps") for folder in (first, second))
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert torch.equal(value, two[name]) if isinstance(value, torch.Tensor) else value == two[name], name
@@ -160,7 +160,7 @@ def test_auto_resume_swaps_the_node(container: Path, tmp_path: Path) -> None:
 
 def undisturbed(folder: Path, ranks: int) -> Ranks:
     """Start the same run on this machine, of processes that have their imports behind them."""
-    place = {"run_dir": folder / "run", "checkpoint_dir": folder / "run/checkpoints"}
+    place = {"run_name": "run", "run_dir": folder / "run", "checkpoint_dir": folder / "checkpoints"}
     return Ranks(folder, ranks, "train", *words(**place), launcher=as_torchrun)
 
 
@@ -224,7 +224,7 @@ def test_cancelled_job_does_not_come_back(rig: Rig, tmp_path: Path) -> None:
 
 def test_interrupt_of_srun_saves_and_stops(rig: Rig, tmp_path: Path) -> None:
     """Ranks that srun starts itself; without --disable-status a first ^C shows the status and a second one aborts."""
-    run = [f"--run_dir={tmp_path}/run", f"--checkpoint_dir={tmp_path}/checkpoints"]
+    run = ["--run_name=mine", f"--run_dir={tmp_path}/run", f"--checkpoint_dir={tmp_path}/checkpoints"]
     command = ["srun", "--disable-status", "--nodes=1", "--ntasks=2", sys.executable, "-m", "smp_train", "train"]
     with subprocess.Popen(
         [*command, *words(max_steps=10**6, checkpoint_freq=10**6), *run], env=rig.environ | {"OMP_NUM_THREADS": "1"},
@@ -235,7 +235,7 @@ def test_interrupt_of_srun_saves_and_stops(rig: Rig, tmp_path: Path) -> None:
         said = step.communicate(timeout=600)[1]
     assert step.returncode == 0, said
     stopped = json.loads((tmp_path / "run/STOPPED").read_text())["step"]
-    assert (tmp_path / f"checkpoints/llama_v2-{stopped}steps/COMMITTED").exists()
+    assert (tmp_path / f"checkpoints/mine/llama_v2-{stopped}steps/COMMITTED").exists()
     assert "Traceback" not in said
 
 

@@ -230,7 +230,7 @@ SPELLINGS = [
     ("moe_load_balancing", "none", "none"), ("shuffle", "none", "none"), ("selective_checkpointing", "1/3", 1 / 3),
     ("checkpoint_freq", "[1, 2]", [1, 2]), ("checkpoint_freq", "1,2", [1, 2]), ("tensorboard_dir", "None", None),
     ("checkpoint_dir", "['a', 'b']", ["a", "b"]), ("checkpoint_dir", '["a", "b"]', ["a", "b"]),
-    ("checkpoint_dir", "a,b", ["a,b"]), ("checkpoint_dir", "[]", []),
+    ("checkpoint_dir", "a,b", ["a,b"]), ("checkpoint_dir", "[]", ["checkpoints"]),
 ]  # fmt: skip
 
 
@@ -259,10 +259,10 @@ def test_lists_take_several_words() -> None:
         ("--shard_degree 0 --sharding_strategy hybrid_shard", "hybrid_shard_degree", None),
         ("--shard_degree 8 --sharding_strategy _hybrid_shard_zero2", "sharding_strategy", "_hybrid_shard_zero2"),
         # Folders follow from the name, and a label from the model.
-        ("", "run_name", ""), ("", "run_dir", ""), ("", "checkpoint_dir", []), ("", "label", "gpt_neox"),
+        ("", "run_name", ""), ("", "run_dir", ""), ("", "checkpoint_dir", ["checkpoints"]), ("", "label", "gpt_neox"),
         ("--model_size 13B", "label", "scratch-13b"), ("--model_name llama2_7b", "label", "llama_v2-7b"),
         ("--hf-model org/name", "label", "name"), ("--run_name x", "run_dir", "runs/x"),
-        ("--run_name x", "checkpoint_dir", ["checkpoints/x"]), ("--run_name x --run_dir y", "run_dir", "y"),
+        ("--run_name x", "checkpoint_dir", ["checkpoints"]), ("--run_name x --run_dir y", "run_dir", "y"),
         ("--run_name x --checkpoint_dir y", "checkpoint_dir", ["y"]),
         # Validation that is never due asks for no data.
         ("--validation_freq 500 --max_steps 4 --use_synthetic_data 1", "validation_freq", 500),

@@ -40,7 +40,7 @@ ALLOWED = [
     "--finetune 1 --pretrained_checkpoint_file f --model_type llama_v2", "--finetune 1 --hf_model m",
     "--activation_checkpointing selective:op", "--activation_checkpointing selective:2 --selective_checkpointing 2",
     "--fsdp_activation_checkpointing 1 --selective_checkpointing 1/3", "--sm_activation_offloading 1",
-    "--run_name x-1000steps --checkpoint_dir d",
+    "--run_name x-1000steps-more --checkpoint_dir d", "--run_name best-7b",
     "--activation_checkpointing 0 --selective_checkpointing 0.5", "--cpu_offload 1", "--forward_prefetch 0",
     "--use_torch_compile 1 --torch_compile_backend eager", "--fp8 1", "--attn_implementation flash_attention_2",
     "--finetune 1 --pretrained_model_name a/m --save_final_model 1 --model_dir a",
@@ -54,7 +54,9 @@ def test_allowed(line: str) -> None:
 
 
 COMBINATIONS = {
-    "--run_name x-1000steps": "--run_name x-1000steps",
+    "--run_name x-1000steps": "--run_name x-1000steps: is the name of a checkpoint",
+    "--run_name x-1000steps-3f --checkpoint_dir d": "is the name of a checkpoint",
+    "--run_name a/best": "--run_name 'a/best': is no name for a folder",
     "--resume_from_checkpoint True": "--resume_from_checkpoint True: give the folder to resume from, here checkpoints;",
     "--resume_from_checkpoint 1 --output_dir o": "here o/checkpoints;",
     "--hybrid_shard_degree 3": "does not divide the 8 processes of this run; 1, 2, 4, 8 would",

@@ -80,7 +80,8 @@ class Cluster:
             "MAX_ATTEMPTS": "9", "SUBMITTED": "2020-01-01T00:00:00", **self.environ, **environ,
         }  # fmt: skip
         job = ["--code_dir", str(ROOT), "--run_dir", str(self.run), "--python", sys.executable]
-        job += ["--max_attempts", environ["MAX_ATTEMPTS"], *words, "--", "--use_synthetic_data", "1"]
+        job += ["--checkpoints", f"{self.folder}/checkpoints/mine", "--max_attempts", environ["MAX_ATTEMPTS"], *words]
+        job += ["--", "--use_synthetic_data", "1"]
         command = ["bash", SCRIPTS / script, *words] if script else [sys.executable, "-m", BATCH_JOB, *job]
         environ |= {} if script else {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(
@@ -120,7 +121,7 @@ UNPACK = 'echo "pyxis: couldn\'t start container" >&2; exit 1'
 
 
 # A checkpoint counts where it is newer than the record of starts; clocks of file systems advance in ticks.
-COMMIT = """mkdir -p "$RUN/checkpoints/x-1steps"; marker="$RUN/checkpoints/x-1steps/COMMITTED"
+COMMIT = """mkdir -p "$CLUSTER/checkpoints/{0}/x-1steps"; marker="$CLUSTER/checkpoints/{0}/x-1steps/COMMITTED"
 until [ "$marker" -nt "$RUN/logs/starts-77" ]; do date >"$marker"; done
 """
 
@@ -132,13 +133,31 @@ def test_a_job_starts_so_often_without_a_checkpoint(cluster: Cluster, limit: int
     for end in ("exit 1", "kill -9 $PPID"):
         for step in steps[: limit - 1]:
             assert cluster.start(step, MAX_ATTEMPTS=str(limit))[0] == 143
-        code, said = cluster.start(COMMIT + end, MAX_ATTEMPTS=str(limit))
+        code, said = cluster.start(COMMIT.format("mine") + end, MAX_ATTEMPTS=str(limit))
         assert (code, "not trying again" in said) == (143 if end == "exit 1" else -9, False), said
     *ends, (last, said) = [cluster.start(step, MAX_ATTEMPTS=str(limit)) for step in steps[:limit]]
     assert ([code for code, _ in ends], last) == ([143] * (limit - 1), 1)
     assert f"{limit} starts of job 77 brought no new checkpoint: not trying again" in said
     assert cluster.start(UNPACK, MAX_ATTEMPTS=str(limit))[0] == 1, "put back by hand"
     assert (len(cluster.calls("srun")), cluster.calls("scontrol")) == (3 * limit, ["requeue 77"] * (3 * limit - 2))
+
+
+def test_a_commit_of_another_run_does_not_count(cluster: Cluster) -> None:
+    """It may be in the same --checkpoint_dir, or on our own folder's level."""
+    assert cluster.start(COMMIT.format("other") + "exit 1", MAX_ATTEMPTS="2")[0] == 143
+    code, said = cluster.start(COMMIT.format("mine/deeper") + "exit 1", MAX_ATTEMPTS="2")
+    assert (code, "2 starts of job 77 brought no new checkpoint" in said) == (1, True), said
+
+
+def test_scripts_look_for_checkpoints_of_their_own_run(cluster: Cluster) -> None:
+    """Those of the folder that one submits from, by default; the run is called as its run folder."""
+    for name, code in (("run", 143), ("other", 1)):
+        assert cluster.start(COMMIT.format(name) + "exit 1", script=CONDA, MAX_ATTEMPTS="1")[0] == code
+    given = words(cluster)
+    assert f"--checkpoint_dir={cluster.folder}/checkpoints" in given
+    assert f"--resume_from_checkpoint={cluster.folder}/checkpoints" in given
+    code, _ = cluster.start(COMMIT.format("x") + "exit 1", "--run_name=x", script=CONDA, RUN_DIR="x", MAX_ATTEMPTS="1")
+    assert code == 143
 
 
 def test_starts_that_slurm_ends_do_not_count(cluster: Cluster) -> None:

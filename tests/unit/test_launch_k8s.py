@@ -90,9 +90,19 @@ def test_words_reach_the_container_as_they_are() -> None:
 def test_run_folder_and_checkpoints_lie_on_the_volume() -> None:
     spec, target = prepared("--model_type", "llama_v2")
     assert spec.run_dir == "/fsx/runs/llama_v2"
-    assert spec.resolved.args.checkpoint_dir == ["/fsx/runs/llama_v2/checkpoints"]
-    assert spec.resolved.args.resume_from_checkpoint == "/fsx/runs/llama_v2/checkpoints"
+    assert spec.resolved.args.checkpoint_dir == ["/fsx/checkpoints"]
+    assert spec.resolved.args.resume_from_checkpoint == "/fsx/checkpoints"
     assert target.name == "llama-v2"
+    args = prepared("--run_dir=/fsx/mine", "--resume_from_checkpoint=/fsx/old/x-5steps")[0].resolved.args
+    assert (args.run_name, args.checkpoint_dir) == ("mine", ["/fsx/checkpoints"])
+    assert args.resume_from_checkpoint == "/fsx/old/x-5steps"
+
+
+@pytest.mark.parametrize("operator", k8s.OPERATORS)
+def test_a_restarted_pod_knows_its_job(operator: str) -> None:
+    spec, target = prepared("--operator", operator, "--namespace=hyperpod-ns", "--job_name=my-job")
+    (container,) = re.findall(r"'env': \[.*?\]", str(k8s.manifest(spec, target)))
+    assert "{'name': 'SMP_TRAIN_JOB', 'value': 'hyperpod-ns/my-job'}" in container
 
 
 @pytest.mark.parametrize(("run", "name"), [("7B_Run!", "run-7b-run"), ("x" * 80, "x" * 50), ("Ünï", "n")])

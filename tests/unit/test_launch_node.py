@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from smp_train.arguments import parse
+from smp_train.checkpoints.format import META, FileRecord, Marker
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import (
     container,
@@ -51,9 +52,9 @@ def program(tmp_path: Path, text: str) -> list[str]:
 
 
 def test_peers_of_a_failed_worker_have_time_to_commit_and_to_leave() -> None:
-    from smp_train.checkpoints import manager  # not above: a launcher does without torch
+    from smp_train.checkpoints import save  # not above: a launcher does without torch
 
-    assert supervisor.GRACE_SECONDS >= manager.ABANDON_SECONDS + 5
+    assert supervisor.GRACE_SECONDS >= save.ABANDON_SECONDS + 5
 
 
 def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -402,40 +403,91 @@ def test_gpus_are_counted_as_the_job_sees_them(monkeypatch: pytest.MonkeyPatch, 
         agent.count_gpus()
 
 
-def committed(folder: Path, step: int) -> None:
-    (folder / f"llama_v2-{step}steps").mkdir(parents=True)
-    (folder / f"llama_v2-{step}steps" / "COMMITTED").touch()
+def committed(folder: Path, step: int, name: str = "", generation: int = 1) -> None:
+    place = folder / (name or f"llama_v2-{step}steps")
+    place.mkdir(parents=True)
+    (place / "COMMITTED").write_bytes(marker(step, generation))
 
 
-def test_flags_are_completed_to_survive_a_restart(tmp_path: Path) -> None:
-    _, resolved = flags.complete(["--run_dir", str(tmp_path)])
-    assert resolved.args.checkpoint_dir == [f"{tmp_path}/checkpoints"]
-    assert resolved.args.resume_from_checkpoint == f"{tmp_path}/checkpoints"
-    other = ["--run_dir", str(tmp_path), "--ckpt_load_path", "/other/checkpoint"]
-    assert flags.complete(other)[1].args.resume_from_checkpoint == "/other/checkpoint"
-    (tmp_path / "checkpoints/llama_v2-9steps").mkdir(parents=True)
-    assert flags.complete(other)[1].args.resume_from_checkpoint == "/other/checkpoint", "that one is not committed"
-    committed(tmp_path / "checkpoints", 7)
-    again, resolved = flags.complete(other)
-    assert resolved.args.resume_from_checkpoint == f"{tmp_path}/checkpoints"
-    assert "/other/checkpoint" not in again
-    assert flags.complete(again)[0] == again
+def marker(step: int, generation: int) -> bytes:
+    return Marker(step, "llama_v2", generation, {META: FileRecord(2, "0" * 8)}).to_bytes()
+
+
+def newest(*parents: Path | str, run: str = "mine", in_s3: bool = True) -> int:
+    policies = [[f"--{name}", *["1"] * len(parents)] for name in ("checkpoint_freq", "num_kept_checkpoints")]
+    words = [f"--run_name={run}", "--checkpoint_dir", *map(str, parents), *policies[0], *policies[1]]
+    return flags.newest_step(parse(words, {}).args, in_s3=in_s3)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "run_dir"),
+    [
+        ([], "gpt_neox", "/from/runs/gpt_neox"),
+        (["--model_type=llama_v2", "--model_size=7b"], "llama_v2-7b", "/from/runs/llama_v2-7b"),
+        (["--run_dir", "out/mine"], "mine", "/from/out/mine"),
+        (["--run_name=x", "--run_dir=/r/y"], "x", "/r/y"),
+    ],
+)
+def test_flags_are_completed_to_survive_a_restart(words: list[str], name: str, run_dir: str) -> None:
+    complete, resolved = flags.complete(words, base="/from")
+    args = resolved.args
+    assert (args.run_name, args.run_dir) == (name, run_dir)
+    assert (args.checkpoint_dir, args.resume_from_checkpoint) == (["/from/checkpoints"], "/from/checkpoints")
+    assert complete == flags.complete(complete)[0] == flags.complete(complete, base="/elsewhere")[0]
+
+
+def test_what_the_user_gave_stays(tmp_path: Path) -> None:
+    """Also once the run has checkpoints of its own, which training itself prefers."""
+    committed(tmp_path / "x", 7)
+    words = ["--run_name=x", "--checkpoint_dir", str(tmp_path), "--ckpt_load_path", "/other/checkpoint"]
+    complete, resolved = flags.complete(words, base="/from")
+    assert resolved.args.resume_from_checkpoint == "/other/checkpoint"
+    assert complete == [*words, "--run_dir=/from/runs/x"]
+
+
+def test_sagemakers_defaults_stay() -> None:
+    environ = {"SM_TRAINING_ENV": "{}", "SM_OUTPUT_DATA_DIR": "/opt/ml/output/data", "SM_HP_MODEL_TYPE": "llama_v2"}
+    complete, resolved = flags.complete(["--lr=1"], environ)
+    assert complete == ["--lr=1", "--run_name=llama_v2", "--resume_from_checkpoint=/opt/ml/checkpoints"]
+    assert (resolved.args.checkpoint_dir, resolved.args.run_dir) == (["/opt/ml/checkpoints"], "/opt/ml/output/data")
+    assert flags.complete([], {**environ, "SM_HP_RESUME_FROM_CHECKPOINT": "s3://b/x"})[0] == ["--run_name=llama_v2"]
 
 
 def test_what_nodes_keep_to_themselves_is_not_what_a_run_resumes_from(tmp_path: Path) -> None:
-    words = ["--run_dir", str(tmp_path), "--checkpoint_dir", "local:/nvme/fast", str(tmp_path / "shared")]
+    words = ["--run_dir", str(tmp_path / "x"), "--checkpoint_dir", "local:/nvme/fast", str(tmp_path / "shared")]
     _, resolved = flags.complete(words)
     assert resolved.args.resume_from_checkpoint == str(tmp_path / "shared")
-    assert slurm.places(resolved, str(tmp_path))["written"] == [str(tmp_path / "shared")]
+    places = slurm.places(resolved, str(tmp_path))
+    assert (places["written"], places["checkpoints"]) == ([f"{tmp_path}/shared"], [f"{tmp_path}/shared/x"])
 
 
 def test_newest_of_several_folders(tmp_path: Path) -> None:
-    committed(tmp_path / "a", 10)
-    committed(tmp_path / "b", 9)
-    committed(tmp_path / "b", 100)
-    places = [str(tmp_path / "a"), str(tmp_path / "b"), "s3://bucket/c"]
-    assert flags.newest_committed(places) == (100, str(tmp_path / "b"))
-    assert flags.newest_committed(["/nowhere"]) == (0, None)
+    committed(tmp_path / "a/mine", 10)
+    committed(tmp_path / "b/mine", 9)
+    committed(tmp_path / "b/mine", 100)
+    committed(tmp_path / "b", 200)
+    committed(tmp_path / "b/other", 300)
+    committed(tmp_path / "b/mine", 400, "best")
+    (tmp_path / "b/mine/llama_v2-500steps").mkdir()
+    (tmp_path / "b/mine/llama_v2-600steps").mkdir()
+    (tmp_path / "b/mine/llama_v2-600steps/COMMITTED").write_bytes(b"\xff")
+    assert newest(tmp_path / "a", tmp_path / "b", "/nowhere", "local:/nvme") == 100
+    assert [newest("/nowhere"), newest(tmp_path / "a"), newest(tmp_path / "b", run="none")] == [0, 10, 0]
+    (tmp_path / "file").touch()
+    assert newest(tmp_path / "file") == 0, "it cannot be read"
+
+
+def test_newest_of_several_generations(tmp_path: Path) -> None:
+    """Of the highest generation, whatever the names, the steps and the clocks say."""
+    run = tmp_path / "a/mine"
+    committed(run, 50, generation=3)
+    committed(run, 90, generation=2)
+    committed(run, 80)
+    committed(run, 40, generation=3)
+    committed(run, 50, "llama_v2-50steps-3f", generation=2)
+    assert newest(tmp_path / "a") == 50
+    committed(tmp_path / "b/mine", 45, "llama_v2-45steps-2", generation=4)
+    assert newest(tmp_path / "a", tmp_path / "b") == newest(tmp_path / "b", tmp_path / "a") == 45
 
 
 def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,21 +499,21 @@ def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     with moto.mock_aws():
         s3 = boto3.client("s3")
         s3.create_bucket(Bucket="bucket")
-        for key in ("run/llama-5steps/COMMITTED", "run/llama-10steps/COMMITTED", "run/llama-90steps/a/x", "run/9/x"):
+        for step, generation in ((5, 2), (10, 2), (70, 1)):
+            s3.put_object(Bucket="bucket", Key=f"x/mine/llama-{step}steps/COMMITTED", Body=marker(step, generation))
+        for key in ("x/mine/llama-90steps/a/x", "x/mine/9/x", "x/mine/llama-50steps/DAMAGED"):
             s3.put_object(Bucket="bucket", Key=key, Body=b"")
-        s3.put_object(Bucket="bucket", Key="run/llama-50steps/COMMITTED.damaged", Body=b"")
-        assert flags.newest_committed(["s3://bucket/run"], in_s3=True) == (10, "s3://bucket/run")
-        assert flags.newest_committed(["s3://bucket/run"]) == (0, None), "who submits a run may have no access"
-        assert flags.newest_committed(["s3://bucket/other"], in_s3=True) == (0, None)
-        words = ["--checkpoint_dir", "s3://bucket/run", "--resume_from_checkpoint", "/other"]
-        assert flags.complete(words)[1].args.resume_from_checkpoint == "/other"
-        assert flags.complete(words, in_s3=True)[1].args.resume_from_checkpoint == "s3://bucket/run"
-        with pytest.raises(SmpTrainError, match="s3://none/x: "):
-            flags.newest_committed(["s3://none/x"], in_s3=True)
+        assert newest("s3://bucket/x", "local:/nvme") == 10
+        assert newest("s3://bucket/x", run="other") == 0
+        assert newest("s3://bucket/x", in_s3=False) == 0, "who submits a run may have no access"
+        with pytest.raises(SmpTrainError, match="s3://none/x/mine: ") as failed:
+            newest("s3://none/x")
+        assert failed.value.exit_code == 1, "a later start may be luckier"
 
 
 def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path) -> None:
-    run = parse(["--use_synthetic_data=1", f"--run_dir={tmp_path}", f"--checkpoint_dir={tmp_path}/checkpoints"], {})
+    folders = [f"--run_dir={tmp_path}", f"--checkpoint_dir={tmp_path}/checkpoints"]
+    run = parse(["--use_synthetic_data=1", "--run_name=mine", *folders], {})
 
     def starts(job: str, attempt: str, limit: int | None = 2) -> None:
         agent.guard(run, {"SLURM_JOB_ID": job}, limit, f"{job}.{attempt}")
@@ -469,12 +521,13 @@ def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path)
     for job in ("1", "2"):
         for attempt in ("1.0", "2.0"):
             starts(job, attempt)
+    committed(tmp_path / "checkpoints/other", 50)
     with pytest.raises(agent.CrashLoopError, match=r"2 starts of job 2 .*step 0"):
-        starts("2", "3.0")
+        starts("2", "3.0")  # another run's commit is no progress of this one
     (ended := tmp_path / "logs/2.2.0").mkdir(parents=True)
     (ended / "ended-by-slurm").touch()
     starts("2", "3.0")
-    committed(tmp_path / "checkpoints", 5)
+    committed(tmp_path / "checkpoints/mine", 5)
     for attempt in ("4.0", "5.0", "6.0"):
         starts("2", attempt, None)  # a person who starts it watches
     with pytest.raises(agent.CrashLoopError, match=r"3 starts of job 2 .*step 5"):

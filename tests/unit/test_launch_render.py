@@ -14,6 +14,7 @@ import pytest
 
 from smp_train import cli
 from smp_train.arguments.aliases import NAMES
+from smp_train.checkpoints.format import META, FileRecord, Marker
 from smp_train.errors import ConfigError
 from smp_train.launch import environment, instances, local, options, sagemaker, slurm
 from smp_train.launch.sagemaker import job
@@ -177,7 +178,7 @@ def test_sagemaker_refuses(options_: dict[str, object], flags: dict[str, object]
 MANY = {"instance_count": 2, "output": "s3://bucket/out"}
 OUT = {"output": "s3://bucket/out"}
 OWN = "/opt/ml/checkpoints"
-BELOW = "s3://bucket/out/checkpoints/llama_v2"
+BELOW = "s3://bucket/out/checkpoints"
 FSX = {"fsx": "fs-0123456789abcdef0:/m", "subnets": ["subnet-1"], "security_groups": ["sg-1"]}
 KEEP = {"keep_in": "s3://own/x"}
 TWO = {"checkpoint_freq": [10, 10], "num_kept_checkpoints": [2, 2]}
@@ -194,14 +195,14 @@ TWO = {"checkpoint_freq": [10, 10], "num_kept_checkpoints": [2, 2]}
         (OUT, {"checkpoint_dir": [OWN, "s3://bucket/rare"], **TWO}, [OWN, "s3://bucket/rare"], BELOW),
         (OUT, {"checkpoint_dir": "s3://bucket/often"}, ["s3://bucket/often"], None),
         ({"checkpoints": "s3://bucket/c"}, {"checkpoint_dir": f"{OWN}/"}, [f"{OWN}/"], "s3://bucket/c"),
-        (KEEP, {"checkpoint_dir": f"{OWN}/mine"}, [f"{OWN}/mine"], f"{KEEP['keep_in']}/checkpoints/llama_v2"),
-        (KEEP, {}, [OWN], f"{KEEP['keep_in']}/checkpoints/llama_v2"),
+        (KEEP, {"checkpoint_dir": f"{OWN}/mine"}, [f"{OWN}/mine"], f"{KEEP['keep_in']}/checkpoints"),
+        (KEEP, {}, [OWN], f"{KEEP['keep_in']}/checkpoints"),
         ({**KEEP, "checkpoints": "s3://bucket/c"}, {}, [OWN], "s3://bucket/c"),
-        ({**KEEP, "instance_count": 2}, {}, [f"{KEEP['keep_in']}/checkpoints/llama_v2"], None),
+        ({**KEEP, "instance_count": 2}, {}, [f"{KEEP['keep_in']}/checkpoints"], None),
         (MANY, {}, [BELOW], None),
         ({**MANY, "checkpoints": "s3://bucket/c"}, {}, ["s3://bucket/c"], None),
         (MANY, {"checkpoint_dir": "s3://bucket/x"}, ["s3://bucket/x"], None),
-        ({**MANY, **FSX}, {}, ["/opt/ml/input/data/fsx/checkpoints/llama_v2"], None),
+        ({**MANY, **FSX}, {}, ["/opt/ml/input/data/fsx/checkpoints"], None),
     ],
 )  # fmt: skip
 def test_sagemaker_keeps_checkpoints_where_all_instances_write(
@@ -213,6 +214,21 @@ def test_sagemaker_keeps_checkpoints_where_all_instances_write(
         assert made.hyperparameters["checkpoint_dir"] in (written, written[0])
 
 
+@pytest.mark.parametrize(
+    ("folders", "local"),
+    [
+        (OWN, "/mine"), (f"{OWN}/", "/mine"), (f"{OWN}/a/../b", "/b/mine"), ([OWN, "s3://bucket/rare"], "/mine"),
+        ([f"{OWN}/a", f"{OWN}/b"], ""), ("s3://bucket/x", ""),
+    ],
+)  # fmt: skip
+def test_sagemaker_copies_the_runs_own_folder_alone(folders: str | list[str], local: str) -> None:
+    """At each start it downloads all that is below the prefix: of other runs too, were it their parent."""
+    many = TWO if isinstance(folders, list) else {}
+    flags = {"run_name": "mine", "checkpoint_dir": folders, **many}
+    made = sagemaker.build(flags, **SAGEMAKER, checkpoints="s3://bucket/c/")
+    assert made.checkpoint_config == {"S3Uri": f"s3://bucket/c{local}", "LocalPath": f"{OWN}{local}"}
+
+
 @pytest.mark.parametrize(("folder", "warned"), [("", False), ("/tmp/trial", True)])
 def test_sagemaker_copies_or_warns(folder: str, warned: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a CheckpointConfig all that is in /opt/ml/checkpoints is lost as the job ends."""
@@ -220,7 +236,7 @@ def test_sagemaker_copies_or_warns(folder: str, warned: bool, capsys: pytest.Cap
     words += ["--output", "s3://bucket/out", *(["--checkpoint_dir", folder] if folder else [])]
     assert cli.main(["launch", "sagemaker", "--dry_run", *words]) == 0
     said = capsys.readouterr()
-    wanted = {"S3Uri": "s3://bucket/out/checkpoints/mine", "LocalPath": OWN}
+    wanted = {"S3Uri": "s3://bucket/out/checkpoints/mine", "LocalPath": f"{OWN}/mine"}
     assert json.loads(said.out).get("CheckpointConfig") == (None if folder else wanted)
     assert ("/tmp/trial" in said.err) is warned
 
@@ -234,7 +250,7 @@ def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixt
     request = json.loads(said)
     own = "s3://sagemaker-eu-west-1-123456789012/smp-train"
     assert request["OutputDataConfig"]["S3OutputPath"] == own
-    assert json.loads(request["HyperParameters"]["checkpoint_dir"]) == [f"{own}/checkpoints/llama_v2-7b"]
+    assert json.loads(request["HyperParameters"]["checkpoint_dir"]) == [f"{own}/checkpoints"]
     session = type("Session", (), {"_default_bucket_name_override": "mine", "boto_region_name": "eu-west-1"})()
     assert job.own_place(ROLE, job.region_of(session)) == own
     assert job.own_place(ROLE, "eu-west-1", session) == "s3://mine/smp-train"
@@ -327,8 +343,10 @@ def test_a_default_gives_way_to_the_submitting_shell(capsys: pytest.CaptureFixtu
         (["--run_name", "my run"], '#SBATCH --output="/runs/my run/logs/slurm-%j.out"\n'),
         (["--sbatch", "--comment=x y", "--sbatch=--mem=0"], "#SBATCH --comment=x y\n#SBATCH --mem=0\n"),
         # Where the script looks for checkpoints: a start that saved nothing counts as one in vain.
-        (["--run_dir=/r", "--checkpoint_dir=/r/mine"], "\n  --written /r/mine "),
-        (["--run_dir=/r", "--checkpoint_dir=/other"], "\n  --written /other "),
+        (["--run_dir=/r"], "\n  --checkpoints /checkpoints/r "),
+        (["--run_dir=/r", "--checkpoint_dir=/r/mine"], "\n  --written /r/mine \\\n  --checkpoints /r/mine/r "),
+        (["--run_name=x", "--checkpoint_dir=other"], "\n  --checkpoints /other/x "),
+        (["--run_dir=/r", "--resume_from_checkpoint=/a/x-5steps"], "\n  --resume_from_checkpoint=/a/x-5steps "),
         (["--run_dir=/r", "--checkpoint_dir=s3://bucket/x"], "\n  --checkpoints_in_s3 "),
         (["--run_dir=/a:b"], "--run_dir /a:b "),  # without a container
     ],
@@ -350,13 +368,22 @@ def test_submitted_by_what_sbatch_answers_alone(
 ) -> None:
     run = tmp_path / "run"
     words = ["launch", "slurm", "--nproc=1", "--use_synthetic_data=1", "--run_dir", str(run)]
+    monkeypatch.chdir(tmp_path)
     double(tmp_path / "bin", "sbatch", f'cat > {tmp_path}/script; echo "sbatch: lua: be nice" >&2; echo "77;cluster"')
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     assert cli.main([*words, "--check"]) == 0
-    assert not run.exists(), "a check makes nothing"
+    assert {path.name for path in tmp_path.iterdir()} == {"bin", "script"}, "a check makes nothing"
     assert cli.main(words) == 0
     assert "submitted job 77\n" in capsys.readouterr().out
     assert (run / "logs").is_dir(), "where it is missing, Slurm ends the job without a word"
+    assert not [*(tmp_path / "checkpoints").iterdir()], "the run makes its own folder in it"
+    said = f"resumes from {tmp_path}/checkpoints; the run's newest checkpoint is of step 7"
+    for step, name in ((9, "other"), (7, "run")):
+        marker = tmp_path / f"checkpoints/{name}/x-{step}steps/COMMITTED"
+        marker.parent.mkdir(parents=True)
+        marker.write_bytes(Marker(step, "x", 1, {META: FileRecord(2, "0" * 8)}).to_bytes())
+        assert cli.main([*words, "--check"]) == 0
+        assert (said in capsys.readouterr().err) is (name == "run")
     double(tmp_path / "bin", "sbatch", 'echo "sbatch: error: Invalid partition" >&2; exit 1')
     assert cli.main([*words, "--partition=x"]) == 2
     assert "error: sbatch: Invalid partition; `sinfo`" in capsys.readouterr().err
@@ -373,6 +400,7 @@ def test_installed_package_travels_alone(
 ) -> None:
     """Of a head node's site-packages nothing but this package is for the nodes and their containers."""
     monkeypatch.setattr(slurm, "CHECKOUT", False)
+    monkeypatch.chdir(tmp_path)
     double(tmp_path / "bin", "sbatch", 'cat > /dev/null; echo "77"')
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     words = ["slurm", "--nproc=1", "--use_synthetic_data=1", "--run_dir", str(tmp_path / "run")]
@@ -388,6 +416,7 @@ def test_what_the_container_is_given(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our variables beat the image's; of the shell's PYTHONPATH nothing is there, as that Python is another."""
+    monkeypatch.chdir(tmp_path)
     (image := tmp_path / "x.sqsh").touch()
     words = ["--nproc=1", "--use_synthetic_data=1", "--run_dir", str(tmp_path / "run"), "--env", "MINE=1"]
     (tmp_path / "job.sh").write_text(dry_run(capsys, "slurm", "--image", str(image), *words))

@@ -25,12 +25,13 @@ from typing import Any
 
 from smp_train.checkpoints.aws import flat, local
 from smp_train.checkpoints.aws.names import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
+from smp_train.checkpoints.checkpoint import TORCHS, Checkpoint
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.commit import CheckpointFolder, open_folder, parent_of
-from smp_train.checkpoints.dcp.storage import Reader
+from smp_train.checkpoints.dcp.storage import Reader, TreeReader
 from smp_train.checkpoints.dcp.trees import load_state, plain_values, saved_entries
-from smp_train.checkpoints.discovery import TORCHS, Checkpoint
-from smp_train.checkpoints.manifest import COMMITTED, META, METADATA, Committed
+from smp_train.checkpoints.find import parent_of
+from smp_train.checkpoints.folder import RunFolder, open_folder
+from smp_train.checkpoints.format import BEGUN, COMMITTED, META, METADATA, Marker
 from smp_train.checkpoints.saver import SMP_NAMES, Saver
 from smp_train.checkpoints.state import State
 from smp_train.distributed import ALL_RANKS
@@ -60,11 +61,11 @@ class AwsCheckpoint(Checkpoint):
         local_trees: whether the trees hold local tensors of FSDP1 rather than sharded tensors.
     """
 
-    folders: tuple[str, ...]
-    rank_files: int
-    local_trees: bool
-    has_moments: bool
-    config: Any = field(repr=False, compare=False)
+    folders: tuple[str, ...] = ()
+    rank_files: int = 0
+    local_trees: bool = False
+    has_moments: bool = False
+    config: Any = field(default=None, repr=False, compare=False)
 
     @property
     def durable(self) -> bool:
@@ -78,7 +79,7 @@ class AwsCheckpoint(Checkpoint):
 
     def reader(self, part: str = "") -> Reader:
         """Return the reader of the tree in a sub-folder."""
-        return _tree_reader(self._storage, self._name, part, self._storage.sizes(self._name))
+        return _tree_reader(self.folder, self.name, part, self.folder.sizes(self.name))
 
     def model_config(self) -> Any:
         """Return the configuration of the run's model."""
@@ -108,7 +109,7 @@ class AwsCheckpoint(Checkpoint):
             raise CheckpointError(flat.SMP_SLICES)
         in_order = sorted(self.folders, key=_shard)
         contents = [local.rank_contents_of_tree(self.reader(part)) for part in in_order]
-        contents = contents or _read_rank_files(self._storage, self._name, self.rank_files)
+        contents = contents or _read_rank_files(self.folder, self.name, self.rank_files)
         state = _state_under(state, [f"model.{canonical_name(name)}" for name in contents[0]["model"]])
         shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
         tensors = flat.joined_tensors(contents, self.config.model_type, shapes)
@@ -129,32 +130,32 @@ def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsC
     An incomplete checkpoint is skipped with a warning. It raises `CheckpointError` if ``strict`` is set, if
     ``location`` names it, or if no checkpoint is complete. Returns None if the location holds no checkpoint.
     """
-    folder, names = on_main("cannot resume", lambda: _candidates(normal(location)))
-    storage = open_folder(folder)
+    parent, names = on_main("cannot resume", lambda: _candidates(normal(location)))
+    folder = open_folder(parent)
     for name in names:
-        label = os.path.join(folder, name)
-        facts = on_main(f"cannot read {label}", partial(_inspect, storage, name, config))
+        label = os.path.join(parent, name)
+        facts = on_main(f"cannot read {label}", partial(_inspect, folder, name, config))
         if not isinstance(facts, str):
-            return AwsCheckpoint(path=label, _storage=storage, _name=name, config=config, **facts)
+            return AwsCheckpoint(path=label, folder=folder, name=name, config=config, **facts)
         problem = f"{label}, of SMP's sample scripts, is not whole: {facts}"
         if strict or label == normal(location):
             raise CheckpointError(problem)
         logger.warning("%s; trying the next older one", problem, extra=ALL_RANKS)
     if names:
-        raise CheckpointError(f"no checkpoint of SMP's sample scripts in {folder} is whole; {label}: {facts}")
+        raise CheckpointError(f"no checkpoint of SMP's sample scripts in {parent} is whole; {label}: {facts}")
     return None
 
 
 def is_checkpoint(location: str) -> bool:
     """Return whether a location is one checkpoint of AWS's sample, complete or not. Not collective."""
-    folder, name = parent_of(normal(location))
-    return bool(name) and bool(_files(open_folder(folder), name))
+    parent, name = parent_of(normal(location))
+    return bool(name and _files(open_folder(parent), name))
 
 
 def has_trees(location: str) -> bool:
     """Return whether a location holds DCP trees or rank files, not only weights. Not collective."""
-    folder, name = parent_of(normal(location))
-    return is_checkpoint(location) and FULL not in _files(open_folder(folder), name)
+    parent, name = parent_of(normal(location))
+    return is_checkpoint(location) and FULL not in _files(open_folder(parent), name)
 
 
 def checkpoint_names(folder: str) -> list[str]:
@@ -165,20 +166,19 @@ def checkpoint_names(folder: str) -> list[str]:
 def _candidates(location: str) -> tuple[str, list[str]]:
     """Return (folder, names of AWS's checkpoints in it, newest first); one name if a location is a checkpoint."""
     if is_checkpoint(location):
-        folder, name = parent_of(location)
-        return folder, [name]
-    storage = open_folder(location)
-    steps = [(int(match["step"]), name) for name in storage.names() if (match := _NAME.fullmatch(name)) is not None]
-    return location, [name for _, name in sorted(steps, reverse=True) if _files(storage, name)]
+        parent, name = parent_of(location)
+        return parent, [name]
+    folder = open_folder(location)
+    matches = [(_NAME.fullmatch(name), name) for name in folder.storage.level()[1]]
+    steps = [(int(match["step"]), name) for match, name in matches if match is not None]
+    return location, [name for _, name in sorted(steps, reverse=True) if _files(folder, name)]
 
 
-def _files(storage: CheckpointFolder, name: str) -> dict[str, int]:
+def _files(folder: RunFolder, name: str) -> dict[str, int]:
     """Return the size of each file of a checkpoint of AWS's sample; empty for anything else."""
-    if storage.has(name, COMMITTED) or storage.has(name, META):
-        return {}
-    files = storage.sizes(name)
+    files = folder.sizes(name)
     known = FULL in files or any(map(_RANK_FILE.fullmatch, files)) or any(map(Ranks.of_folder, _tree_folders(files)))
-    return files if known else {}
+    return files if known and not {COMMITTED, BEGUN, META} & set(files) else {}
 
 
 def _tree_folders(files: Mapping[str, int]) -> list[str]:
@@ -187,13 +187,14 @@ def _tree_folders(files: Mapping[str, int]) -> list[str]:
     return sorted(set(map(posixpath.dirname, of_trees)))
 
 
-def _tree_reader(storage: CheckpointFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
+def _tree_reader(folder: RunFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
     # A shard rank's tree may refer to tensors in other shard ranks' trees, so the reader knows all files.
-    return storage.reader(posixpath.join(name, part), {posixpath.relpath(f, part or "."): n for f, n in files.items()})
+    relative = {posixpath.relpath(file, part or "."): size for file, size in files.items()}
+    return TreeReader(folder.storage, posixpath.normpath(posixpath.join(name, part)), relative)
 
 
-def _read_rank_files(storage: CheckpointFolder, name: str, count: int) -> list[dict[str, Any]]:
-    return [local.read_rank_file(place(storage.location) / name / f"{rank}.pt") for rank in range(count)]
+def _read_rank_files(folder: RunFolder, name: str, count: int) -> list[dict[str, Any]]:
+    return [local.read_rank_file(place(folder.location) / name / f"{rank}.pt") for rank in range(count)]
 
 
 def _shard(folder: str) -> int:
@@ -201,28 +202,28 @@ def _shard(folder: str) -> int:
     return parsed[1] if parsed else 0
 
 
-def _inspect(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] | str:
+def _inspect(folder: RunFolder, name: str, config: Any) -> dict[str, Any] | str:
     """Return the fields of an `AwsCheckpoint`, or the reason why the checkpoint is incomplete."""
-    files = storage.sizes(name)
+    files = folder.sizes(name)
     folders = _tree_folders(files)
     ranks = sorted(int(match[1]) for match in map(_RANK_FILE.fullmatch, files) if match is not None)
     recorded: dict[str, Any] = {}
     transformed = has_moments = local_trees = False
     try:
         if folders:
-            _check_trees(storage, name, folders, files)
-            reader = _tree_reader(storage, name, folders[0], files)
+            _check_trees(folder, name, folders, files)
+            reader = _tree_reader(folder, name, folders[0], files)
             recorded, saved = plain_values(reader), saved_entries(reader)
             has_moments, local_trees = any(map(MOMENTS.fullmatch, saved)), local.is_local(saved)
             keys = (key for key in saved if key.startswith(MODEL_PREFIXES[:2]))
             names = [key.removeprefix("app.").removeprefix("model.") for key in keys]
             transformed = is_transformed([name for name in names if not flat.is_flat(name)], config.model_type)
         elif ranks:
-            if is_s3(storage.location):
+            if is_s3(folder.location):
                 raise CheckpointError("files of single ranks are not read from S3: copy them to a folder")
             if ranks != list(range(len(ranks))):
                 raise CheckpointError(f"files of ranks {ranks} are there, and not of those between")
-            recorded, has_moments = local.plain_values(_read_rank_files(storage, name, len(ranks))[0]), True
+            recorded, has_moments = local.plain_values(_read_rank_files(folder, name, len(ranks))[0]), True
     except CheckpointError as failure:
         return str(failure)
     match = _NAME.fullmatch(name)
@@ -234,24 +235,24 @@ def _inspect(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any
     if transformed:
         meta["names"] = SMP_NAMES
     if FULL in files and CONFIG in files:
-        meta["model_config"] = json.loads(storage.read(name, CONFIG))
+        meta["model_config"] = json.loads(folder.read(name, CONFIG))
     return {
-        "step": step, "meta": meta, "committed": Committed(step, config.model_type, {}), "folders": tuple(folders),
+        "meta": meta, "marker": Marker(step, config.model_type, 0, {}), "folders": tuple(folders),
         "has_moments": has_moments, "rank_files": len(ranks), "local_trees": local_trees,
     }  # fmt: skip
 
 
-def _check_trees(storage: CheckpointFolder, name: str, folders: list[str], files: Mapping[str, int]) -> None:
+def _check_trees(folder: RunFolder, name: str, parts: list[str], files: Mapping[str, int]) -> None:
     """Raise `CheckpointError` if a tree, index or file is missing, or a file is shorter than its index requires."""
-    ranks = Ranks.of_folders(folders)
-    for folder in folders:
-        if folder not in ranks:
-            raise CheckpointError(f"{folder} is of no tensor and expert rank")
-        if posixpath.join(folder, METADATA) not in files:
-            raise CheckpointError(f"{posixpath.join(folder, METADATA)} is missing")
-        _tree_reader(storage, name, folder, files).preload()
-    writers = {(writer.tensor, writer.expert, _shard(folder)) for folder, writer in ranks.items()}
-    degrees = ranks[folders[0]]
+    ranks = Ranks.of_folders(parts)
+    for part in parts:
+        if part not in ranks:
+            raise CheckpointError(f"{part} is of no tensor and expert rank")
+        if posixpath.join(part, METADATA) not in files:
+            raise CheckpointError(f"{posixpath.join(part, METADATA)} is missing")
+        _tree_reader(folder, name, part, files).preload()
+    writers = {(writer.tensor, writer.expert, _shard(part)) for part, writer in ranks.items()}
+    degrees = ranks[parts[0]]
     shards = range(1 + max(shard for _, _, shard in writers))
     for writer in itertools.product(range(degrees.tensors), range(degrees.experts), shards):
         if writer not in writers:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
-from smp_train.checkpoints.manifest import checksum_of
+from smp_train.checkpoints.format import checksum_of
 from smp_train.distributed.dtensor import DTensor
 
 INDEX = "index.bin"

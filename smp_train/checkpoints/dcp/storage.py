@@ -23,7 +23,7 @@ from smp_train.checkpoints.collective import REMEDY, root_cause
 from smp_train.checkpoints.dcp import index
 from smp_train.checkpoints.dcp.index import INDEX
 from smp_train.checkpoints.dcp.pickled import unpickle
-from smp_train.checkpoints.manifest import METADATA, Checksum, FileRecord, checksum_of
+from smp_train.checkpoints.format import METADATA, Checksum, FileRecord, checksum_of
 from smp_train.distributed.agree import here
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
+from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
-from smp_train.checkpoints.discovery import Checkpoint
 from smp_train.checkpoints.hf.card import CARD_FILE, hub_name, is_our_card, model_card
 from smp_train.checkpoints.hf.model_folder import SHARD_BYTES, LazyTensors, Progress, new_model, saved_files
 from smp_train.checkpoints.hf.tokenizer import tokenizer_files
@@ -86,7 +86,7 @@ def _small_files(checkpoint: Checkpoint, folder: str | os.PathLike[str], tokeniz
 
 
 def _model_with_adapters(checkpoint: Checkpoint) -> ModelSpec:
-    model_type = checkpoint.committed.model_type
+    model_type = checkpoint.marker.model_type
     return resolve_saved(checkpoint.model_config(), model_type, checkpoint.path, checkpoint.meta)
 
 

@@ -61,7 +61,7 @@ def examine(folder: Path, flags: Sequence[str], names: dict[str, list[str]]) -> 
     """Train, save, resume and export; yield findings on rank 0, and add to the table of ``names``; collective."""
     from smp_train import train_lib
     from smp_train.backends.smp_choices import refusals
-    from smp_train.checkpoints import find
+    from smp_train.checkpoints.find import open_verified
     from smp_train.models.weight_files import WeightFiles
 
     ranks = distributed.detect()
@@ -97,8 +97,8 @@ def examine(folder: Path, flags: Sequence[str], names: dict[str, list[str]]) -> 
         weights, exported = ({name: file.tensor(name)[...] for name in file.files} for file in files)
     wrong = [name for name, value in weights.items() if not exported.get(name, value[:0]).equal(value)]
     yield fail("export", f"other values of {first_few(wrong)}") if wrong else ok("export", "held")
-    for path in sorted(folder.glob("checkpoints/*steps")):
-        yield _names(find(str(path)), weights, names)
+    for path in sorted(folder.glob("checkpoints/*/*steps")):
+        yield _names(open_verified(path), weights, names)
 
 
 def _drawn(folder: Path, args: arguments.Arguments) -> Any:

@@ -95,6 +95,18 @@ class Job:
         ]
 
     @property
+    def checkpoint_config(self) -> dict[str, str]:
+        """The request's CheckpointConfig: a local folder and the S3 prefix that SageMaker keeps a copy of it in.
+
+        It is the run's own folder, because SageMaker downloads the whole prefix at each start.
+        """
+        args = self.resolved.args
+        folders = [os.path.normpath(f"{one}/{args.run_name}") for one in args.checkpoint_dir if in_channel(one)]
+        local = os.path.commonpath(folders or [CHECKPOINTS])
+        copy = (self.checkpoints or "").rstrip("/") + local.removeprefix(CHECKPOINTS)
+        return {"S3Uri": copy, "LocalPath": local} if self.checkpoints else {}
+
+    @property
     def warnings(self) -> list[str]:
         """Warnings for the person who submits the job."""
         why = "on the instance's own disk; these checkpoints are lost when the job ends"
@@ -128,7 +140,7 @@ OPTIONS = (
     Option("instance_count", "number of instances", int, 1),
     Option("train", "s3:// prefix of the training shards: the channel train"),
     Option("test", "s3:// prefix of the validation shards: the channel test"),
-    Option("checkpoints", "s3:// prefix that checkpoints are kept in, of this run alone; without it, below --output"),
+    Option("checkpoints", "s3:// prefix that has a folder of checkpoints for each run; without it, below --output"),
     Option("output", "s3:// prefix for the code, the run folder and the model; without it, SageMaker's own bucket"),
     Option("fsx", f"FSx for Lustre: FILE-SYSTEM-ID:/mountname/folder; paths below {FSX}"),
     Option("image", "URI of the training image, where it is not SageMaker's PyTorch image"),
@@ -253,15 +265,14 @@ def _checkpoint_folders(
     """Return (--checkpoint_dir to add, prefix that SageMaker copies a local folder to), either or none of them.
 
     One instance writes to its disk, and SageMaker copies. Several write to what all of them see: FSx, or S3 itself.
-    By default it is a folder of this run's name, so that the same run started again goes on.
     """
-    run, output = resolved.args.run_name, values["output"] or keep_in
+    output = values["output"] or keep_in
     given = resolved.given("checkpoint_dir")
     if given and not any(map(in_channel, resolved.args.checkpoint_dir)):
         return None, values["checkpoints"]
     if values["fsx"] and not values["checkpoints"] and not given:
-        return f"{FSX}/checkpoints/{run}", None
-    folder = values["checkpoints"] or (f"{output.rstrip('/')}/checkpoints/{run}" if output else None)
+        return f"{FSX}/checkpoints", None
+    folder = values["checkpoints"] or (f"{output.rstrip('/')}/checkpoints" if output else None)
     return (folder, None) if values["instance_count"] > 1 and not given else (None, folder)
 
 

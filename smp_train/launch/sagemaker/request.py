@@ -61,7 +61,7 @@ def request(
         ),
         StoppingCondition=_given(MaxRuntimeInSeconds=job.max_run, MaxWaitTimeInSeconds=job.max_wait),
         EnableManagedSpotTraining=job.spot,
-        CheckpointConfig={"S3Uri": job.checkpoints, "LocalPath": CHECKPOINTS} if job.checkpoints else {},
+        CheckpointConfig=job.checkpoint_config,
         OutputDataConfig={"S3OutputPath": job.output or code.rpartition("/")[0]},
         VpcConfig=_given(Subnets=list(job.subnets), SecurityGroupIds=list(job.security_groups)),
         Environment=dict(job.environment),

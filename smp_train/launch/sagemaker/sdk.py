@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError
-from smp_train.launch.sagemaker.job import CHECKPOINTS, SMP, TORCH, Job, build, own_place, region_of
+from smp_train.launch.sagemaker.job import SMP, TORCH, Job, build, own_place, region_of
 from smp_train.launch.sagemaker.request import request, warn
 from smp_train.launch.sagemaker.source import ENTRY, stage
 
@@ -42,9 +42,9 @@ def estimator(
 ) -> Any:
     """Return a ready `sagemaker.pytorch.PyTorch`; its ``fit()`` starts the job, on its own channels when given none.
 
-    Without ``output`` the SDK takes the bucket of its session, and checkpoints are kept there as well, below the run's
-    name: the same run started again goes on. Trials of a tuner have one name: give them a ``checkpoint_dir`` of their
-    own instance (such as /tmp/checkpoints), and ``inputs(...)`` to the tuner's ``fit``.
+    Without ``output`` the SDK takes the bucket of its session, and checkpoints are kept there as well, in a folder of
+    the run's name: a run that is started again resumes from it. Trials of a tuner have one name: give them a
+    ``checkpoint_dir`` on their own instance (such as /tmp/checkpoints), and ``inputs(...)`` to the tuner's ``fit``.
 
     Args:
         words: training flags, as on a command line or as a mapping of hyperparameters.
@@ -73,7 +73,8 @@ def estimator(
         instance_type=job.instance_type, instance_count=job.instance_count, volume_size=job.volume_gb,
         keep_alive_period_in_seconds=job.keep_alive, max_run=job.max_run, max_wait=job.max_wait,
         use_spot_instances=job.spot, max_retry_attempts=job.retries,
-        checkpoint_s3_uri=job.checkpoints, checkpoint_local_path=CHECKPOINTS if job.checkpoints else None,
+        checkpoint_s3_uri=job.checkpoint_config.get("S3Uri"),
+        checkpoint_local_path=job.checkpoint_config.get("LocalPath"),
         output_path=job.output, code_location=job.output.rstrip("/") if job.output else None,
         subnets=list(job.subnets) or None, security_group_ids=list(job.security_groups) or None,
         metric_definitions=wanted["AlgorithmSpecification"]["MetricDefinitions"], enable_sagemaker_metrics=True,

@@ -38,7 +38,8 @@ PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.b
   --image /fsx/smpv2.sqsh \
   --mounts /fsx \
   --folders /fsx/data/train \
-  --written /runs/llama_v2-70b/checkpoints \
+  --written /checkpoints \
+  --checkpoints /checkpoints/llama_v2-70b \
   --container_env FI_EFA_USE_HUGE_PAGE,HF_HUB_ETAG_TIMEOUT,HF_TOKEN,NCCL_DEBUG,NCCL_SOCKET_IFNAME,TOKENIZERS_PARALLELISM,TORCH_NCCL_DUMP_ON_TIMEOUT,TORCH_NCCL_TRACE_BUFFER_SIZE,X \
   --nproc 8 \
   --instance_type p5.48xlarge \
@@ -53,5 +54,5 @@ PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.b
   100 \
   --run_name=llama_v2-70b \
   --run_dir=/runs/llama_v2-70b \
-  --checkpoint_dir=/runs/llama_v2-70b/checkpoints \
-  --resume_from_checkpoint=/runs/llama_v2-70b/checkpoints
+  --checkpoint_dir=/checkpoints \
+  --resume_from_checkpoint=/checkpoints

@@ -27,7 +27,8 @@ PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.b
   --code_dir <code> \
   --run_dir /runs/gpt_neox \
   --python <python> \
-  --written /runs/gpt_neox/checkpoints \
+  --written /checkpoints \
+  --checkpoints /checkpoints/gpt_neox \
   --nproc 2 \
   --nsys \
   --max_attempts 3 \
@@ -37,5 +38,5 @@ PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.b
   --profile_nsys=1 \
   --run_name=gpt_neox \
   --run_dir=/runs/gpt_neox \
-  --checkpoint_dir=/runs/gpt_neox/checkpoints \
-  --resume_from_checkpoint=/runs/gpt_neox/checkpoints
+  --checkpoint_dir=/checkpoints \
+  --resume_from_checkpoint=/checkpoints

@@ -1,4 +1,4 @@
-"""A state as it is now, copied to host memory while training goes on, and written from there in the background."""
+"""A copy of the state in host memory, made while training goes on, and written from there in the background."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from smp_train.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 GROUP_TIMEOUT = timedelta(hours=2)
-"""Ranks of a background save wait for the slowest disk among them."""
+"""Ranks of a background save wait for the slowest disk."""
 MEMORY_SHARE = 0.6
-"""Share of the free host memory that copies may take; beyond it saves are synchronous."""
+"""Share of the free host memory that copies may take; larger states are saved synchronously."""
 
 
 class BackgroundWriter:
-    """Begins saves in the background, over a process group of their own."""
+    """Begins saves in the background; they have their own process group."""
 
     def __init__(self) -> None:
         self._stager: Stager | None = None
@@ -37,9 +37,9 @@ class BackgroundWriter:
     def begin(self, state: dict[str, Any], write: Callable[[dict[str, Any]], Any]) -> Background | None:
         """Copy ``state`` and begin to ``write`` it; collective.
 
-        None on all ranks, and a warning, where a host has no memory for the copy.
+        Returns None on all ranks, with a warning, if a host lacks memory for the copy.
         """
-        what = "cannot copy the state to host memory"
+        action = "cannot copy the state to host memory"
         begun: list[tuple[dict[str, Any], Callable[[], None]]] = []
         try:
             if self._stager is None:
@@ -47,7 +47,7 @@ class BackgroundWriter:
                 self._stager = Stager()
                 self._group = None if is_alone() else dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
             stager = self._stager
-            gather(what, lambda: begun.append(stager.begin(state)))
+            gather(action, lambda: begun.append(stager.begin(state)))
         except CheckpointError as failure:
             logger.warning("%s: saves are synchronous", failure, extra=ALL_RANKS)
             self._stager = None
@@ -56,22 +56,23 @@ class BackgroundWriter:
 
         def in_background(failure: Exception | None) -> Any:
             with on_group(self._group):
-                gather(what, lambda: unless(failure, None))
+                gather(action, lambda: unless(failure, None))
                 return write(copy)
 
         return Background(complete, in_background)
 
 
 def _check_memory(state: dict[str, Any]) -> None:
-    """Raise `CheckpointError` on every rank where a host cannot hold a copy of what its ranks hold; collective."""
+    """Raise `CheckpointError` on every rank if a host cannot hold a copy of its ranks' tensors; collective."""
     name = socket.gethostname()
     ranks = gather("cannot save", lambda: (name, local_bytes(state), free_host_bytes()))
     for host in sorted({host for host, _, _ in ranks}):
-        needed = sum(need for where, need, _ in ranks if where == host)
-        free = min((free for where, _, free in ranks if where == host and free is not None), default=None)
+        needed = sum(size for name_of_rank, size, _ in ranks if name_of_rank == host)
+        free = min((free for name_of_rank, _, free in ranks if name_of_rank == host and free is not None), default=None)
         if free is not None and needed > MEMORY_SHARE * free:
-            what = f"{host} has {free / 2**30:.1f} GiB of memory free, a copy of the state takes {needed / 2**30:.1f}"
-            raise CheckpointError(what)
+            raise CheckpointError(
+                f"{host} has {free / 2**30:.1f} GiB of memory free, a copy of the state takes {needed / 2**30:.1f}"
+            )
 
 
 class Stager:
@@ -81,10 +82,10 @@ class Stager:
         self._buffers: dict[tuple[str, ...], Tensor] = {}
 
     def begin(self, state: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Return a copy of ``state`` and what completes it: until that has been called, an update must wait.
+        """Return a copy of ``state``, and the function that completes it, which an update must wait for.
 
-        What the next forward pass may change already, such as buffers of the model, is copied on return: all that is
-        neither a parameter with optimizer state nor such state itself. The rest only an optimizer step changes.
+        Tensors that the next forward pass may change, such as buffers of the model, are copied on return. Parameters
+        with optimizer state and that state are copied later: only an optimizer step changes them.
         """
         trained = (state.get("optim") or {}).get("state") or {}
         copy: dict[str, Any] = {}
@@ -110,11 +111,11 @@ class Stager:
         return copy, lambda: _copy(later, ready)
 
     def _buffer(self, path: tuple[str, ...], source: Tensor) -> Tensor:
-        kept = self._buffers.get(path)
-        if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:
-            kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self._buffers[path] = kept
-        return kept
+        buffer = self._buffers.get(path)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._buffers[path] = buffer
+        return buffer
 
 
 @torch.no_grad()
@@ -132,7 +133,7 @@ def _copy(pairs: list[tuple[Tensor, Tensor]], ready: Any) -> None:
 
 
 def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (keys, value) of all that is in nested dictionaries."""
+    """Yield (keys, value) of each leaf of nested dictionaries."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from leaves(value, (*path, key))
@@ -148,7 +149,7 @@ def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def local_bytes(state: dict[str, Any], *, pinned: bool = False) -> int:
-    """Return what the host buffers take for this rank's part of the tensors; ``pinned``, as if these were a GPU's."""
+    """Return the bytes of host buffers for this rank's tensors; ``pinned`` counts as for tensors of a GPU."""
     parts = [local_tensor(value) for _, value in leaves(state)]
     return sum(_buffer_bytes(value, pinned or value.is_cuda) for value in parts if isinstance(value, Tensor))
 
@@ -159,16 +160,16 @@ def _buffer_bytes(source: Tensor, pinned: bool) -> int:
 
 
 class Background:
-    """Completes a copy, then writes it, in a thread of its own; a failure is kept until it is asked for."""
+    """Completes a copy, then writes it, in a thread; `result` raises its failure."""
 
     def __init__(self, complete: Callable[[], None], write: Callable[[Exception | None], Any]) -> None:
-        """Begin at once. ``write`` is given what went wrong with the copy, for other ranks to learn of it."""
+        """Begin at once. ``write`` gets the failure of the copy, which it reports to the other ranks."""
         self._complete, self._write = complete, write
         self._staged = threading.Event()
         self._failure: BaseException | None = None
         self._result: Any = None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        # A daemon: when the run fails elsewhere, an unfinished save must not keep the process.
+        # A daemon, so that an unfinished save does not keep alive the process of a run that has failed.
         self._thread = threading.Thread(target=self._run, name="smp-train-save", daemon=True)
         self._thread.start()
 
@@ -176,8 +177,7 @@ class Background:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-                # A stream of its own: torch's writer waits for the current one at every 10 MB, and steps queue in the
-                # default one.
+                # torch's writer waits for the current stream at every 10 MB, and steps queue in the default one.
                 torch.cuda.set_stream(torch.cuda.Stream())
             failure = None
             try:
@@ -195,20 +195,20 @@ class Background:
         self._staged.wait()
 
     def running(self) -> bool:
-        """Return whether it has not come to its end."""
+        """Return whether it is still copying or writing."""
         return self._thread.is_alive()
 
     def ended_everywhere(self) -> bool:
-        """Return whether no rank's runs any more; collective."""
+        """Return whether it has ended on every rank; collective."""
         return not any_rank(self.running())
 
     def result(self) -> Any:
-        """Wait for the end and return what was written, or raise what went wrong."""
+        """Wait for the end and return the result of ``write``; raises its failure."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure
         return self._result
 
     def abandon(self, seconds: float) -> None:
-        """Wait for the end, but not longer than ``seconds``, and let failures be."""
+        """Wait for the end at most ``seconds``, and ignore failures."""
         self._thread.join(seconds)

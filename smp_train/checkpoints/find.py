@@ -1,0 +1,182 @@
+"""What a location holds, and which checkpoint of it to open."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened, verified
+from smp_train.checkpoints.collective import on_main
+from smp_train.checkpoints.folder import RunFolder, open_folder
+from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, DAMAGED, META, NODE_LOCAL, parse_folder_name
+from smp_train.checkpoints.owner import claims_in
+from smp_train.distributed.agree import rank
+from smp_train.errors import CheckpointError, first_few
+from smp_train.storage import is_s3, normal
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Location:
+    """What a path or prefix of S3 holds.
+
+    Attributes:
+        path: in normal form.
+        kind: ``checkpoint`` (finished or not), ``run`` (a run's folder), ``runs`` (a folder of them), ``other`` (no
+            checkpoint of this program) or ``nothing``.
+        name: of the checkpoint in its run's folder; empty for other kinds.
+        runs: names of the runs in a folder of runs.
+    """
+
+    path: str
+    kind: str
+    name: str = ""
+    runs: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        return open_folder(parent_of(self.path)[0] if self.name else self.path)
+
+
+def parent_of(path: str) -> tuple[str, str]:
+    """Return (folder, name) of a path in normal form; of a bucket or the root folder that itself and no name."""
+    if is_s3(path) and path.count("/") == 2:
+        return path, ""
+    return os.path.split(path)
+
+
+def locate(location: str | os.PathLike[str]) -> Location:
+    """Return what is at a location; ``<run folder>/best`` is the run's best checkpoint. Not collective."""
+    path = normal(location)
+    parent, name = parent_of(path)
+    if name == BEST and not _exists(path) and _is_run_folder(open_folder(parent)):
+        path = os.path.join(parent, best_of(open_folder(parent)))
+        parent, name = parent_of(path)
+    if not _exists(path):
+        return Location(path, "nothing")
+    folder = open_folder(path)
+    files, folders = folder.storage.level()
+    if {COMMITTED, BEGUN, META} & set(files) and name:
+        return Location(path, "checkpoint", name)
+    if _is_run_folder(folder):
+        return Location(path, "run")
+    if parse_folder_name(name):
+        return Location(path, "other")
+    runs = [run for run in folders if not run.startswith(".") and _is_run_folder(open_folder(f"{path}/{run}"))]
+    return Location(path, "runs" if runs else "other", runs=tuple(runs))
+
+
+def _exists(path: str) -> bool:
+    if is_s3(path):
+        files, folders = open_folder(path).storage.level()
+        return bool(files or folders)
+    return os.path.exists(path)
+
+
+def _is_run_folder(folder: RunFolder) -> bool:
+    if claims_in(folder):
+        return True
+    storage = folder.storage
+    return any(storage.exists(f"{name}/{file}") for name in folder.names() for file in (COMMITTED, BEGUN))
+
+
+def best_of(folder: RunFolder) -> str:
+    """Return the name of a run's best checkpoint, from the metadata of its newest one. Raises `CheckpointError`."""
+    for newest in folder.committed()[:1]:
+        step = (opened(folder, newest.name).meta.get("best") or {}).get("step")
+        names = [checkpoint.name for checkpoint in folder.committed() if checkpoint.step == step]
+        if names:
+            return names[0]
+        if step is not None:
+            raise CheckpointError(f"{folder.location}: step {step} was the best, and is not kept without --keep_best 1")
+    raise CheckpointError(f"{folder.location}: no best checkpoint is known; train with --validation_freq")
+
+
+def newest_in(location: str | os.PathLike[str]) -> tuple[RunFolder, str]:
+    """Return the folder and the name of the checkpoint that a location means, not opened. Not collective.
+
+    A run's folder, or a folder of one run, means the run's newest checkpoint. Raises `CheckpointError`.
+    """
+    target = locate(location)
+    if target.kind == "runs":
+        if len(target.runs) > 1:
+            names = first_few([os.path.join(target.path, run) for run in target.runs])
+            raise CheckpointError(f"{target.path} holds {len(target.runs)} runs; name one of them: {names}")
+        target = Location(os.path.join(target.path, target.runs[0]), "run")
+    if target.kind == "checkpoint":
+        return target.folder, target.name
+    if target.kind == "run":
+        for newest in target.folder.committed()[:1]:
+            return target.folder, newest.name
+        raise CheckpointError(f"{target.path} holds no committed checkpoint")
+    if target.kind == "nothing":
+        raise CheckpointError(f"{target.path} does not exist; give a checkpoint or a run's folder of checkpoints")
+    file = not is_s3(target.path) and os.path.isfile(target.path)
+    reason = "is a file" if file else "holds no checkpoint of this program"
+    raise CheckpointError(f"{target.path} {reason}; give a checkpoint or a run's folder of checkpoints")
+
+
+def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
+    """Open the checkpoint that a location means (see `newest_in`) for its metadata; only sizes are compared.
+
+    Not collective. Raises `CheckpointError` if it is not committed or a size differs.
+    """
+    folder, name = newest_in(location)
+    try:
+        return opened(folder, name)
+    except CheckpointError as error:
+        raise _with_others(error, folder, name) from None
+
+
+def open_verified(location: str | os.PathLike[str]) -> Checkpoint:
+    """Open and verify the checkpoint that a location means (see `newest_in`), so that its tensors can be read.
+
+    Everything that reads weights of this program's checkpoints calls this. Collective. Raises `CheckpointError` on
+    every rank: the checkpoint is missing, not committed, damaged, or one rank's part.
+    """
+    folder, name = on_main(f"cannot open {location}", lambda: newest_in(location))
+    try:
+        checkpoint = verified(folder, name)
+    except Damaged as error:
+        raise _with_others(error, folder, name) from None
+    if NODE_LOCAL in checkpoint.meta:
+        raise CheckpointError(
+            f"{checkpoint.path} is one rank's part of a checkpoint, and only its run can use it; give a checkpoint "
+            "from a folder that all nodes share"
+        )
+    return checkpoint
+
+
+def _with_others(error: CheckpointError, folder: RunFolder, name: str) -> CheckpointError:
+    names = [checkpoint.name for checkpoint in folder.committed() if checkpoint.name != name]
+    known = f"complete ones in {folder.location}: {first_few(names)}" if names else ""
+    return type(error)(f"{error}; {known or f'no other complete one is in {folder.location}'}")
+
+
+def open_intact(location: str, name: str, *, strict: bool, mark: bool) -> Checkpoint | None:
+    """Open and verify one checkpoint of a run's folder; None, with a warning, if it is damaged. Collective.
+
+    ``mark`` adds the file DAMAGED to a damaged one; with ``strict`` it raises `CheckpointError`.
+    """
+    folder = open_folder(location)
+    try:
+        return verified(folder, name)
+    except Damaged as damage:
+        if strict:
+            raise _with_others(damage, folder, name) from None
+        if rank() == 0:
+            logger.warning("%s; trying the next older one", damage)
+            if mark:
+                _mark(folder, name, str(damage))
+        return None
+
+
+def _mark(folder: RunFolder, name: str, why: str) -> None:
+    try:
+        if not folder.storage.exists(f"{name}/{DAMAGED}"):
+            folder.mark_damaged(name, why)
+    except (OSError, CheckpointError) as error:
+        logger.warning("%s cannot be marked as damaged: %s", os.path.join(folder.location, name), error)

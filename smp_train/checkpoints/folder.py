@@ -1,0 +1,204 @@
+"""One run's folder of checkpoints, on a file system or in S3: listed, written to, swept. No collectives, no torch.
+
+``<model_type>-<step>steps[-<attempt>]/`` below it are attempts at saving a step. An attempt's folder is reserved by one
+writer, written once, and never replaced or renamed, so no commit can overwrite another one. Deleting a checkpoint
+deletes COMMITTED first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import socket
+import uuid
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+
+from smp_train import storage
+from smp_train.arguments.training_flags import NODE_LOCAL as LOCAL
+from smp_train.checkpoints.format import (
+    BEGUN,
+    COMMITTED,
+    DAMAGED,
+    FileRecord,
+    Marker,
+    checksum_of,
+    folder_name,
+    parse_folder_name,
+)
+from smp_train.distributed.agree import rank
+from smp_train.errors import CheckpointError
+from smp_train.storage import Range, is_s3
+from smp_train.storage.s3 import PART_BYTES
+
+PROBE = ".probe-"
+"""Prefix of files that prove that a rank can write to the folder and sees other ranks' files."""
+PROBE_SECONDS = 60.0
+"""A probe older than this belongs to no process."""
+IN_FLIGHT_SECONDS = 60.0
+"""A killed process' last request may still take effect in S3 for this long."""
+
+
+class Committed(NamedTuple):
+    """A committed checkpoint, ordered by generation, then by step."""
+
+    generation: int
+    step: int
+    name: str
+    marker: Marker | None
+    """None for an unreadable COMMITTED."""
+
+
+def open_folder(location: str | os.PathLike[str]) -> RunFolder:
+    """Return the run folder at a location. Raises `ConfigError` for an unsupported kind of URL."""
+    return RunFolder(storage.at(location))
+
+
+def folder_of_run(parent: str, run_name: str) -> RunFolder:
+    """Return a run's folder below --checkpoint_dir; below ``local:DIR``, a node's own disk, that of this rank's parts.
+
+    This is the only place that knows the path.
+    """
+    path = posixpath.join(parent.removeprefix(LOCAL), run_name)
+    return open_folder(f"{path}/rank{rank():05d}" if parent.startswith(LOCAL) else path)
+
+
+class RunFolder:
+    """The checkpoints of one run in one folder. ``name`` is a checkpoint's; ``file`` is a path below it."""
+
+    def __init__(self, files: storage.Storage) -> None:
+        self.storage, self.location = files, files.location
+
+    # --- reading
+
+    def names(self) -> list[str]:
+        """Return the names of all attempts, committed or not."""
+        return [name for name in self.storage.level()[1] if parse_folder_name(name)]
+
+    def committed(self) -> list[Committed]:
+        """Return the committed checkpoints, the newest first. Unreadable markers come last."""
+        checkpoints = []
+        for name in self.names():
+            parsed = parse_folder_name(name)
+            content = self.storage.read_if_there(f"{name}/{COMMITTED}")
+            if parsed is None or content is None:
+                continue
+            try:
+                marker: Marker | None = Marker.from_bytes(content)
+            except ValueError:
+                marker = None
+            # The marker and not the folder's name is asked: a folder may have been renamed by hand.
+            generation, step = (marker.generation, marker.step) if marker else (0, parsed[1])
+            checkpoints.append(Committed(generation, step, name, marker))
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint[:3], reverse=True)
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the size in bytes of each file below ``name``; links are left out."""
+        return {file: entry.size for file, entry in self.storage.files(name).items()}
+
+    def read(self, name: str, file: str) -> bytes:
+        """Return a small file's content."""
+        return self.storage.read(posixpath.join(name, file))
+
+    def checksum(self, name: str, file: str, size: int) -> FileRecord:
+        """Read a file of ``size`` bytes as it is stored and return its record."""
+        path = posixpath.join(name, file)
+        starts = range(0, size, PART_BYTES)
+        return checksum_of(self.storage.ranges(Range(path, start, min(PART_BYTES, size - start)) for start in starts))
+
+    # --- writing
+
+    def check_writable(self) -> None:
+        """Create the folder and prove that files can be written; else `CheckpointError`."""
+        try:
+            self.storage.delete(self.put_probe())
+        except (OSError, CheckpointError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                f"cannot write to checkpoint folder {self.location}: {reason}; give another --checkpoint_dir"
+            ) from error
+
+    def put_probe(self) -> str:
+        """Write a file for `check_probe` and return its name."""
+        probe = f"{PROBE}{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        self.storage.put(probe, b"smp-train\n")
+        return probe
+
+    def check_probe(self, probe: str) -> None:
+        """Raise `CheckpointError` where this rank does not see another rank's probe."""
+        if not storage.wait_for(lambda: self.storage.exists(probe)):
+            raise CheckpointError(
+                f"{self.location} is not the folder that rank 0 sees; give a --checkpoint_dir that all nodes share"
+            )
+
+    def put(self, name: str, file: str, data: bytes) -> FileRecord:
+        """Write a small file and return its record."""
+        self.storage.put(posixpath.join(name, file), data)
+        return checksum_of([data])
+
+    def begin(self, model_type: str, step: int, generation: int) -> str:
+        """Reserve a folder for an attempt at saving a step; return its name."""
+        content = json.dumps({"generation": generation, "writer": uuid.uuid4().hex}).encode()
+        for attempt in count(1):
+            name = folder_name(model_type, step, str(attempt) if attempt > 1 else "")
+            files, folders = self.storage.level(name)
+            if not files and not folders and self.storage.put_if_absent(f"{name}/{BEGUN}", content):
+                return name
+        raise AssertionError("there is always a next attempt")
+
+    def commit(self, name: str, marker: Marker) -> None:
+        """Put COMMITTED: from here on the attempt is a checkpoint."""
+        self.storage.put(f"{name}/{COMMITTED}", marker.to_bytes())
+
+    def withdraw(self, name: str) -> None:
+        """Delete COMMITTED of a checkpoint."""
+        self.storage.delete(f"{name}/{COMMITTED}")
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint or an attempt: COMMITTED first, then the files, then what shows that it was ours."""
+        self.withdraw(name)
+        self.storage.delete_folder(name, last=BEGUN)
+
+    def mark_damaged(self, name: str, why: str) -> None:
+        """Add DAMAGED to a checkpoint, which is kept as it is and no longer resumed from."""
+        self.storage.put(f"{name}/{DAMAGED}", f"{why}\n".encode())
+
+    def sweep(self, generation: int) -> list[str]:
+        """Delete attempts of earlier generations that were never committed; return a line for each.
+
+        Only the run's owner may call this. An attempt without a readable BEGUN is not ours and stays.
+        """
+        lines, now = [], self.storage.now()
+        for name in self.names():
+            if self._began(name) < generation and not self.storage.exists(f"{name}/{COMMITTED}"):
+                entries = self.storage.files(name).values()
+                if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries):
+                    continue
+                self.storage.delete_folder(name, last=BEGUN)
+                lines.append(f"deleted {name}, which an interrupted save or deletion left")
+        for file, entry in self.storage.level()[0].items():
+            if file.startswith(PROBE) and now - entry.modified >= PROBE_SECONDS:
+                self.storage.delete(file)
+        unfinished = self.storage.discard_unfinished(self._is_ours, now - PROBE_SECONDS)
+        return lines + [f"deleted what was written of {file}" for file in unfinished]
+
+    def _began(self, name: str) -> float:
+        """Return the generation that began an attempt; infinity if BEGUN cannot be read."""
+        try:
+            return int(json.loads(self.storage.read_if_there(f"{name}/{BEGUN}") or b"")["generation"])
+        except (ValueError, KeyError, TypeError):
+            return float("inf")
+
+    def _is_ours(self, file: str) -> bool:
+        name, _, below = file.partition("/")
+        return not below or parse_folder_name(name) is not None
+
+
+def newest_step(parents: Sequence[str], run_name: str) -> int:
+    """Return the step of a run's newest committed checkpoint below some parent folders, 0 without one."""
+    newest = [
+        checkpoint[:2] for parent in parents for checkpoint in folder_of_run(parent, run_name).committed()[:1]
+    ]
+    return max(newest, default=(0, 0))[1]

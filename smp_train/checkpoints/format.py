@@ -1,0 +1,146 @@
+"""Names of a checkpoint's files, and the marker COMMITTED that makes a folder a checkpoint.
+
+``<run folder>/<model_type>-<step>steps[-<attempt>]/`` holds one attempt at saving a step. It is written once and never
+replaced or renamed. COMMITTED is put last, when every other file is on stable storage, and lists these files with sizes
+and CRC-32 checksums. A folder without COMMITTED is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from smp_train.arguments.run_name import CHECKPOINT_NAME
+from smp_train.errors import CheckpointError
+
+try:  # the same CRC-32, several times faster
+    from isal.isal_zlib import crc32 as _crc32
+except ImportError:
+    _crc32 = zlib.crc32
+
+COMMITTED = "COMMITTED"
+BEGUN = ".begun"
+"""First file of an attempt; its writer has reserved the folder."""
+DAMAGED = "DAMAGED"
+"""Added to a checkpoint whose contents contradict COMMITTED; lists the differences."""
+META = "meta.json"
+METADATA = ".metadata"
+"""Index of a tree by torch.distributed.checkpoint."""
+TOKENIZER = "tokenizer/"
+"""Folder of the tokenizer's files."""
+NODE_LOCAL = "node_local"
+"""Key of meta.json in one rank's part of a checkpoint on a node's own disk."""
+BEST = "best"
+"""Reserved name in a run folder: the checkpoint of the lowest validation loss, looked up in the metadata."""
+FORMAT = 2
+
+
+def folder_name(model_type: str, step: int, attempt: str = "") -> str:
+    """Return the name of the folder of one attempt at saving ``step``."""
+    return f"{model_type}-{step}steps" + (f"-{attempt}" if attempt else "")
+
+
+def parse_folder_name(name: str) -> tuple[str, int] | None:
+    """Return (model type, step) of a checkpoint's name, None for another name."""
+    match = CHECKPOINT_NAME.fullmatch(name)
+    if match is None or name.startswith("."):
+        return None
+    return match["model_type"], int(match["step"])
+
+
+class FileRecord(NamedTuple):
+    """One file of a checkpoint: its size in bytes and its CRC-32 as eight hexadecimal digits."""
+
+    size: int
+    crc32: str
+
+
+class Checksum:
+    """Size and CRC-32 of the bytes added so far."""
+
+    def __init__(self) -> None:
+        self._size = self._crc = 0
+
+    def add(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Add the next bytes."""
+        self._crc = _crc32(chunk, self._crc)
+        self._size += len(chunk)
+
+    def record(self) -> FileRecord:
+        """Return size and checksum."""
+        return FileRecord(self._size, f"{self._crc:08x}")
+
+
+def checksum_of(chunks: Iterable[bytes]) -> FileRecord:
+    """Return the record of a file that is read in chunks."""
+    checksum = Checksum()
+    for chunk in chunks:
+        checksum.add(chunk)
+    return checksum.record()
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The contents of COMMITTED.
+
+    Attributes:
+        generation: number of the start that wrote the checkpoint; later starts of a run have higher numbers.
+        files: record of each file of the checkpoint, by its path below the checkpoint's folder.
+        time: seconds since 1970, for people; no decision depends on it.
+    """
+
+    step: int
+    model_type: str
+    generation: int
+    files: Mapping[str, FileRecord]
+    time: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse paths that lead out of the folder. Raises ValueError."""
+        for name in self.files:
+            if name.startswith("/") or {"..", "."} & set(name.split("/")):
+                raise ValueError(f"{name!r} is not the name of a file in a checkpoint")
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file; its last field is its own checksum."""
+        content: dict[str, Any] = {
+            "format": FORMAT, "step": self.step, "model_type": self.model_type, "generation": self.generation,
+            "files": {name: record._asdict() for name, record in sorted(self.files.items())}, "time": self.time,
+        }  # fmt: skip
+        content["crc32"] = _crc32_of_json(content)
+        return (json.dumps(content, indent=1) + "\n").encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Marker:
+        """Parse the content of COMMITTED. Raises ValueError for a damaged one, CheckpointError for a newer format."""
+        try:
+            content = json.loads(data)
+            if content["format"] > FORMAT:
+                newer = f"{COMMITTED} is of format {content['format']}, and this version reads {FORMAT}"
+                raise CheckpointError(f"{newer}: use a newer smp-train")
+            if content.pop("crc32") != _crc32_of_json(content):
+                raise ValueError("its checksum differs")
+            files = {name: FileRecord(**record) for name, record in content["files"].items()}
+            if META not in files:
+                raise ValueError(f"it does not list {META}")
+            numbers = int(content["step"]), str(content["model_type"]), int(content["generation"])
+            return cls(*numbers, files, float(content["time"]))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{COMMITTED} is not readable ({type(error).__name__}: {error})") from None
+
+    def size_problems(self, sizes: Mapping[str, int]) -> list[str]:
+        """Return one line for each listed file that is missing or has another size."""
+        problems = []
+        for name, record in self.files.items():
+            if name not in sizes:
+                problems.append(f"{name} is missing, or is a link")
+            elif sizes[name] != record.size:
+                problems.append(f"{name} has {sizes[name]} bytes, {record.size} were written")
+        return problems
+
+
+def _crc32_of_json(content: Mapping[str, object]) -> str:
+    return checksum_of([json.dumps(content, indent=1).encode()]).crc32

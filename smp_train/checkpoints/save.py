@@ -1,0 +1,406 @@
+"""Saving, from top to bottom: the folders that are due, an attempt in each, its commit, retention."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from smp_train.checkpoints.background import BackgroundWriter
+from smp_train.checkpoints.checkpoint import TORCHS
+from smp_train.checkpoints.collective import gather, on_main
+from smp_train.checkpoints.folder import RunFolder, folder_of_run
+from smp_train.checkpoints.format import (
+    BEGUN,
+    META,
+    NODE_LOCAL,
+    TOKENIZER,
+    FileRecord,
+    Marker,
+    folder_name,
+    parse_folder_name,
+)
+from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local_part
+from smp_train.checkpoints.owner import Ownership
+from smp_train.checkpoints.saver import HUGGING_FACE, Pending, Records, Saver
+from smp_train.checkpoints.state import present
+from smp_train.distributed import heartbeat
+from smp_train.distributed.agree import alone, here, rank, unless
+from smp_train.errors import CheckpointError, ConfigError
+from smp_train.storage import wait_for
+
+logger = logging.getLogger(__name__)
+
+ABANDON_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Save below the folder ``parent`` every ``every`` steps and keep the newest ``keep`` checkpoints (0: all)."""
+
+    parent: str
+    every: int
+    keep: int
+
+    def due(self, step: int) -> bool:
+        """Return whether to save after ``step``. With ``every`` of 0 or less only forced saves are made."""
+        return step > 0 and self.every > 0 and step % self.every == 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint, with the seconds from request to commit; a rank's own part is not ``durable``."""
+
+    step: int
+    path: str
+    seconds: float
+    durable: bool = True
+
+
+@dataclass
+class Target:
+    """A folder that a run saves to."""
+
+    policy: Policy
+    folder: RunFolder
+    swept: bool = False
+    """Whether unfinished attempts of earlier starts have been deleted."""
+
+    @property
+    def node_local(self) -> bool:
+        """Whether each rank saves its part to its node's own disk."""
+        return is_node_local(self.policy.parent)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at saving one step to one folder."""
+
+    target: Target
+    name: str
+    meta: dict[str, Any]
+    requested: float
+    """When the save was requested, on the monotonic clock."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        return self.target.folder
+
+    @property
+    def action(self) -> str:
+        """How messages of a failure begin."""
+        return f"cannot save {os.path.join(self.folder.location, self.name)}"
+
+
+class CheckpointManager:
+    """Writes a run's checkpoints by its policies. Every rank makes one with the same arguments.
+
+    With ``asynchronous`` a save returns at once. Its state is copied to host memory until `staged` returns, which must
+    be called before anything changes the state, and written in a thread. It is committed when `finish` has returned.
+    One save is under way at a time. Where the host lacks memory for a copy, saves are synchronous.
+
+    ``owner`` is rank 0's ownership of the run's folders, None on other ranks and where nothing else can write there.
+    ``on_stage`` is called with the name of each stage of a save that this rank enters: ``write``, ``checksum``, and on
+    rank 0 ``commit``, ``publish``, ``retain``.
+    """
+
+    def __init__(
+        self, policies: Sequence[Policy], *, run_name: str, model_type: str, owner: Ownership | None = None,
+        generation: int = 1, asynchronous: bool = False, on_stage: Callable[[str], None] = lambda stage: None,
+    ) -> None:  # fmt: skip
+        if parse_folder_name(folder_name(model_type, 0)) is None or "/" in model_type:
+            raise ConfigError(f"model type {model_type!r} cannot be part of a folder's name")
+        self.model_type, self.owner, self.generation = model_type, owner, generation
+        self.asynchronous, self.on_stage = asynchronous, on_stage
+        self.tokenizer: dict[str, bytes] = {}
+        """Files of the tokenizer by name, for every durable checkpoint; rank 0's are stored."""
+        self.best: int | None = None
+        """A step whose checkpoint no policy deletes."""
+        self._writer = BackgroundWriter()
+        self._pending: Pending | None = None
+        self._saved: list[Saved] = []
+        self._unanswered: set[str] = set()
+        """Attempts whose COMMITTED was sent and not answered."""
+        self._targets = [Target(policy, folder_of_run(policy.parent, run_name)) for policy in policies]
+        self._durable = [target for target in self._targets if not target.node_local]
+        if len({target.folder.location for target in self._targets}) < len(policies):
+            raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
+
+    # --- before the first save
+
+    def check_folders(self) -> None:
+        """Prove that every rank can write to each folder and sees what rank 0 writes there. Collective.
+
+        Raises `CheckpointError` on every rank.
+        """
+
+        def check_writable() -> None:
+            for target in self._targets:
+                target.folder.check_writable()
+
+        gather("cannot start", check_writable)
+        for folder in (target.folder for target in self._durable):
+            action = f"cannot use checkpoint folder {folder.location}"
+            probe = on_main(action, folder.put_probe)
+            try:
+                gather(action, partial(folder.check_probe, probe))
+            finally:
+                if rank() == 0:
+                    with contextlib.suppress(OSError, CheckpointError):
+                        folder.storage.delete(probe)
+
+    def next_generation(self) -> None:
+        """Begin another generation, after the run went back to an older checkpoint. Collective."""
+
+        def claim() -> int:
+            return self.generation + 1 if self.owner is None else self.owner.advance()
+
+        self.generation = on_main("cannot go back", claim)
+
+    def due(self, step: int) -> bool:
+        """Return whether any policy wants a checkpoint after ``step``."""
+        return any(target.policy.due(step) for target in self._targets)
+
+    def next_due(self, step: int) -> int | None:
+        """Return the first step after ``step`` at which a policy wants a checkpoint, None if no policy ever does."""
+        every = [target.policy.every for target in self._targets if target.policy.every > 0]
+        return min((step - step % steps + steps for steps in every), default=None)
+
+    # --- a save
+
+    def save(
+        self, step: int, state: dict[str, Any], meta: dict[str, Any], *, force: bool = False, saver: Saver = TORCHS
+    ) -> list[str]:
+        """Write and commit ``state`` into each folder that is due, or into all with ``force``. Collective.
+
+        ``meta`` must be plain JSON; rank 0's is stored. ``saver`` writes the tree. Returns the paths of the complete
+        checkpoints; when asynchronous an empty list, and `finish` has them. Raises `CheckpointError` on every rank when
+        any rank failed; the attempt then does not count, and earlier checkpoints are untouched.
+        """
+        self._end_pending()
+        due = [target for target in self._targets if force or target.policy.due(step)]
+        if not due:
+            return []
+        requested, state = time.monotonic(), present(state)
+        # A snapshot; and what cannot be stored must fail before the large files are written.
+        meta = {**json.loads(on_main("cannot save", lambda: json.dumps(meta))), "step": step}
+        if saver.names != HUGGING_FACE:
+            meta["names"] = saver.names
+
+        def write(state: dict[str, Any]) -> list[Saved]:
+            return [self._save_to(target, state, meta, requested, saver) for target in due]
+
+        if saver.writes_alone(self.asynchronous, [target.folder for target in due]):
+            for target in due:
+                self._end_pending()
+                self._pending = self._begin_in_backend(target, state, meta, requested, saver)
+            if self.asynchronous:
+                return []
+            self._end_pending()
+            return [checkpoint.path for checkpoint in self._saved[-len(due) :]]
+        if self.asynchronous and saver.threads:
+            self._pending = self._writer.begin(state, write)
+            if self._pending is not None:
+                return []
+            self.asynchronous = False
+        saved = write(state)
+        self._saved += saved
+        return [checkpoint.path for checkpoint in saved]
+
+    def _save_to(
+        self, target: Target, state: dict[str, Any], meta: dict[str, Any], requested: float, saver: Saver
+    ) -> Saved:
+        """Write and commit into one folder, then apply the policy's retention; collective."""
+        if not target.node_local:
+            saved = self._write(self._begin(target, meta, requested), state, saver)
+            self._retain(target, saved.step)
+            return saved
+        parents = [durable.policy.parent for durable in self._durable]
+        meta = {**meta, NODE_LOCAL: facts_of_part(parents, meta.get("mesh"))}
+
+        def save_part() -> Saved:
+            with alone():
+                return self._write(self._begin(target, meta, requested), local_part(state), saver)
+
+        # Every rank commits its part before any rank deletes an older one, so there is always a step that all have.
+        saved = gather("cannot save", save_part)[rank()]
+        with alone():
+            self._retain(target, saved.step)
+        return saved
+
+    def _begin(self, target: Target, meta: dict[str, Any], requested: float) -> Attempt:
+        """Reserve the folder of an attempt, the first time after deleting unfinished ones; collective."""
+        step = meta["step"]
+
+        def reserve() -> str:
+            if not target.swept:
+                self._check_owner()  # an unfinished attempt may belong to the job that has taken over
+                _sweep(target.folder, self.generation)
+                target.swept = True
+            name = target.folder.begin(self.model_type, step, self.generation)
+            self._check_owner()
+            return name
+
+        planned = os.path.join(target.folder.location, folder_name(self.model_type, step))
+        return Attempt(target, on_main(f"cannot save {planned}", reserve), meta, requested)
+
+    def _check_owner(self) -> None:
+        if self.owner is not None:
+            self.owner.check()
+
+    def _write(self, attempt: Attempt, state: dict[str, Any], saver: Saver) -> Saved:
+        """Write the tree and commit it; collective."""
+        with self._deleted_on_failure(attempt):
+            records: dict[str, FileRecord] = {}
+            failure: Exception | None = None
+            try:
+                records = saver.write(state, attempt.folder, attempt.name, self.on_stage)
+            except Exception as error:
+                failure = error  # the ranks that do not have it learn of it at the commit
+            return self._commit(attempt, lambda: unless(failure, records))
+
+    def _begin_in_backend(
+        self, target: Target, state: dict[str, Any], meta: dict[str, Any], requested: float, saver: Saver
+    ) -> Pending:
+        """Let the backend copy the state and write it in the background; collective."""
+        attempt = self._begin(target, meta, requested)
+
+        def commit(records: Records) -> list[Saved]:
+            with self._deleted_on_failure(attempt):
+                saved = self._commit(attempt, records)
+            self._retain(target, saved.step)
+            return [saved]
+
+        with self._deleted_on_failure(attempt):
+            return saver.begin(state, attempt.folder, attempt.name, commit)
+
+    def _commit(self, attempt: Attempt, records: Records) -> Saved:
+        """Turn the files of all ranks into a checkpoint; collective.
+
+        ``records`` returns this rank's files, or raises the failure of this rank: then nothing is committed.
+        """
+        shares = gather(attempt.action, lambda: (here(""), records()))
+        folder, name, meta = attempt.folder, attempt.name, attempt.meta
+
+        def commit() -> None:
+            files = _all_files(attempt, shares)
+            if not attempt.target.node_local:
+                for file, content in self.tokenizer.items():
+                    files[TOKENIZER + file] = folder.put(name, TOKENIZER + file, content)
+            files[META] = folder.put(name, META, json.dumps(meta, indent=1).encode())
+            marker = Marker(meta["step"], self.model_type, self.generation, files, time.time())
+            self.on_stage("commit")
+            self._check_owner()
+            if not folder.storage.exists(f"{name}/{BEGUN}"):
+                raise CheckpointError("another job of this run has deleted this attempt; the step is not committed")
+            self.on_stage("publish")
+            self._unanswered.add(name)  # if this fails COMMITTED may be there: the next start finds out
+            folder.commit(name, marker)
+            self._unanswered.remove(name)
+            try:
+                self._check_owner()
+            except CheckpointError:
+                folder.withdraw(name)
+                raise
+
+        on_main(attempt.action, commit)
+        seconds = time.monotonic() - attempt.requested
+        return Saved(meta["step"], os.path.join(folder.location, name), seconds, not attempt.target.node_local)
+
+    @contextlib.contextmanager
+    def _deleted_on_failure(self, attempt: Attempt) -> Iterator[None]:
+        """Delete the attempt when the body raises, unless it may have been committed."""
+        try:
+            yield
+        except BaseException:
+            if rank() == 0 and attempt.name not in self._unanswered:
+                with contextlib.suppress(OSError, CheckpointError):
+                    attempt.folder.delete(attempt.name)
+            raise
+
+    def _retain(self, target: Target, step: int) -> None:
+        """Delete, on rank 0, the run's checkpoints that the policy does not keep now that ``step`` is committed.
+
+        Checkpoints of later generations belong to a job that has taken over. A failure costs disk space, not the run.
+        """
+        keep = target.policy.keep
+        if rank() != 0 or keep <= 0:
+            return
+        try:
+            self.on_stage("retain")
+            ours = [old for old in target.folder.committed() if 0 < old.generation <= self.generation]
+            for old in reversed(ours[keep:]):
+                if old.step not in (step, self.best):
+                    target.folder.delete(old.name)
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s: an old checkpoint cannot be deleted: %s", target.folder.location, error)
+
+    # --- a save under way
+
+    def staged(self) -> None:
+        """Wait until the state of the save under way is copied: to be called before each update of it."""
+        if self._pending is not None:
+            heartbeat.at(heartbeat.SAVE)
+            self._pending.staged()
+            heartbeat.at(heartbeat.UPDATE)
+
+    def busy(self) -> bool:
+        """Return whether this rank is still writing a save; other ranks may have ended theirs."""
+        return self._pending is not None and self._pending.running()
+
+    def poll(self) -> bool:
+        """Return whether the save under way has ended on every rank, so that `finish` will not wait; collective."""
+        return self._pending is not None and self._pending.ended_everywhere()
+
+    def finish(self) -> list[Saved]:
+        """Wait for the save under way, and return the checkpoints committed since the last call. Collective.
+
+        Raises the save's failure on every rank.
+        """
+        self._end_pending()
+        saved, self._saved = self._saved, []
+        return saved
+
+    def close(self) -> None:
+        """Release the run; if it failed with a save under way, wait a few seconds for that. Not collective."""
+        if self._pending is not None:
+            self._pending.abandon(ABANDON_SECONDS)
+        if self.owner is not None:
+            self.owner.release()
+
+    def _end_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._saved += pending.result()
+
+
+def _sweep(folder: RunFolder, generation: int) -> None:
+    try:
+        for line in folder.sweep(generation):
+            logger.info("checkpoint folder %s: %s", folder.location, line)
+    except (OSError, CheckpointError) as error:
+        logger.warning("checkpoint folder %s cannot be tidied: %s", folder.location, error)
+
+
+def _all_files(attempt: Attempt, shares: Sequence[tuple[str, dict[str, FileRecord]]]) -> dict[str, FileRecord]:
+    """Join the ranks' records. Raises `CheckpointError` if rank 0 does not see a file that another rank wrote."""
+    files = {file: record for _, records in shares for file, record in records.items()}
+
+    def missing() -> list[str]:
+        sizes = attempt.folder.sizes(attempt.name)
+        return [file for file, record in files.items() if sizes.get(file) != record.size]
+
+    if not wait_for(lambda: not missing()) and (unseen := missing()):
+        writer = next(rank_name for rank_name, records in shares if unseen[0] in records)
+        raise CheckpointError(
+            f"{writer}wrote {unseen[0]}, which rank 0 does not see: the nodes do not share "
+            f"{attempt.folder.location}; give a --checkpoint_dir that they do"
+        )
+    return files

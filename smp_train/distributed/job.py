@@ -1,0 +1,62 @@
+"""The job that this process belongs to, and whether it is a job that was started again."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smp_train.distributed.environment import LAUNCH
+
+KUBERNETES_JOB = "SMP_TRAIN_JOB"
+"""Set by our Kubernetes manifests: namespace and name of the job."""
+UNIQUE_JOBS = {"TRAINING_JOB_NAME": "training job", KUBERNETES_JOB: "Kubernetes job"}
+"""Variables with the name of a job of which one start at most lives at any time."""
+SHARED_JOBS = {"SLURM_JOB_ID": "Slurm job", "PBS_JOBID": "PBS job"}
+"""Variables with the id of an allocation, which may run several trainings."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as its scheduler names it.
+
+    Attributes:
+        name: such as ``Slurm job 17``; empty for a process that somebody started by hand.
+        restarts: how often the scheduler has started the job again.
+        agent: what starts the processes of this job again when they end, and only then: a unique job, or torchrun or
+            our supervisor by host and process. Empty where nothing does.
+    """
+
+    name: str = ""
+    restarts: int = 0
+    agent: str = ""
+
+    @classmethod
+    def current(cls, environ: Mapping[str, str] | None = None) -> Job:
+        """Return the job of this process from the environment."""
+        environ = os.environ if environ is None else environ
+        for variable, kind in UNIQUE_JOBS.items():
+            if environ.get(variable):
+                name = f"{kind} {environ[variable]}"
+                return cls(name, agent=name)
+        agent = ""
+        if "TORCHELASTIC_RUN_ID" in environ or environ.get("ROLE_NAME") == LAUNCH:
+            agent = f"{socket.gethostname()}:{os.getppid()}"
+        restarts = environ.get("SLURM_RESTART_COUNT") or "0"
+        for variable, kind in SHARED_JOBS.items():
+            if environ.get(variable):
+                return cls(f"{kind} {environ[variable]}", int(restarts) if restarts.isdigit() else 0, agent)
+        return cls(agent=agent)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Job:
+        """Return the job of `dataclasses.asdict`. Raises TypeError and ValueError."""
+        return cls(str(content["name"]), int(content["restarts"]), str(content["agent"]))
+
+    def is_restart_of(self, earlier: Job) -> bool:
+        """Return whether this is ``earlier``, started again. Two steps of one allocation are not."""
+        if self.agent and self.agent == earlier.agent:
+            return True
+        return bool(self.name) and self.name == earlier.name and self.restarts > earlier.restarts
