@@ -15,13 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.run_name import RUNS, named
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint
-from smp_train.checkpoints.folder import RunFolder, folder_of_run
+from smp_train.checkpoints.collective import root_cause
+from smp_train.checkpoints.find import Location, is_run_folder, locate, newest_in, open_checkpoint
+from smp_train.checkpoints.folder import RunFolder, folder_of_run, open_folder
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.owner import Ownership, look_at_owner, owner_of
 from smp_train.distributed import Runtime
@@ -34,9 +36,8 @@ from smp_train.storage import is_s3, normal
 from smp_train.telemetry.run_folder import RunFolder as OutputFolder
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A committed checkpoint that the run may go on from."""
+class Candidate(NamedTuple):
+    """A committed checkpoint that the run may go on from; the newest is the largest."""
 
     generation: int
     step: int
@@ -95,7 +96,14 @@ def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
     Rank 0 searches once and the other ranks get the answer.
     """
     owners: list[Ownership] = []
-    start = distributed.on_main("choosing the run's name", lambda: _choose(resolved, owners))
+
+    def choose() -> Start:
+        try:
+            return _choose(resolved, owners)
+        except OSError as error:
+            raise CheckpointError(f"cannot start: {root_cause(error)}; give another --checkpoint_dir") from error
+
+    start = distributed.on_main("choosing the run's name", choose)
     if owners:
         start = replace(start, owner=owners[0])
     resolved = named(resolved, start.name, "the model's type and parameters")
@@ -116,6 +124,8 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
     job = Job.current()
     name = _free_name(args, base, parents, job, is_given=is_given, asked=asked)
     owner = Ownership([folder_of_run(parent, name) for parent in parents], job)
+    for folder in owner.folders:
+        folder.check_writable()
     owner.acquire(force=args.break_checkpoint_lock)
     owners.append(owner)
     start = _origin(name, asked, owner.folders, asked is not None or owner.restarted, owner)
@@ -147,13 +157,14 @@ def _base_name(resolved: Resolved, args: Arguments, asked: Location | None) -> t
     if resolved.given("run_dir") and (name := OutputFolder(args.run_dir).run_name()):
         return name, False
     if asked is not None and not names_model(args):
-        if len(asked.runs) > 1:
+        runs = asked.runs
+        if len(runs) > 1:
             raise ConfigError(
-                f"--resume_from_checkpoint {args.resume_from_checkpoint}: holds {len(asked.runs)} runs, and no flag "
-                f"names the run or its model; give --run_name, one of {first_few(asked.runs, most=8)}"
+                f"--resume_from_checkpoint {args.resume_from_checkpoint}: holds {len(runs)} runs, and no flag names "
+                f"the run or its model; give --run_name, one of {first_few(runs, most=8)}"
             )
-        if asked.runs:
-            return asked.runs[0], False
+        if runs:
+            return runs[0], False
         if asked.kind in ("run", "checkpoint"):
             checkpoint = open_checkpoint(asked.path)
             return f"{checkpoint.marker.model_type}-{_rounded(count_parameters(checkpoint.model_config()))}", False
@@ -202,38 +213,35 @@ def _origin(
     name: str, asked: Location | None, folders: Sequence[RunFolder], continues: bool, owner: Ownership | None
 ) -> Start:
     """Return what the run goes on from."""
-    own = sorted((each for folder in folders for each in _candidates(folder)), key=_order, reverse=True)
+    own = sorted((candidate for folder in folders for candidate in _candidates(folder)), reverse=True)
     if asked is not None and asked.kind == "checkpoint" and asked.folder.location in [f.location for f in folders]:
-        since = [each for each in own if owner is not None and owner.restarted and each.generation >= owner.began]
-        if not since:
+        # A restart of the job that went back goes on from what the job has saved since.
+        job_began = owner.began if owner is not None and owner.restarted else sys.maxsize
+        if not any(candidate.generation >= job_began for candidate in own):
             return Start(name, True, tuple(_one_candidate(asked)), went_back=True)
     if not continues:
         return Start(name, False)
     if own or asked is None:
         return Start(name, True, tuple(own))
-    if asked.kind == "runs" and name in asked.runs:
-        asked = locate(os.path.join(asked.path, name))
+    if asked.kind == "runs" and is_run_folder(open_folder(os.path.join(asked.path, name))):
+        asked = Location(os.path.join(asked.path, name), "run")
     if asked.kind == "run":
         return Start(name, True, tuple(_candidates(asked.folder)), is_own=False)
     if asked.kind == "checkpoint":
         return Start(name, True, tuple(_one_candidate(asked)), is_own=False)
     if not is_s3(asked.path) and os.path.isfile(asked.path):
         raise CheckpointError(f"{asked.path} is a file; give a run's folder of checkpoints, or one checkpoint")
-    return Start(name, True, is_own=False, elsewhere=asked.path, other_runs=asked.runs)
+    return Start(name, True, is_own=False, elsewhere=asked.path, other_runs=tuple(asked.runs))
 
 
 def _candidates(folder: RunFolder) -> list[Candidate]:
-    return [Candidate(each.generation, each.step, folder.location, each.name) for each in folder.committed()]
+    return [Candidate(*checkpoint[:2], folder.location, checkpoint.name) for checkpoint in folder.committed()]
 
 
 def _one_candidate(asked: Location) -> list[Candidate]:
     """Return the checkpoint that --resume_from_checkpoint names. Raises `CheckpointError` if it is not committed."""
     open_checkpoint(asked.path)
-    return [each for each in _candidates(asked.folder) if each.name == asked.name]
-
-
-def _order(candidate: Candidate) -> tuple[int, int]:
-    return candidate.generation, candidate.step
+    return [candidate for candidate in _candidates(asked.folder) if candidate.name == asked.name]
 
 
 # --- what the log says

@@ -147,7 +147,8 @@ def look_for_checkpoint(
     if start.elsewhere is not None:
         checkpoint = aws.find_checkpoint(start.elsewhere, spec.config, strict=args.strict_resume)
     if checkpoint is None:
-        log.log(logging.WARNING if start.other_runs else logging.INFO, "%s", nothing_found(args, start))
+        if args.resume_from_checkpoint is not None:
+            log.log(logging.WARNING if start.other_runs else logging.INFO, "%s", nothing_found(args, start))
     elif checkpoint.step < 1:
         raise CheckpointError(
             f"{checkpoint.path} does not say of which step it is; start from it with --finetune 1 "

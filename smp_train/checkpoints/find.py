@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened, verified
@@ -27,13 +28,16 @@ class Location:
         kind: ``checkpoint`` (finished or not), ``run`` (a run's folder), ``runs`` (a folder of them), ``other`` (no
             checkpoint of this program) or ``nothing``.
         name: of the checkpoint in its run's folder; empty for other kinds.
-        runs: names of the runs in a folder of runs.
     """
 
     path: str
     kind: str
     name: str = ""
-    runs: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> list[str]:
+        """Names of the runs in a folder of runs."""
+        return list(_runs_in(self.path)) if self.kind == "runs" else []
 
     @property
     def folder(self) -> RunFolder:
@@ -52,31 +56,28 @@ def locate(location: str | os.PathLike[str]) -> Location:
     """Return what is at a location; ``<run folder>/best`` is the run's best checkpoint. Not collective."""
     path = normal(location)
     parent, name = parent_of(path)
-    if name == BEST and not _exists(path) and _is_run_folder(open_folder(parent)):
-        path = os.path.join(parent, best_of(open_folder(parent)))
-        parent, name = parent_of(path)
-    if not _exists(path):
+    if name == BEST and is_run_folder(open_folder(parent)):
+        name = best_of(open_folder(parent))
+        return Location(os.path.join(parent, name), "checkpoint", name)
+    files, folders = open_folder(path).storage.level()
+    if not files and not folders and (is_s3(path) or not os.path.exists(path)):
         return Location(path, "nothing")
-    folder = open_folder(path)
-    files, folders = folder.storage.level()
     if {COMMITTED, BEGUN, META} & set(files) and name:
         return Location(path, "checkpoint", name)
-    if _is_run_folder(folder):
+    if is_run_folder(open_folder(path)):
         return Location(path, "run")
-    if parse_folder_name(name):
-        return Location(path, "other")
-    runs = [run for run in folders if not run.startswith(".") and _is_run_folder(open_folder(f"{path}/{run}"))]
-    return Location(path, "runs" if runs else "other", runs=tuple(runs))
+    is_runs = parse_folder_name(name) is None and any(True for _ in _runs_in(path))
+    return Location(path, "runs" if is_runs else "other")
 
 
-def _exists(path: str) -> bool:
-    if is_s3(path):
-        files, folders = open_folder(path).storage.level()
-        return bool(files or folders)
-    return os.path.exists(path)
+def _runs_in(path: str) -> Iterator[str]:
+    for name in open_folder(path).storage.level()[1]:
+        if not name.startswith(".") and is_run_folder(open_folder(f"{path}/{name}")):
+            yield name
 
 
-def _is_run_folder(folder: RunFolder) -> bool:
+def is_run_folder(folder: RunFolder) -> bool:
+    """Return whether a job has claimed a folder, or an attempt of ours is in it."""
     if claims_in(folder):
         return True
     storage = folder.storage
@@ -102,10 +103,10 @@ def newest_in(location: str | os.PathLike[str]) -> tuple[RunFolder, str]:
     """
     target = locate(location)
     if target.kind == "runs":
-        if len(target.runs) > 1:
-            names = first_few([os.path.join(target.path, run) for run in target.runs])
-            raise CheckpointError(f"{target.path} holds {len(target.runs)} runs; name one of them: {names}")
-        target = Location(os.path.join(target.path, target.runs[0]), "run")
+        runs = [os.path.join(target.path, run) for run in target.runs]
+        if len(runs) > 1:
+            raise CheckpointError(f"{target.path} holds {len(runs)} runs; name one of them: {first_few(runs)}")
+        target = Location(runs[0], "run")
     if target.kind == "checkpoint":
         return target.folder, target.name
     if target.kind == "run":
