@@ -13,7 +13,6 @@ from smp_train.checkpoints.find import locate, open_verified
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import load_pretrained
-from smp_train.storage import normal
 from smp_train.storage.paths import place
 
 
@@ -47,8 +46,6 @@ def load_weights(
 
 def kind_of(location: str | os.PathLike[str]) -> str:
     """Return whether a location holds checkpoints (``ours``), SMP's sample checkpoints (``aws``) or ``files``."""
-    path = normal(location)
-    if locate(path).kind in ("checkpoint", "run", "runs"):
+    if locate(location).kind in ("checkpoint", "run", "runs"):
         return "ours"
-    # One of the sample's folders with pytorch_model.bin is like any other model's.
-    return "aws" if aws.has_trees(path) or (aws.checkpoint_names(path) and not aws.is_checkpoint(path)) else "files"
+    return "aws" if aws.checkpoint_paths(os.fspath(location)) else "files"

@@ -130,48 +130,41 @@ def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsC
     An incomplete checkpoint is skipped with a warning. It raises `CheckpointError` if ``strict`` is set, if
     ``location`` names it, or if no checkpoint is complete. Returns None if the location holds no checkpoint.
     """
-    parent, names = on_main("cannot resume", lambda: _candidates(normal(location)))
-    folder = open_folder(parent)
-    for name in names:
-        label = os.path.join(parent, name)
-        facts = on_main(f"cannot read {label}", partial(_inspect, folder, name, config))
+    paths = on_main("cannot resume", lambda: _paths(normal(location)))
+    for path in paths:
+        parent, name = parent_of(path)
+        folder = open_folder(parent)
+        facts = on_main(f"cannot read {path}", partial(_inspect, folder, name, config))
         if not isinstance(facts, str):
-            return AwsCheckpoint(path=label, folder=folder, name=name, config=config, **facts)
-        problem = f"{label}, of SMP's sample scripts, is not whole: {facts}"
-        if strict or label == normal(location):
+            return AwsCheckpoint(path=path, folder=folder, name=name, config=config, **facts)
+        problem = f"{path}, of SMP's sample scripts, is not whole: {facts}"
+        if strict or path == normal(location):
             raise CheckpointError(problem)
         logger.warning("%s; trying the next older one", problem, extra=ALL_RANKS)
-    if names:
-        raise CheckpointError(f"no checkpoint of SMP's sample scripts in {parent} is whole; {label}: {facts}")
+    if paths:
+        raise CheckpointError(f"no checkpoint of SMP's sample scripts in {location} is whole; {path}: {facts}")
     return None
 
 
-def is_checkpoint(location: str) -> bool:
-    """Return whether a location is one checkpoint of AWS's sample, complete or not. Not collective."""
-    parent, name = parent_of(normal(location))
-    return bool(name and _files(open_folder(parent), name))
+def checkpoint_paths(location: str) -> list[str]:
+    """Return the paths of AWS's checkpoints at a location, newest first: itself or those in it. Not collective.
+
+    A folder with pytorch_model.bin is a checkpoint of AWS only in a folder of checkpoints: other models look the same.
+    """
+    paths = _paths(normal(location))
+    if paths == [normal(location)] and open_folder(location).storage.exists(FULL):
+        return []
+    return paths
 
 
-def has_trees(location: str) -> bool:
-    """Return whether a location holds DCP trees or rank files, not only weights. Not collective."""
-    parent, name = parent_of(normal(location))
-    return is_checkpoint(location) and FULL not in _files(open_folder(parent), name)
-
-
-def checkpoint_names(folder: str) -> list[str]:
-    """Return the names of AWS's checkpoints in a folder, newest first. Not collective."""
-    return _candidates(normal(folder))[1]
-
-
-def _candidates(location: str) -> tuple[str, list[str]]:
-    """Return (folder, names of AWS's checkpoints in it, newest first); one name if a location is a checkpoint."""
-    if is_checkpoint(location):
-        parent, name = parent_of(location)
-        return parent, [name]
+def _paths(location: str) -> list[str]:
+    parent, name = parent_of(location)
+    if name and _files(open_folder(parent), name):
+        return [location]
     folder = open_folder(location)
     matches = [(_NAME.fullmatch(name), name) for name in folder.storage.level()[1]]
     steps = [(int(match["step"]), name) for match, name in matches if match is not None]
-    return location, [name for _, name in sorted(steps, reverse=True) if _files(folder, name)]
+    return [os.path.join(location, name) for _, name in sorted(steps, reverse=True) if _files(folder, name)]
 
 
 def _files(folder: RunFolder, name: str) -> dict[str, int]:
