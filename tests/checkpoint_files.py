@@ -1,16 +1,25 @@
-"""Tiny checkpoints for tests: saved, changed by hand, and the files that they consist of."""
+"""Tiny checkpoints for tests: saved, changed by hand, resumed, and the files that they consist of.
+
+``place`` is a run's folder.
+"""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import os
+import posixpath
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+
+FILES = (".begun", ".metadata", "COMMITTED", "__0_0.distcp", "index.bin", "meta.json")
+"""Files of a checkpoint that `save` writes."""
 
 
 class Stop(Exception):
-    """What a save is cut short by."""
+    """Raised where a test interrupts a save."""
 
 
 def stop_at(stage: str) -> Callable[[str], None]:
@@ -31,11 +40,40 @@ def state(value: float = 0.0, rows: int = 4) -> dict[str, Any]:
     return {"model": {"w": w, "b": torch.full((3,), value, dtype=torch.bfloat16)}}
 
 
-def manager(place: Path | str, every: int = 1, keep: int = 2, model_type: str = "llama_v2", **more: Any) -> Any:
-    """Return a manager that saves to one folder."""
-    from smp_train.checkpoints import CheckpointManager, Policy
+def split(place: Path | str) -> tuple[str, str]:
+    """Return the parent folder and the run's name of a run's folder."""
+    parent, name = posixpath.split(str(place))
+    return parent, name
 
-    return CheckpointManager([Policy(str(place), every, keep)], model_type=model_type, **more)
+
+def manager(place: Path | str, every: int = 1, keep: int = 2, model_type: str = "llama_v2", **more: Any) -> Any:
+    """Return a manager that saves to one run's folder."""
+    from smp_train.checkpoints.save import CheckpointManager, Policy
+
+    parent, run_name = split(place)
+    return CheckpointManager([Policy(parent, every, keep)], run_name=run_name, model_type=model_type, **more)
+
+
+def owner(place: Path | str, job: Any = None, **more: Any) -> Any:
+    """Return the acquired ownership of a run's folder; ``job`` is by default one that nothing starts again."""
+    from smp_train.checkpoints.folder import open_folder
+    from smp_train.checkpoints.owner import Ownership
+    from smp_train.distributed.job import Job
+
+    ownership = Ownership([open_folder(place)], job or Job())
+    ownership.acquire(**more)
+    return ownership
+
+
+@contextlib.contextmanager
+def owning(place: Path | str, job: Any = None, force: bool = False, **more: Any) -> Iterator[Any]:
+    """Yield a manager that owns the run, as in a start of a training."""
+    ownership = owner(place, job, force=force)
+    started = manager(place, owner=ownership, generation=ownership.generation, **more)
+    try:
+        yield started
+    finally:
+        started.close()
 
 
 def save(place: Path | str, *steps: int, rows: int = 4, **more: Any) -> None:
@@ -45,38 +83,80 @@ def save(place: Path | str, *steps: int, rows: int = 4, **more: Any) -> None:
         saver.save(step, state(step, rows), {"tokens": step * 10})
 
 
+def resumed(place: Path | str, *, strict: bool = False, name: str | None = None) -> Any:
+    """Return the checkpoint that a start resumes from, None if there is none; ``name`` is named by the start's flag."""
+    from smp_train.checkpoints.folder import open_folder
+    from smp_train.naming import Candidate, Start
+    from smp_train.resume import look_for_checkpoint
+
+    folder = open_folder(place)
+    candidates = tuple(
+        Candidate(each.generation, each.step, folder.location, each.name)
+        for each in folder.committed()
+        if name in (None, each.name)
+    )
+    args = SimpleNamespace(
+        strict_resume=int(strict), evaluate_only=0, checkpoint_dir=[split(place)[0]], resume_from_checkpoint=str(place)
+    )
+    start = Start(split(place)[1], True, candidates, went_back=name is not None)
+    return look_for_checkpoint(cast(Any, args), cast(Any, None), start, {})[0]
+
+
 def loaded(place: Path | str, rows: int = 4, of_step: int | None = None) -> int:
-    """Return the step that is found, having compared every bit of it with what was saved."""
+    """Return the step that a start resumes from, having compared every bit of it with what was saved."""
+    found = resumed(place)
+    check(found, rows if of_step in (None, found.step) else 4)
+    return int(found.step)
+
+
+def check(found: Any, rows: int = 4) -> None:
+    """Load a verified checkpoint, and compare every bit with what `save` wrote."""
     import torch
 
-    from smp_train.checkpoints import find
-
-    found = find(place)
-    rows = rows if of_step in (None, found.step) else 4
     target = state(-1, rows)
     found.load(target)
     assert all(torch.equal(target["model"][k], v) for k, v in state(found.step, rows)["model"].items())
     assert found.meta["tokens"] == found.step * 10
-    return found.step
+
+
+def names(place: Path | str) -> list[str]:
+    """Return the names of a run's attempts, committed or not."""
+    from smp_train.checkpoints.folder import open_folder
+
+    return open_folder(place).names()
+
+
+def committed(place: Path | str) -> list[str]:
+    """Return the names of a run's committed checkpoints, newest first."""
+    from smp_train.checkpoints.folder import open_folder
+
+    return [each.name for each in open_folder(place).committed()]
 
 
 def keys(place: Path | str) -> list[str]:
-    """Return all files of a folder of checkpoints, attempts shown as *."""
-    from smp_train.checkpoints.commit import open_folder
+    """Return all files of a run's folder but the claims of its owners, as if S3 had no sub-folders of a tree."""
+    from smp_train.checkpoints.folder import open_folder
 
-    attempt = re.compile(r"/[0-9a-f]{8}(-\w{8})?/(0/(?=__))?")
-    return sorted(attempt.sub("/*/", key) for key in open_folder(place).storage.files())
+    found = (key.replace("/0/__", "/__") for key in open_folder(place).storage.files())
+    return sorted(key for key in found if not key.startswith(".owner-"))
+
+
+def contents(place: Path | str) -> dict[str, bytes]:
+    """Return the content of all files of a run's folder but the claims of its owners."""
+    from smp_train.checkpoints.folder import open_folder
+
+    storage = open_folder(place).storage
+    return {key: storage.read(key) for key in storage.files() if not key.startswith(".owner-")}
 
 
 def files(*names: str) -> list[str]:
     """Return what `keys` shows of whole checkpoints."""
-    parts = ("COMMITTED", "*/.metadata", "*/.run", "*/__0_0.distcp", "*/index.bin", "*/meta.json")
-    return sorted(f"{name}/{part}" for name in names for part in parts)
+    return sorted(f"{name}/{file}" for name in names for file in FILES)
 
 
 def harm(place: Path | str, name: str, ending: str, change: Callable[[bytes], bytes | None]) -> None:
     """Change the one file of a checkpoint whose name ends so, or remove it."""
-    from smp_train.checkpoints.commit import open_folder
+    from smp_train.checkpoints.folder import open_folder
 
     folder = open_folder(place)
     (file,) = [file for file in folder.sizes(name) if file.endswith(ending)]
@@ -92,25 +172,18 @@ def flipped(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
-def listed(capsys: Any) -> list[list[str]]:
-    """Return what the verb ``ls`` has printed: names and states."""
-    return [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+def with_generation(place: Path | str, name: str, generation: int) -> None:
+    """Change the generation in a checkpoint's COMMITTED."""
+    from smp_train.checkpoints.folder import open_folder
+    from smp_train.checkpoints.format import Marker
+
+    folder = open_folder(place)
+    marker = Marker.from_bytes(folder.read(name, "COMMITTED"))
+    folder.commit(name, dataclasses.replace(marker, generation=generation))
 
 
-def tree(checkpoint: Path | str) -> Path:
-    """Return the folder of the attempt that COMMITTED names, with the tree and meta.json."""
-    folder = Path(checkpoint)
-    return folder / json.loads((folder / "COMMITTED").read_text()).get("root", "")
-
-
-def flat(checkpoint: Path) -> None:
-    """Let a checkpoint lie as versions before wrote it in folders: its files beside COMMITTED."""
-    from smp_train.checkpoints.manifest import Committed
-
-    attempt = tree(checkpoint)
-    marker = checkpoint / "COMMITTED"
-    marker.write_bytes(Committed.from_bytes(marker.read_bytes()).at("").to_bytes())
-    (attempt / ".run").unlink()
-    for path in attempt.iterdir():
-        path.rename(checkpoint / path.name)
-    attempt.rmdir()
+def age(folder: Path, seconds: float = 60.0) -> None:
+    """Make everything in a folder older, by default by a minute."""
+    for path in folder.rglob("*"):
+        then = path.stat().st_mtime - seconds
+        os.utime(path, (then, then))

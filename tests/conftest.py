@@ -64,9 +64,9 @@ def bucket(server, monkeypatch, request):
 @pytest.fixture
 def s3_place(bucket, monkeypatch) -> str:
     """Return a prefix of a bucket of this test's own; no request of a killed process is on its way."""
-    from smp_train.checkpoints import commit
+    from smp_train.checkpoints import folder
 
-    monkeypatch.setattr(commit, "IN_FLIGHT_SECONDS", -math.inf)
+    monkeypatch.setattr(folder, "IN_FLIGHT_SECONDS", -math.inf)
     return f"{bucket}/runs/one"
 
 

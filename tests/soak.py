@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
 from smp_train.checkpoints.discovery import committed_names, find, open_checkpoint
 from smp_train.checkpoints.manifest import parse_folder_name
+
+from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
 from smp_train.telemetry.metrics import read_metrics
 from tests.harness import as_torchrun, forkserver, free_port, run
 from tests.s3_server import environment, serving

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint_files import tree
-
 TOLERANCE = 1e-5  # relative, fp32: sums are taken in another order
 SAMPLE = Path(__file__).parent.parent / "data" / "sample"
 
 TINY: dict[str, Any] = {
-    "model_type": "llama_v2", "vocab_size": 256, "hidden_width": 32, "num_layers": 2, "num_heads": 4,
+    "run_name": "run", "model_type": "llama_v2", "vocab_size": 256, "hidden_width": 32, "num_layers": 2, "num_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 48, "max_context_width": 16, "bf16": 0, "use_synthetic_data": 1,
     "train_batch_size": 1, "max_steps": 3, "lr": 1e-3, "warmup": 0,
 }  # fmt: skip
@@ -100,7 +98,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    path = tree(path) if (path / "COMMITTED").exists() else path
     state: dict[str, Any] = {}
     _load_state_dict(
         state, storage_reader=dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened, verified
 from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.folder import RunFolder, open_folder
-from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, DAMAGED, META, NODE_LOCAL, parse_folder_name
+from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, META, NODE_LOCAL, parse_folder_name
 from smp_train.checkpoints.owner import claims_in
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError, first_few
@@ -138,7 +138,8 @@ def open_verified(location: str | os.PathLike[str]) -> Checkpoint:
     Everything that reads weights of this program's checkpoints calls this. Collective. Raises `CheckpointError` on
     every rank: the checkpoint is missing, not committed, damaged, or one rank's part.
     """
-    folder, name = on_main(f"cannot open {location}", lambda: newest_in(location))
+    path = normal(location)
+    folder, name = on_main(f"cannot open {path}", lambda: newest_in(path))
     try:
         checkpoint = verified(folder, name)
     except Damaged as error:
@@ -177,7 +178,7 @@ def open_intact(location: str, name: str, *, strict: bool, mark: bool) -> Checkp
 
 def _mark(folder: RunFolder, name: str, why: str) -> None:
     try:
-        if not folder.storage.exists(f"{name}/{DAMAGED}"):
+        if not folder.is_marked_damaged(name):
             folder.mark_damaged(name, why)
     except (OSError, CheckpointError) as error:
         logger.warning("%s cannot be marked as damaged: %s", os.path.join(folder.location, name), error)

@@ -7,6 +7,7 @@ deletes COMMITTED first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import posixpath
@@ -78,7 +79,10 @@ class RunFolder:
         return [name for name in self.storage.level()[1] if parse_folder_name(name)]
 
     def committed(self) -> list[Committed]:
-        """Return the committed checkpoints, the newest first. Unreadable markers come last."""
+        """Return the committed checkpoints, the newest first.
+
+        If a marker cannot be parsed, generation and step are from BEGUN and the folder's name.
+        """
         checkpoints = []
         for name in self.names():
             parsed = parse_folder_name(name)
@@ -90,9 +94,13 @@ class RunFolder:
             except ValueError:
                 marker = None
             # The marker and not the folder's name is asked: a folder may have been renamed by hand.
-            generation, step = (marker.generation, marker.step) if marker else (0, parsed[1])
-            checkpoints.append(Committed(generation, step, name, marker))
+            order = (marker.generation, marker.step) if marker else (self._began(name) or 0, parsed[1])
+            checkpoints.append(Committed(*order, name, marker))
         return sorted(checkpoints, key=lambda checkpoint: checkpoint[:3], reverse=True)
+
+    def is_marked_damaged(self, name: str) -> bool:
+        """Return whether a checkpoint has the file DAMAGED."""
+        return self.storage.exists(f"{name}/{DAMAGED}")
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each file below ``name``; links are left out."""
@@ -144,8 +152,9 @@ class RunFolder:
         for attempt in count(1):
             name = folder_name(model_type, step, str(attempt) if attempt > 1 else "")
             files, folders = self.storage.level(name)
-            if not files and not folders and self.storage.put_if_absent(f"{name}/{BEGUN}", content):
-                return name
+            with contextlib.suppress(FileExistsError):  # a file has that name
+                if not files and not folders and self.storage.put_if_absent(f"{name}/{BEGUN}", content):
+                    return name
         raise AssertionError("there is always a next attempt")
 
     def commit(self, name: str, marker: Marker) -> None:
@@ -172,7 +181,8 @@ class RunFolder:
         """
         lines, now = [], self.storage.now()
         for name in self.names():
-            if self._began(name) < generation and not self.storage.exists(f"{name}/{COMMITTED}"):
+            began = self._began(name)
+            if began is not None and began < generation and not self.storage.exists(f"{name}/{COMMITTED}"):
                 entries = self.storage.files(name).values()
                 if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries):
                     continue
@@ -184,12 +194,12 @@ class RunFolder:
         unfinished = self.storage.discard_unfinished(self._is_ours, now - PROBE_SECONDS)
         return lines + [f"deleted what was written of {file}" for file in unfinished]
 
-    def _began(self, name: str) -> float:
-        """Return the generation that began an attempt; infinity if BEGUN cannot be read."""
+    def _began(self, name: str) -> int | None:
+        """Return the generation that began an attempt; None if BEGUN cannot be read."""
         try:
             return int(json.loads(self.storage.read_if_there(f"{name}/{BEGUN}") or b"")["generation"])
         except (ValueError, KeyError, TypeError):
-            return float("inf")
+            return None
 
     def _is_ours(self, file: str) -> bool:
         name, _, below = file.partition("/")

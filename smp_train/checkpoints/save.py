@@ -328,19 +328,21 @@ class CheckpointManager:
     def _retain(self, target: Target, step: int) -> None:
         """Delete, on rank 0, the run's checkpoints that the policy does not keep now that ``step`` is committed.
 
-        Checkpoints of later generations belong to a job that has taken over. A failure costs disk space, not the run.
+        Checkpoints of later generations belong to a job that has taken over. Damaged checkpoints stay and do not count.
+        A failure costs disk space, not the run.
         """
-        keep = target.policy.keep
+        folder, keep = target.folder, target.policy.keep
         if rank() != 0 or keep <= 0:
             return
         try:
             self.on_stage("retain")
-            ours = [old for old in target.folder.committed() if 0 < old.generation <= self.generation]
-            for old in reversed(ours[keep:]):
+            ours = [old for old in folder.committed() if old.marker and old.generation <= self.generation]
+            intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
+            for old in reversed(intact[keep:]):
                 if old.step not in (step, self.best):
-                    target.folder.delete(old.name)
+                    folder.delete(old.name)
         except (OSError, CheckpointError) as error:
-            logger.warning("%s: an old checkpoint cannot be deleted: %s", target.folder.location, error)
+            logger.warning("%s: an old checkpoint cannot be deleted: %s", folder.location, error)
 
     # --- a save under way
 

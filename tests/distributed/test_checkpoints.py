@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from smp_train.checkpoints.async_save import leaves
+from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,8 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
-from smp_train.checkpoints.async_save import leaves
-from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.dcp.planner import SavePlanner
 from smp_train.checkpoints.owner import Owner
 from smp_train.checkpoints.state import present

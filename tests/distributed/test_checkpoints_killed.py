@@ -23,12 +23,13 @@ import torch.distributed as dist
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.checkpoints import CheckpointManager, Policy, async_save, commit, find, gather_state, open_checkpoint
-from smp_train.checkpoints import manager as manager_module
 from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.manifest import parse_folder_name
 from smp_train.checkpoints.runs import committed_names
 from smp_train.checkpoints.target import Target
+
+from smp_train.checkpoints import CheckpointManager, Policy, async_save, commit, find, gather_state, open_checkpoint
+from smp_train.checkpoints import manager as manager_module
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all, train
 from tests.harness import RankFailed, run
 from tests.s3_server import bucket, there

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from smp_train.checkpoints.commit import open_folder
 
 from smp_train.backends import smp_state
 from smp_train.checkpoints import cli, open_checkpoint
-from smp_train.checkpoints.commit import open_folder
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import HubNames
 from tests import harness

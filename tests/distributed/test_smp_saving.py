@@ -19,7 +19,6 @@ PARTED = {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}
 def failing(command_line: list[str], where: str) -> str:
     """Train with a fault on rank 1, or on rank 0 where only that does it, and return what this rank says."""
     import torch.distributed as dist
-
     from smp_train.checkpoints.commit import CheckpointFolder
 
     install()

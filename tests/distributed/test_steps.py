@@ -206,7 +206,6 @@ def test_a_long_validation_collects_its_garbage(monkeypatch: pytest.MonkeyPatch)
 def test_a_save_in_the_background_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the default stream it would wait for the steps that are queued there."""
     import torch
-
     from smp_train.checkpoints.async_save import Background
 
     seen: list[Any] = []

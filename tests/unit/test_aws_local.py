@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
+from smp_train.checkpoints.commit import open_folder
 from torch._tensor import _rebuild_from_type_v2
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from smp_train.checkpoints.aws import flat, local
 from smp_train.checkpoints.aws.flat import FlatPart
-from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.dcp.pickled import Unpickler
 from smp_train.errors import CheckpointError
 

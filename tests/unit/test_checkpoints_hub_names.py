@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
+from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.hf.export import export
 from smp_train.checkpoints.pretrained import load_weights
+from smp_train.checkpoints.state import gather_state
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.resolve import resolve
+from tests.checkpoint_files import manager
 from tests.training import flatten, read_checkpoint
 from tests.unit.test_models_hf_weights import FAMILIES, IDS, expected_logits, save
 
@@ -51,8 +53,7 @@ def in_memory(folder: Path) -> dict[str, Any]:
 
 def saved(state: dict[str, Any], folder: Path, source: Path) -> Path:
     config = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(source))).config
-    manager = CheckpointManager([Policy(str(folder), 1, 0)], model_type="m")
-    (path,) = manager.save(1, state, {"model_config": config.to_dict()})
+    (path,) = manager(folder, model_type="m").save(1, state, {"model_config": config.to_dict()})
     return Path(path)
 
 
@@ -64,7 +65,7 @@ def test_what_other_versions_saved_is_loaded_and_saved_as_published(family: str,
     state = in_memory(tmp_path / "theirs") if kind == "names in memory" else expected
     path = saved(state, tmp_path / "ours", tmp_path / "theirs")
     model, optimizer = fresh(tmp_path / "theirs")
-    find(path).load(gather_state(model, optimizer))
+    open_verified(path).load(gather_state(model, optimizer))
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids=IDS).logits, expected_logits(tmp_path / "theirs"))
     found = read_checkpoint(saved(gather_state(model, optimizer), tmp_path / "again", tmp_path / "theirs"))
@@ -73,7 +74,7 @@ def test_what_other_versions_saved_is_loaded_and_saved_as_published(family: str,
     again, _ = fresh(tmp_path / "theirs")
     load_weights(again, str(path))
     assert all(map(torch.equal, again.parameters(), model.parameters()))
-    export(find(path), tmp_path / "back")
+    export(open_verified(path), tmp_path / "back")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 
 from smp_train.checkpoints import CheckpointManager, Policy, find, owner
-from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.owner import OWNER, Owner, Token
 from smp_train.errors import CheckpointError
 from tests.checkpoint_files import files, keys

@@ -7,13 +7,13 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from smp_train.checkpoints.commit import open_folder
+from smp_train.checkpoints.runs import committed, origin
 
 from smp_train.arguments import parse, validate
 from smp_train.checkpoints import CheckpointManager, RunId, find
 from smp_train.checkpoints.cli import main
-from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.owner import Owner
-from smp_train.checkpoints.runs import committed, origin
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.naming import Start
 from smp_train.resume import look_for_checkpoint

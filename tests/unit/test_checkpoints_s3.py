@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.checkpoints import commit, find, open_checkpoint
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.runs import summary
+
+from smp_train.checkpoints import commit, find, open_checkpoint
 from smp_train.errors import CheckpointError
 from smp_train.storage import client, s3
 from tests.checkpoint_files import files, keys, loaded, manager, save, state

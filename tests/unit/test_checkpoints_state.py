@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from smp_train.checkpoints import find, gather_state
-from smp_train.checkpoints.state import create_optimizer_state
+from smp_train.checkpoints.find import open_verified
+from smp_train.checkpoints.state import create_optimizer_state, gather_state
 from smp_train.models.hub_names import canonical_name
 from tests.checkpoint_files import manager
 
@@ -60,7 +60,7 @@ def test_a_parameter_that_never_had_a_gradient_is_saved_and_loaded(tmp_path):
     manager(tmp_path).save(1, gather_state(model, optimizer), {})
     other, fresh = build()
     found = gather_state(other, fresh)
-    find(tmp_path).load(found)
+    open_verified(tmp_path).load(found)
     assert found["optim"]["state"]["used.weight"]["step"] == 1
     assert found["optim"]["state"]["idle.weight"]["step"] == 0
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
@@ -71,7 +71,7 @@ def test_hyper_parameters_stay_those_of_the_run(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.5)
     manager(tmp_path).save(1, gather_state(model, optimizer), {})
     fresh = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.25)
-    find(tmp_path).load(gather_state(model, fresh))
+    open_verified(tmp_path).load(gather_state(model, fresh))
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["weight_decay"]) == (0.25, 0.25)
 
 
@@ -86,6 +86,6 @@ def test_torchs_own_state_dicts_can_be_loaded(tmp_path):
     manager(tmp_path).save(1, {"model": weights, "optim": moments}, {})
     other = nn.Linear(2, 2)
     fresh = torch.optim.AdamW(other.parameters())
-    find(tmp_path).load(gather_state(other, fresh))
+    open_verified(tmp_path).load(gather_state(other, fresh))
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
