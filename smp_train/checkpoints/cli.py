@@ -5,19 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from smp_train.arguments.run_name import is_run_name
 from smp_train.arguments.verb_parser import VerbParser, positive
 from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.checkpoint import Damaged, verified
-from smp_train.checkpoints.find import Location, best_of, locate, open_checkpoint, open_verified, parent_of
-from smp_train.checkpoints.folder import Committed, RunFolder, open_folder
-from smp_train.checkpoints.format import DAMAGED, METADATA, parse_folder_name
+from smp_train.checkpoints.find import Location, locate, open_checkpoint, open_verified, parent_of
+from smp_train.checkpoints.folder import RunFolder, open_folder
+from smp_train.checkpoints.format import METADATA
+from smp_train.checkpoints.listing import (
+    facts_of_checkpoint,
+    facts_of_tree,
+    lines_of,
+    rows_of_run,
+    rows_of_sample,
+    table,
+    visible_damage,
+)
 from smp_train.checkpoints.owner import Ownership, look_at_owner, newest_claim
 from smp_train.distributed.job import Job
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError, first_few, one_line, redacted
@@ -27,14 +34,10 @@ from smp_train.storage import normal
 from smp_train.storage.paths import place
 
 LARGEST_STEP = 10**15
-OURS = ("checkpoint", "run", "runs")
+OURS, ANY_OF_OURS = ("checkpoint", "run", "runs"), "a folder of runs, a run's folder or a checkpoint"
 OPERANDS: dict[str, tuple[tuple[str, ...], type[SmpTrainError], str]] = {
-    "listed": (
-        (*OURS, "sample", "samples", "other"),
-        CheckpointError,
-        "a folder of runs, a run's folder or a checkpoint",
-    ),
-    "verified": (OURS, CheckpointError, "a folder of runs, a run's folder or a checkpoint"),
+    "listed": ((*OURS, "sample", "samples", "other"), CheckpointError, ANY_OF_OURS),
+    "verified": (OURS, CheckpointError, ANY_OF_OURS),
     "opened": (OURS, CheckpointError, "a checkpoint, or a run's folder for its newest checkpoint"),
     "pruned": (("run", "runs"), ConfigError, "a run's folder, or a folder of runs with --run_name"),
     "weights": ((*OURS, "sample", "samples", "other", "file"), CheckpointError, "a folder or a file with weights"),
@@ -134,142 +137,25 @@ def _folders(location: Location) -> list[RunFolder]:
 def list_checkpoints(options: argparse.Namespace) -> None:
     """List the checkpoints of each run, oldest first."""
     location = _operand(options.source, "listed")
-    rows = [row for folder in _folders(location) for row in _rows(folder) if location.name in ("", row["name"])]
+    rows = [row for folder in _folders(location) for row in rows_of_run(folder) if location.name in ("", row["name"])]
     if location.kind in ("runs", "other"):
-        rows += [_row(*parent_of(path), "SMP sample") for path in aws.checkpoint_paths(location.path)]
+        rows += rows_of_sample(location.path)
     if options.json:
         print(json.dumps(rows, indent=1))
-        return
-    table = [("name", "state", "size", "step", "generation", "saved")]
-    for row in rows:
-        name = f"{row['run']}/{row['name']}" if location.kind == "runs" else row["name"]
-        state = row["state"] + ", best" * row["best"]
-        table.append(
-            (name, state, in_bytes(row["bytes"]), *("-" if row[key] is None else str(row[key]) for key in table[0][3:]))
-        )
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table if rows else ():
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
-    if not rows:
-        print(f"no checkpoints in {location.path}")
-
-
-def _rows(folder: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield a row for each of a run's checkpoints, then for what else lies in its folder."""
-    best = None
-    with suppress(CheckpointError):
-        best = best_of(folder)
-    committed = folder.committed()
-    for checkpoint in reversed(committed):
-        state = "damaged" if _damage(folder, checkpoint) else "committed"
-        row = _row(folder.location, checkpoint.name, state)
-        saved = None if checkpoint.marker is None else _time(checkpoint.marker.time)
-        yield {**row, "step": checkpoint.step, "generation": checkpoint.generation, "saved": saved,
-               "best": checkpoint.name == best}  # fmt: skip
-    samples = aws.checkpoint_paths(folder.location)
-    yield from (_row(*parent_of(path), "SMP sample") for path in samples)
-    listed = {checkpoint.name for checkpoint in committed} | set(map(os.path.basename, samples))
-    yield from (_row(folder.location, name, "incomplete") for name in folder.names() if name not in listed)
-
-
-def _row(parent: str, name: str, state: str) -> dict[str, Any]:
-    model_type, step = parse_folder_name(name) or (None, None)
-    sizes = open_folder(parent).sizes(name)
-    return {
-        "name": name, "path": os.path.join(parent, name), "run": os.path.basename(parent), "model_type": model_type,
-        "state": state, "best": False, "step": step, "generation": None, "bytes": sum(sizes.values()),
-        "files": len(sizes), "saved": None,
-    }  # fmt: skip
-
-
-def _damage(folder: RunFolder, checkpoint: Committed) -> str:
-    """Return what shows that a checkpoint is damaged: a file DAMAGED, COMMITTED itself, or sizes; empty if nothing."""
-    sizes = folder.sizes(checkpoint.name)
-    if checkpoint.marker is None or DAMAGED in sizes:
-        return f"file {DAMAGED}" if DAMAGED in sizes else "COMMITTED cannot be read"
-    return first_few(checkpoint.marker.size_problems(sizes), "; ")
-
-
-def _time(seconds: float) -> str | None:
-    """Return a time in UTC as ISO 8601; None if it is unknown."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds)) if 0 < seconds < 1e11 else None
-
-
-def in_bytes(number: float) -> str:
-    """Return a size with its unit: 13.5 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
+    else:
+        lines = table(rows, with_runs=location.kind == "runs") if rows else [f"no checkpoints in {location.path}"]
+        print(*lines, sep="\n")
 
 
 def show(options: argparse.Namespace) -> None:
     """Show a checkpoint's metadata and the number of its tensors."""
-    from smp_train.checkpoints.dcp.storage import TreeReader
-    from smp_train.checkpoints.dcp.trees import plain_values, saved_entries
-
     location = locate(options.source)
     if location.kind == "other" and location.folder.storage.exists(METADATA):
-        reader = TreeReader(location.folder.storage, "", location.folder.sizes(""))
-        trees = [saved_entries(reader)]
-        facts: dict[str, Any] = {"path": location.path, "format": "DCP tree of another program"} | plain_values(reader)
+        facts = facts_of_tree(location.folder)
     else:
         _operand(options.source, "opened")
-        checkpoint = open_checkpoint(options.source)
-        trees, meta, marker = checkpoint.entries(), checkpoint.meta, checkpoint.marker
-        facts = {
-            "path": checkpoint.path, "model": _model(marker.model_type, meta), "generation": marker.generation,
-            "run": os.path.basename(checkpoint.folder.location), "saved": _time(marker.time), "step": marker.step,
-            "bytes": sum(record.size for record in marker.files.values()),
-        }  # fmt: skip
-        hidden = ("model_config", "generation_config", "arguments", "step", "model_type", "run")
-        facts |= {key: value for key, value in meta.items() if key not in hidden}
-    kinds: dict[str, list[int]] = {}
-    for key, entry in (pair for tree in trees for pair in tree.items()):
-        if hasattr(entry, "size"):
-            kinds.setdefault(key.split(".")[0], []).append(entry.size.numel())
-    parts = f" in {len(trees)} parts" if len(trees) > 1 else ""
-    facts |= {f"{kind}.*": f"{len(sizes)} tensors, {sum(sizes):,} numbers{parts}" for kind, sizes in kinds.items()}
-    if options.json:
-        print(json.dumps(facts, indent=1))
-        return
-    for key, value in facts.items():
-        print(f"{key + ':':<12} {SHOWN_AS.get(key, in_words)(value)}")
-
-
-def _model(model_type: str, meta: dict[str, Any]) -> str:
-    """Return the model in a few words: its type and size, its origin, transformers' type."""
-    config, arguments = (meta[key] if isinstance(meta.get(key), dict) else {} for key in ("model_config", "arguments"))
-    size = arguments.get("model_size")
-    pretrained = arguments.get("hf_pretrained_model_name_or_dir") or arguments.get("pretrained_model_name")
-    name = f"{model_type}{f'-{size}' if size else ''}{f' of {pretrained}' if pretrained else ''}"
-    return f"{name} ({config.get('model_type', 'unknown')} of transformers)"
-
-
-def in_words(value: Any) -> str:
-    """Return a value of meta.json for people; of a long list only its length."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {f'({in_words(item)})' if isinstance(item, dict) else in_words(item)}"
-                         for key, item in value.items())  # fmt: skip
-    if isinstance(value, list):
-        return f"{len(value)} entries" if len(value) > 8 else " ".join(map(in_words, value)) or "none"
-    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-
-
-def _best(best: Any) -> str:
-    if not isinstance(best, dict) or best.get("step") is None:
-        return "no validation yet"
-    return f"step {best['step']} with validation loss {best.get('loss')}, {best.get('since')} validations since"
-
-
-def _spikes(spikes: Any) -> str:
-    spans = spikes.get("skipped") if isinstance(spikes, dict) else None
-    stretches = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans or ()]
-    return f"updates skipped: {f'steps {first_few(stretches)}' if stretches else 'none'}"
-
-
-SHOWN_AS: dict[str, Callable[[Any], str]] = {"best": _best, "spikes": _spikes}
+        facts = facts_of_checkpoint(open_checkpoint(options.source))
+    print(*([json.dumps(facts, indent=1)] if options.json else lines_of(facts)), sep="\n")
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -391,29 +277,27 @@ def import_weights(options: argparse.Namespace) -> None:
         if checkpoint.step == step:
             taken = os.path.join(target.path, checkpoint.name)
             raise ConfigError(f"{taken} is a committed checkpoint; give another --step or folder")
+    model = build_meta(spec)
+    materialise(model, "cpu")
+    usage = "start from it with --finetune 1 --pretrained_checkpoint_file"
+    if sample is None or not sample.has_moments:
+        with Progress(f"read {source.name}", unit="B") as progress:
+            load_weights(model, str(source if sample is None else sample.path), progress.at)
+        state = gather_state(model)
+    else:
+        state = gather_state(model, torch.optim.AdamW(model.parameters()))
+        sample.load(state)
+        usage = "go on from it with --resume_from_checkpoint"
+    meta = {
+        "model_config": spec.config.to_dict(), "tokens": 0,
+        "imported": {"from": redacted(str(source)), **({} if sample is None else sample.meta["imported"])},
+    }  # fmt: skip
     owner = Ownership([target.folder], advice="give another folder, or wait until that job has ended")
     owner.acquire()
-    policy = Policy(parent, 0, 0)
     manager = CheckpointManager(
-        [policy], run_name=run_name, model_type=spec.model_type, owner=owner, generation=owner.generation
+        [Policy(parent, 0, 0)], run_name=run_name, model_type=spec.model_type, owner=owner, generation=owner.generation
     )
     try:
-        model = build_meta(spec)
-        materialise(model, "cpu")
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        usage = "start from it with --finetune 1 --pretrained_checkpoint_file"
-        if sample is None or not sample.has_moments:
-            with Progress(f"read {source.name}", unit="B") as progress:
-                load_weights(model, str(source if sample is None else sample.path), progress.at)
-            state = gather_state(model)
-        else:
-            state = gather_state(model, torch.optim.AdamW(model.parameters()))
-            sample.load(state)
-            size, usage = 3 * size, "go on from it with --resume_from_checkpoint"
-        recorded = {} if sample is None else sample.meta["imported"]
-        imported = {"from": redacted(str(source)), **recorded}
-        print(f"writing {in_bytes(size)} to {options.target}", file=sys.stderr)
-        meta = {"model_config": spec.config.to_dict(), "imported": imported, "tokens": 0}
         for path in manager.save(step, state, meta, force=True):
             print(f"wrote {path}; {usage} {path}")
     finally:
@@ -430,7 +314,7 @@ def prune(options: argparse.Namespace) -> None:
     old: dict[str, str] = {}
     best = None
     for checkpoint in folder.committed():
-        problem, name = _damage(folder, checkpoint), checkpoint.name
+        problem, name = visible_damage(folder, checkpoint), checkpoint.name
         if not problem and (len(intact) < options.keep or checkpoint.step == best):
             problem, meta = _verify(folder, name)
             if not problem and not intact and (meta.get("arguments") or {}).get("keep_best"):
@@ -454,7 +338,8 @@ def prune(options: argparse.Namespace) -> None:
     if not options.dry_run:
         owner, alive, _ = look_at_owner(folder, Job())
         if alive is False:
-            print(*folder.sweep(newest_claim(folder)[0] + 1), sep="\n", end="")
+            for line in folder.sweep(newest_claim(folder)[0] + 1):
+                print(line)
         else:
             print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")
 

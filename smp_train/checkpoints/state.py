@@ -40,9 +40,7 @@ class State(dict[str, Any]):
         return self.in_memory if any(prefix + name in saved for name in others) else self
 
 
-def gather_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, base: bool = False
-) -> State:
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, base: bool = False) -> State:
     """Return the state to save, or to load in place: nothing is copied, no collective is entered.
 
     The tensors are those of the model and optimizer themselves (DTensors where these are sharded), so after
@@ -117,7 +115,6 @@ class _Blocks:
         # Each block has the number; a rank without any block reads that of the first.
         here = self._held or {self._split[0].name: ...}
         return {each.name: value if each.name in here else _elsewhere(value.size(), value) for each in self._split}
-
 
     def _here(self, local: torch.Tensor, tensor: HubTensor) -> torch.Tensor:
         block = local[self._held[tensor.name]]

@@ -17,6 +17,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -29,7 +30,7 @@ from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from smp_train.models.hf_weights import NOT_WEIGHTS
 from smp_train.models.hugging_face import ADAPTER_FILE, CONFIG_FILE, GENERATION_FILE
 from smp_train.models.streamed import FORMAT_DTYPES
-from smp_train.models.weight_files import INDEXES, NOT_MODEL_FILES, PICKLED, SAFETENSORS, WeightFiles
+from smp_train.models.weight_files import INDEXES, NOT_MODEL_FILES, PICKLED, SAFETENSORS, Block, WeightFiles
 from smp_train.storage import Storage
 from smp_train.storage.paths import names_in, place
 
@@ -71,8 +72,12 @@ def stored_tensors(files: WeightFiles, dtype: torch.dtype | None) -> list[LazyTe
             stored = block[(slice(0, 0),) * len(block.get_shape()) or ...].dtype
             to = dtype if dtype is not None and stored.is_floating_point else stored
             tensors = {name: torch.empty(block.get_shape(), dtype=to, device="meta")}
-            items.append(LazyTensors(tensors, lambda name=name, to=to: {name: files.tensor(name)[...].to(to)}))
+            items.append(LazyTensors(tensors, partial(_read_block, name, block, to)))
     return items
+
+
+def _read_block(name: str, block: Block, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: block[...].to(dtype)}
 
 
 class ModelFolder:
