@@ -143,7 +143,7 @@ def list_checkpoints(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
-        lines = table(rows, with_runs=location.kind == "runs") if rows else [f"no checkpoints in {location.path}"]
+        lines = table(rows, location.folder.location) if rows else [f"no checkpoints in {location.path}"]
         print(*lines, sep="\n")
 
 
@@ -309,32 +309,28 @@ def prune(options: argparse.Namespace) -> None:
     if options.keep < 1:
         raise ConfigError(f"--keep {options.keep}: the last committed checkpoint is never deleted; give at least 1")
     folder = _folder_to_prune(options)
-    intact: list[str] = []
-    damaged: dict[str, str] = {}
-    old: dict[str, str] = {}
-    best = None
+    surplus: list[tuple[str, str]] = []
+    intact, best = 0, None
     for checkpoint in folder.committed():
-        problem, name = visible_damage(folder, checkpoint), checkpoint.name
-        if not problem and (len(intact) < options.keep or checkpoint.step == best):
-            problem, meta = _verify(folder, name)
-            if not problem and not intact and (meta.get("arguments") or {}).get("keep_best"):
-                best = (meta.get("best") or {}).get("step")
-            intact += [name] * (not problem)
-        elif not problem:
-            old[name] = ""
-        if problem:
-            damaged[name] = f", which is damaged: {problem}"
-    if not intact:
-        if damaged:
-            raise CheckpointError(f"{folder.location}: no checkpoint is intact, so nothing is deleted")
+        name, damage = checkpoint.name, visible_damage(folder, checkpoint)
+        if not damage and (intact < options.keep or checkpoint.step == best):
+            damage, meta = _verify(folder, name)
+            if not damage:
+                best = _kept_best(meta) if not intact else best
+                intact += 1
+                continue
+        surplus.append((name, f", which is damaged: {damage}" if damage else ""))
+    if not intact and not surplus:
         raise ConfigError(f"{folder.location} holds no committed checkpoint")
-    for name, reason in reversed((old | damaged).items()):
-        if name in damaged and not options.damaged:
-            print(f"kept {name}{reason}; delete it with --damaged 1")
-            continue
-        if not options.dry_run:
-            folder.delete(name)
-        print(f"{'would delete' if options.dry_run else 'deleted'} {name}{reason}")
+    if not intact:
+        raise CheckpointError(f"{folder.location}: no checkpoint is intact, so nothing is deleted")
+    for name, damage in reversed(surplus):
+        if damage and not options.damaged:
+            print(f"kept {name}{damage}; delete it with --damaged 1")
+        else:
+            if not options.dry_run:
+                folder.delete(name)
+            print(f"{'would delete' if options.dry_run else 'deleted'} {name}{damage}")
     if not options.dry_run:
         owner, alive, _ = look_at_owner(folder, Job())
         if alive is False:
@@ -342,6 +338,12 @@ def prune(options: argparse.Namespace) -> None:
                 print(line)
         else:
             print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")
+
+
+def _kept_best(meta: dict[str, Any]) -> int | None:
+    """Return the step of the best checkpoint, if the run keeps it by --keep_best."""
+    keeps = (meta.get("arguments") or {}).get("keep_best")
+    return (meta.get("best") or {}).get("step") if keeps else None
 
 
 def _folder_to_prune(options: argparse.Namespace) -> RunFolder:

@@ -42,7 +42,7 @@ def rows_of_run(folder: RunFolder) -> Iterator[Facts]:
 def rows_of_sample(location: str) -> Iterator[Facts]:
     """Yield a row for each checkpoint of SMP's sample at a location."""
     for path in reversed(checkpoint_paths(location)):
-        yield _row(*parent_of(path), "SMP sample")
+        yield _row(*parent_of(path), "SMP sample") | {"run": None}
 
 
 def _row(parent: str, name: str, state: str) -> Facts:
@@ -65,11 +65,11 @@ def visible_damage(folder: RunFolder, checkpoint: Committed) -> str:
     return first_few(checkpoint.marker.size_problems(sizes), "; ")
 
 
-def table(rows: Iterable[Facts], *, with_runs: bool) -> Iterator[str]:
-    """Yield the lines of a table, with a header."""
+def table(rows: Iterable[Facts], folder: str) -> Iterator[str]:
+    """Yield the lines of a table, with a header. Names are relative to ``folder``."""
     lines = [["name", "state", "size", "step", "generation", "saved"]]
     for row in rows:
-        name = f"{row['run']}/{row['name']}" if with_runs else row["name"]
+        name = row["path"].removeprefix(folder).lstrip("/") or row["name"]
         numbers = ["-" if row[key] is None else str(row[key]) for key in lines[0][3:]]
         lines.append([name, row["state"] + ", best" * row["best"], in_bytes(row["bytes"]), *numbers])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
