@@ -208,5 +208,7 @@ class RunFolder:
 
 def newest_step(parents: Sequence[str], run_name: str) -> int:
     """Return the step of a run's newest committed checkpoint below some parent folders, 0 without one."""
-    newest = [checkpoint[:2] for parent in parents for checkpoint in folder_of_run(parent, run_name).committed()[:1]]
+    newest = [
+        checkpoint[:2] for parent in parents for checkpoint in folder_of_run(parent, run_name).committed()[:1]
+    ]
     return max(newest, default=(0, 0))[1]
