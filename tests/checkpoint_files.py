@@ -133,6 +133,11 @@ def committed(place: Path | str) -> list[str]:
     return [each.name for each in open_folder(place).committed()]
 
 
+def listed(folder: Path | str) -> list[str]:
+    """Return the names of what lies directly in a folder."""
+    return sorted(os.listdir(folder))
+
+
 def keys(place: Path | str) -> list[str]:
     """Return all files of a run's folder but the claims of its owners, as if S3 had no sub-folders of a tree."""
     from smp_train.checkpoints.folder import open_folder

@@ -146,11 +146,18 @@ class RunFolder:
         self.storage.put(posixpath.join(name, file), data)
         return checksum_of([data])
 
-    def begin(self, model_type: str, step: int, generation: int) -> str:
-        """Reserve a folder for an attempt at saving a step; return its name."""
+    def begin(
+        self, model_type: str, step: int, generation: int, *, first: int = 1, retired: Sequence[str] = ()
+    ) -> str:
+        """Reserve a folder for an attempt at saving a step; return its name.
+
+        That is the name of attempt ``first`` at the step, or of the next one that is neither taken nor ``retired``.
+        """
         content = json.dumps({"generation": generation, "writer": uuid.uuid4().hex}).encode()
-        for attempt in count(1):
+        for attempt in count(first):
             name = folder_name(model_type, step, str(attempt) if attempt > 1 else "")
+            if name in retired:
+                continue
             files, folders = self.storage.level(name)
             with contextlib.suppress(FileExistsError):  # a file has that name
                 if not files and not folders and self.storage.put_if_absent(f"{name}/{BEGUN}", content):
@@ -174,20 +181,30 @@ class RunFolder:
         """Add DAMAGED to a checkpoint, which is kept as it is and no longer resumed from."""
         self.storage.put(f"{name}/{DAMAGED}", f"{why}\n".encode())
 
-    def sweep(self, generation: int) -> list[str]:
-        """Delete attempts of earlier generations that were never committed; return a line for each.
+    def unfinished(self, generation: int) -> list[str]:
+        """Return the names of attempts that earlier generations began and never committed.
 
-        Only the run's owner may call this. An attempt without a readable BEGUN is not ours and stays.
+        An attempt without a readable BEGUN is not ours.
         """
-        lines, now = [], self.storage.now()
+        names = []
         for name in self.names():
             began = self._began(name)
             if began is not None and began < generation and not self.storage.exists(f"{name}/{COMMITTED}"):
-                entries = self.storage.files(name).values()
-                if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries):
-                    continue
-                self.storage.delete_folder(name, last=BEGUN)
-                lines.append(f"deleted {name}, which an interrupted save or deletion left")
+                names.append(name)
+        return names
+
+    def sweep(self, unfinished: Sequence[str]) -> list[str]:
+        """Delete unfinished attempts, and what killed processes left beside them; return a line for each.
+
+        Only the run's owner may call this.
+        """
+        lines, now = [], self.storage.now()
+        for name in unfinished:
+            entries = self.storage.files(name).values()
+            if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries):
+                continue
+            self.storage.delete_folder(name, last=BEGUN)
+            lines.append(f"deleted {name}, which an interrupted save or deletion left")
         for file, entry in self.storage.level()[0].items():
             if file.startswith(PROBE) and now - entry.modified >= PROBE_SECONDS:
                 self.storage.delete(file)

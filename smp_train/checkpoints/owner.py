@@ -51,6 +51,8 @@ class Claim:
         token: random digits that no other claim has.
         began: first generation of this job; restarts of the job claim higher ones.
         machine, born: see `lives_here`.
+        retired: names of attempts that this job or an earlier one has deleted unfinished. No attempt gets such a name
+            again: the writer may only have stalled, and would write to the new attempt, or delete it.
         released: whether the job has ended in order.
     """
 
@@ -63,21 +65,22 @@ class Claim:
     pid: int
     born: str
     since: str
+    retired: tuple[str, ...] = ()
     released: bool = False
 
     @classmethod
-    def fresh(cls, generation: int, job: Job, began: int) -> Claim:
+    def fresh(cls, generation: int, job: Job, began: int, retired: tuple[str, ...] = ()) -> Claim:
         """Return a claim of this process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         host, pid = socket.gethostname(), os.getpid()
-        return cls(generation, uuid.uuid4().hex, began, job, host, _machine(), pid, _birth(pid), since)
+        return cls(generation, uuid.uuid4().hex, began, job, host, _machine(), pid, _birth(pid), since, retired)
 
     @classmethod
     def parse(cls, data: bytes | None) -> Claim | None:
         """Return the claim in a file, None if it cannot be read."""
         try:
             content = json.loads(data or b"")
-            return cls(**{**content, "job": Job.from_json(content["job"])})
+            return cls(**{**content, "job": Job.from_json(content["job"]), "retired": tuple(content["retired"])})
         except (ValueError, TypeError, KeyError):
             return None
 
@@ -104,6 +107,12 @@ def newest_claim(folder: RunFolder) -> tuple[int, Claim | None]:
 def claims_in(folder: RunFolder) -> list[int]:
     """Return the generations that are claimed in a folder."""
     return [int(match[1]) for match in map(CLAIM.fullmatch, folder.storage.level()[0]) if match]
+
+
+def _holds(folder: RunFolder, claim: Claim) -> bool:
+    """Return whether the file of a claim is in a folder, and no other job has overwritten it."""
+    present = Claim.parse(folder.storage.read_if_there(claim.file))
+    return present is not None and present.token == claim.token
 
 
 def owner_of(folders: Sequence[RunFolder]) -> Claim | None:
@@ -161,6 +170,8 @@ class Ownership:
     _claim: Claim | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
     _beating: threading.Thread | None = None
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the claim is written."""
 
     @property
     def generation(self) -> int:
@@ -174,6 +185,12 @@ class Ownership:
         assert self._claim is not None
         return self._claim.began
 
+    @property
+    def retired(self) -> tuple[str, ...]:
+        """Names that no attempt gets again, see `Claim`."""
+        assert self._claim is not None
+        return self._claim.retired
+
     def acquire(self, *, force: bool = False, wait: Callable[[float], object] = time.sleep) -> None:
         """Claim the next generation: in place of a dead owner at once, of a silent one after `STALE_SECONDS`.
 
@@ -181,14 +198,15 @@ class Ownership:
         if it lives.
         """
         while True:
+            # Read before the owner is looked at: a claim that another job puts meanwhile is in the way of this one.
+            known = [generation for folder in self.folders for generation in claims_in(folder)]
             self._wait_for_owner(force, wait)
             former = owner_of(self.folders)
             self.restarted = former is not None and self.job.is_restart_of(former.job)
-            known = [generation for folder in self.folders for generation in claims_in(folder)]
             known += [newest.generation for folder in self.folders for newest in folder.committed()[:1]]
             generation = max(known, default=0) + 1
             began = former.began if former is not None and self.restarted else generation
-            if self._put(Claim.fresh(generation, self.job, began)):
+            if self._put(Claim.fresh(generation, self.job, began, former.retired if former else ())):
                 break
         if former is not None and not former.released:
             logger.warning("%s: took over from %s", self.folders[0].location, former)
@@ -198,13 +216,15 @@ class Ownership:
 
     def _put(self, claim: Claim) -> bool:
         """Put a claim into all folders; withdraw it and return False if another job was faster."""
-        written: list[RunFolder] = []
         for folder in self.folders:
-            if not folder.storage.put_if_absent(claim.file, claim.to_bytes()):
-                for claimed in written:
-                    claimed.storage.delete(claim.file)
+            folder.storage.put_if_absent(claim.file, claim.to_bytes())
+            # A server may ignore the condition, and a network file system may lose the answer to a first try.
+            newest = newest_claim(folder)[1]
+            if newest is None or newest.token != claim.token:
+                for claimed in self.folders:
+                    if _holds(claimed, claim):
+                        claimed.storage.delete(claim.file)
                 return False
-            written.append(folder)
         self._claim = claim
         for folder in self.folders:
             for generation in claims_in(folder):
@@ -219,6 +239,14 @@ class Ownership:
         if not self._put(replace(self._claim, generation=self.generation + 1)):
             raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
         return self.generation
+
+    def retire(self, names: Sequence[str]) -> None:
+        """Record that no attempt gets these names again, before the attempts of these names are deleted."""
+        with self._writing:
+            assert self._claim is not None
+            self._claim = replace(self._claim, retired=tuple(sorted({*self._claim.retired, *names})))
+        self._touch()
+        self.check()
 
     def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
         """Return when no other job owns the run; raise `CheckpointError` if one does."""
@@ -244,12 +272,16 @@ class Ownership:
         while not self._ended.wait(BEAT_SECONDS):
             # `check` finds out what goes wrong here, or it does not matter.
             with contextlib.suppress(OSError, CheckpointError):
-                for folder in self.folders:
-                    self._touch(folder)
+                self._touch()
 
-    def _touch(self, folder: RunFolder) -> None:
-        assert self._claim is not None
-        folder.storage.put(self._claim.file, self._claim.to_bytes())
+    def _touch(self) -> None:
+        """Write the claim again where it still is, so that it looks young."""
+        with self._writing:
+            claim = self._claim
+            assert claim is not None
+            for folder in self.folders:
+                if _holds(folder, claim):
+                    folder.storage.put(claim.file, claim.to_bytes())
 
     def check(self) -> None:
         """Raise `CheckpointError` if another job has taken over, or this one has released the run."""
@@ -259,7 +291,7 @@ class Ownership:
                 raise CheckpointError(f"checkpoint folder {folder.location} was released; nothing is committed")
             generation, owner = newest_claim(folder)
             if not generation:  # somebody has tidied up by hand
-                self._touch(folder)
+                folder.storage.put(self._claim.file, self._claim.to_bytes())
             elif generation > self.generation or (owner is not None and owner.token != self._claim.token):
                 raise CheckpointError(
                     f"checkpoint folder {folder.location} was taken over by {owner or 'another job'}; "
@@ -276,6 +308,4 @@ class Ownership:
             self._beating.join(BEAT_SECONDS)
         self._claim = replace(self._claim, released=True)
         with contextlib.suppress(OSError, CheckpointError):
-            for folder in self.folders:
-                if self.generation in claims_in(folder):
-                    self._touch(folder)
+            self._touch()

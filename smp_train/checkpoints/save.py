@@ -240,16 +240,31 @@ class CheckpointManager:
         step = meta["step"]
 
         def reserve() -> str:
+            self._check_owner()  # an unfinished attempt may belong to the job that has taken over
             if not target.swept:
-                self._check_owner()  # an unfinished attempt may belong to the job that has taken over
-                _sweep(target.folder, self.generation)
+                self._sweep(target)
                 target.swept = True
-            name = target.folder.begin(self.model_type, step, self.generation)
+            # A stalled writer of an earlier generation must not have the name of this attempt.
+            first = self.generation if target.node_local else 1
+            retired = self.owner.retired if self.owner is not None else ()
+            name = target.folder.begin(self.model_type, step, self.generation, first=first, retired=retired)
             self._check_owner()
             return name
 
         planned = os.path.join(target.folder.location, folder_name(self.model_type, step))
         return Attempt(target, on_main(f"cannot save {planned}", reserve), meta, requested)
+
+    def _sweep(self, target: Target) -> None:
+        """Delete what earlier generations left unfinished; a failure costs disk space, not the run."""
+        folder = target.folder
+        try:
+            unfinished = folder.unfinished(self.generation)
+            if self.owner is not None and unfinished and not target.node_local:
+                self.owner.retire(unfinished)
+            for line in folder.sweep(unfinished):
+                logger.info("checkpoint folder %s: %s", folder.location, line)
+        except (OSError, CheckpointError) as error:
+            logger.warning("checkpoint folder %s cannot be tidied: %s", folder.location, error)
 
     def _check_owner(self) -> None:
         if self.owner is not None:
@@ -381,14 +396,6 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._saved += pending.result()
-
-
-def _sweep(folder: RunFolder, generation: int) -> None:
-    try:
-        for line in folder.sweep(generation):
-            logger.info("checkpoint folder %s: %s", folder.location, line)
-    except (OSError, CheckpointError) as error:
-        logger.warning("checkpoint folder %s cannot be tidied: %s", folder.location, error)
 
 
 def _all_files(attempt: Attempt, shares: Sequence[tuple[str, dict[str, FileRecord]]]) -> dict[str, FileRecord]:
