@@ -3,12 +3,14 @@
 One AdamW training loop on a model of matrices, whose parameters are sharded over all ranks. Per kind of save: the time
 that training stands still, and the time lost in all, which is the duration of the steps from asking for the save until
 it is committed, less what as many steps take without one. Then the time and memory of loading, in fresh processes.
+With ``--index SHARDS`` instead the CPU time of one rank for the index of a 70B model and AdamW in that many shards.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import pickle
 import resource
 import shutil
 import statistics
@@ -17,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp_train import distributed
 from smp_train.checkpoints.background import leaves
+from smp_train.checkpoints.dcp import index
+from smp_train.checkpoints.dcp.pickled import unpickle
+from smp_train.checkpoints.dcp.trees import PlainLoadPlanner
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.checkpoints.state import gather_state
@@ -99,7 +116,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--folder", help="where to write (default: the system's folder for temporary files)")
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind, alternating (default 3)")
     parser.add_argument("--rows", type=int, default=64, help="rows of a batch: how long a step takes (default 64)")
+    parser.add_argument("--index", type=int, metavar="SHARDS", help="measure the index of a checkpoint, nothing else")
     options = parser.parse_args(argv)
+    if options.index:
+        print("\n".join(index_costs(options.index)))
+        return 0
     ranks = distributed.detect()
     distributed.start(ranks, distributed_backend="gloo", timeout_seconds=600)
     shared = [tempfile.mkdtemp(dir=options.folder) if ranks.is_main else None]
@@ -125,8 +146,10 @@ def measure(bench: Bench, folder: Path, rounds: int) -> list[str]:
         bench.step()
     kinds = dict(zip(KINDS, (dcp_save, background_save, foreground_save, gathered_save), strict=True))
     managers = {
-        "background": CheckpointManager([Policy(str(folder / "a"), 1, 1)], run_name="run", model_type="m", asynchronous=True),
-        "foreground": CheckpointManager([Policy(str(folder / "s"), 1, 1)], run_name="run", model_type="m"),
+        name: CheckpointManager(
+            [Policy(str(folder), 1, 1)], run_name=name, model_type="m", asynchronous=name == "background"
+        )
+        for name in ("background", "foreground")
     }
     costs: dict[str, list[Cost]] = {kind: [] for kind in kinds}
     for step in range(1, rounds + 2):
@@ -240,7 +263,7 @@ def load(
     if way == LOADED[0]:
         dcp.load(state, checkpoint_id=max(Path(folder).glob("dcp-*"), key=lambda path: path.stat().st_mtime))
     else:
-        found = open_verified(f"{folder}/s/run")
+        found = open_verified(f"{folder}/foreground")
         verified = time.perf_counter() - began
         assert found is not None
         found.load(state)
@@ -259,6 +282,81 @@ def most_resident(*, from_now: bool = False) -> float:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+ENTRIES, ROWS, WIDTH = 2172, 16, 8192
+"""Tensors of Llama 70B with AdamW's moments; rows of a shard, and columns."""
+
+
+def index_costs(shards: int) -> list[str]:
+    """Return the CPU seconds and megabytes of both indexes of a synthetic checkpoint, which is in no file."""
+    metadata, files = synthetic_index(shards)
+    pickled, pickling = cpu(partial(pickle.dumps, metadata))
+    files[".metadata"] = len(pickled)
+    packed, packing = cpu(partial(pack, metadata, len(pickled)))
+    dist.init_process_group("fake", store=FakeStore(), rank=shards // 2, world_size=shards)
+    mesh = init_device_mesh("cpu", (shards,))
+    part = torch.zeros(1).expand(ROWS, WIDTH)  # takes no memory
+    state = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name in metadata.state_dict_metadata}
+    del metadata
+    theirs, unpickling = cpu(partial(unpickle, pickled))
+    planned, planning = cpu(partial(plan, DefaultLoadPlanner(), state, theirs))
+    del theirs
+    ours, unpacking = cpu(partial(unpack, packed, files))
+    requests, narrowing = cpu(partial(plan, PlainLoadPlanner(), state, ours))
+    assert requests == planned == ENTRIES
+    return [
+        f"bench checkpoint: index of {ENTRIES} tensors in {shards} shards, CPU seconds, torch {torch.__version__}",
+        f"{'':<12}{'write':>8}{'MB':>8}{'read':>8}{'plan':>8}",
+        f"{'.metadata':<12}{pickling:>8.2f}{len(pickled) / 1e6:>8.1f}{unpickling:>8.2f}{planning:>8.2f}",
+        f"{'index.bin':<12}{packing:>8.2f}{len(packed) / 1e6:>8.1f}{unpacking:>8.2f}{narrowing:>8.2f}",
+    ]
+
+
+def synthetic_index(shards: int) -> tuple[Metadata, dict[str, int]]:
+    """Return an index as DCP makes it, and the sizes of the files that it names."""
+    entries: dict[str, Any] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    length = ROWS * WIDTH * 4 + 1200
+    for number in range(ENTRIES):
+        name = f"optim.state.model.layers.{number // 27}.mlp.weight_{number % 27}.exp_avg"
+        chunks = []
+        for shard in range(shards):
+            offset = torch.Size([shard * ROWS, 0])
+            chunks.append(ChunkStorageMetadata(offset, torch.Size([ROWS, WIDTH])))
+            stored[MetadataIndex(name, offset, shard)] = _StorageInfo(f"__{shard}_0.distcp", number * length, length)
+        size = torch.Size([shards * ROWS, WIDTH])
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, chunks)
+    return Metadata(entries, storage_data=stored), {f"__{n}_0.distcp": ENTRIES * length for n in range(shards)}
+
+
+def pack(metadata: Metadata, metadata_bytes: int) -> bytes:
+    """Return our index of it, as rank 0 writes it."""
+    header, columns = index.pack(metadata)
+    return index.encode(header | {"metadata": metadata_bytes}, columns)
+
+
+def unpack(data: bytes, files: dict[str, int]) -> Metadata:
+    """Read our index, as every rank does."""
+    packed = index.decode(data, files[".metadata"])
+    assert packed is not None
+    return index.unpack(*packed, files)
+
+
+def plan(planner: Any, state: dict[str, Any], metadata: Any) -> int:
+    """Plan a load on this rank; return the number of requests."""
+    planner.set_up_planner(state, metadata)
+    local = planner.create_local_plan()
+    items = planner.finish_plan(local).items
+    for item in items:
+        metadata.storage_data[item.storage_index]
+    return len(items)
+
+
+def cpu(work: Callable[[], Any]) -> tuple[Any, float]:
+    """Return the result of a call and its CPU seconds."""
+    began = time.process_time()
+    return work(), time.process_time() - began
 
 
 def void(_: Any) -> None:

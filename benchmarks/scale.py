@@ -33,11 +33,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.cells import table
 from benchmarks.program import STEADY, TINY, below, opened, stepping, words
 from smp_train import arguments, saving, train_utils
-from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.dcp.index import pack, unpack
 from smp_train.checkpoints.dcp.pickled import unpickle
 from smp_train.checkpoints.dcp.planner import SavePlanner
-from smp_train.checkpoints.manifest import META, Committed, FileRecord, RunId, checksum_of
+from smp_train.checkpoints.folder import open_folder
+from smp_train.checkpoints.format import COMMITTED, META, FileRecord, Marker, checksum_of
 from smp_train.data import audit
 from smp_train.data.loader import Loader
 from smp_train.data.order import Order
@@ -292,17 +292,16 @@ def index(plans: list[Any], metadata: Any) -> dict[str, Any]:
 def commit(ranks: int) -> dict[str, Any]:
     """Time rank 0's commit: the sizes of all files are looked up, COMMITTED is written, read and compared."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = open_folder(scratch, RunId.fresh("scale"))
-        staged = folder.stage("llama-1steps")
+        folder = open_folder(scratch)
+        name = folder.begin("llama", 1, generation=1)
         files = {f"__{rank}_0.distcp": checksum_of([b"x"]) for rank in range(ranks)} | {META: checksum_of([b"{}"])}
-        for name in files:
-            Path(scratch, staged, name).write_bytes(b"{}" if name == META else b"x")
+        for file in files:
+            Path(scratch, name, file).write_bytes(b"{}" if file == META else b"x")
 
         def committed() -> None:
-            sizes = folder.sizes(staged)
-            folder.publish(staged, Committed(1, "llama", files, run=folder.run))
-            read = Committed.from_bytes(folder.read("llama-1steps", "COMMITTED"))
-            assert not read.size_problems(sizes)
+            sizes = folder.sizes(name)
+            folder.commit(name, Marker(1, "llama", 1, files))
+            assert not Marker.from_bytes(folder.read(name, COMMITTED)).size_problems(sizes)
 
         return {"seconds": cpu(committed)}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-FILES = (".begun", ".metadata", "COMMITTED", "__0_0.distcp", "meta.json")
+FILES = (".begun", ".metadata", "COMMITTED", "__0_0.distcp", "index.bin", "meta.json")
 """Files of a checkpoint that `save` writes."""
 
 

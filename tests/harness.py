@@ -106,7 +106,7 @@ def as_torchrun(rank: int, world: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RUN_ID": f"test-{port}",
     }  # fmt: skip
 
 

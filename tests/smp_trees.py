@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from smp_train.checkpoints.state import canonical_name
-from tests.checkpoint_files import tree
 from tests.smp import install
 
 State = dict[str, torch.Tensor]
@@ -204,5 +203,5 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def config_of(checkpoint: Path) -> dict[str, Any]:
     """Return the model's configuration, as one of our checkpoints has it."""
-    config: dict[str, Any] = json.loads((tree(checkpoint) / "meta.json").read_text())["model_config"]
+    config: dict[str, Any] = json.loads((checkpoint / "meta.json").read_text())["model_config"]
     return config

@@ -27,7 +27,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def hand_over(families: list[str], options: dict[str, Any], source: str | None, target: str) -> None:
     """Per family, on this rank: load what is in ``source``, or draw weights and moments, and save it to ``target``."""
-    from smp_train.checkpoints import CheckpointManager, Policy, find
+    from smp_train.checkpoints.find import open_verified
+    from smp_train.checkpoints.save import CheckpointManager, Policy
 
     if not NATIVE:
         install()
@@ -40,11 +41,9 @@ def hand_over(families: list[str], options: dict[str, Any], source: str | None, 
             optimizer = torch.optim.AdamW(model.parameters())
             read: Any = partial(draw_moments, rank=ranks.rank)
             if source is not None:
-                found = find(f"{source}/{family}/{family}-1steps", strict=True)
-                assert found is not None
-                read = partial(found.load, saver=backend.saver)
+                read = partial(open_verified(f"{source}/{family}/{family}-1steps").load, saver=backend.saver)
             backend.load_state(model, optimizer, read)
-            manager = CheckpointManager([Policy(f"{target}/{family}", 1, 0)], model_type=family)
+            manager = CheckpointManager([Policy(target, 1, 0)], run_name=family, model_type=family)
             manager.save(1, backend.state_dict(model, optimizer), {}, saver=backend.saver)
 
 

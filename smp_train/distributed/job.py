@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from smp_train.distributed.environment import LAUNCH
@@ -26,37 +28,50 @@ class Job:
         name: such as ``Slurm job 17``; empty for a process that somebody started by hand.
         restarts: how often the scheduler has started the job again.
         agent: what starts the processes of this job again when they end, and only then: a unique job, or torchrun or
-            our supervisor by host and process. Empty where nothing does.
+            our supervisor by process and run id. Empty where nothing does.
+        process: the process itself; a second training of one program is no restart of the first.
     """
 
     name: str = ""
     restarts: int = 0
     agent: str = ""
+    process: str = ""
 
     @classmethod
     def current(cls, environ: Mapping[str, str] | None = None) -> Job:
-        """Return the job of this process from the environment."""
+        """Return the job of this process from the environment, or of another process from its environment."""
+        process = _identity(os.getpid()) if environ is None else ""
         environ = os.environ if environ is None else environ
         for variable, kind in UNIQUE_JOBS.items():
             if environ.get(variable):
                 name = f"{kind} {environ[variable]}"
-                return cls(name, agent=name)
+                return cls(name, agent=name, process=process)
         agent = ""
         if "TORCHELASTIC_RUN_ID" in environ or environ.get("ROLE_NAME") == LAUNCH:
-            agent = f"{socket.gethostname()}:{os.getppid()}"
+            agent = f"{_identity(os.getppid())} {environ.get('TORCHELASTIC_RUN_ID', '')}"
         restarts = environ.get("SLURM_RESTART_COUNT") or "0"
         for variable, kind in SHARED_JOBS.items():
             if environ.get(variable):
-                return cls(f"{kind} {environ[variable]}", int(restarts) if restarts.isdigit() else 0, agent)
-        return cls(agent=agent)
+                number = int(restarts) if restarts.isdigit() else 0
+                return cls(f"{kind} {environ[variable]}", number, agent, process)
+        return cls(agent=agent, process=process)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Job:
         """Return the job of `dataclasses.asdict`. Raises TypeError and ValueError."""
-        return cls(str(content["name"]), int(content["restarts"]), str(content["agent"]))
+        texts = (str(content[key]) for key in ("agent", "process"))
+        return cls(str(content["name"]), int(content["restarts"]), *texts)
 
     def is_restart_of(self, earlier: Job) -> bool:
         """Return whether this is ``earlier``, started again. Two steps of one allocation are not."""
         if self.agent and self.agent == earlier.agent:
-            return True
+            return not self.process or self.process != earlier.process
         return bool(self.name) and self.name == earlier.name and self.restarts > earlier.restarts
+
+
+def _identity(pid: int) -> str:
+    """Return host, id and start time of a process: containers that share a host name also share process ids."""
+    started = ""
+    with contextlib.suppress(OSError, IndexError):  # another system than Linux
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()}:{pid}:{started}"

@@ -158,7 +158,8 @@ def host_parameters(folder: str) -> tuple[list, list, list]:
     """Train without and with CPUOffloadPolicy (on a CPU a detour, with clipping), saving and loading in the latter."""
     from smp_train import distributed
     from smp_train.backends.native import NativeBackend
-    from smp_train.checkpoints import CheckpointManager, Policy, find
+    from smp_train.checkpoints.find import open_verified
+    from smp_train.checkpoints.save import CheckpointManager, Policy
 
     ranks = distributed.detect()
     device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
@@ -172,7 +173,7 @@ def host_parameters(folder: str) -> tuple[list, list, list]:
     changes = {"gradient_accumulation_steps": 2, "cpu_offload": 1, "forward_prefetch": 0}
     plain = train(ranks, device, {**changes, "forward_prefetch": 1})
     NativeBackend.__init__ = offloading  # type: ignore[method-assign]
-    manager = CheckpointManager([Policy(folder, 1, 9)], model_type="tiny")
+    manager = CheckpointManager([Policy(folder, 1, 9)], run_name="run", model_type="tiny")
 
     def save(name: str, step: int, model: Any, backend: Any, optimizer: Any) -> None:
         if step == 1:
@@ -180,7 +181,7 @@ def host_parameters(folder: str) -> tuple[list, list, list]:
 
     def load(name: str, step: int, model: Any, backend: Any, optimizer: Any) -> None:
         if step == 0:
-            backend.load_state(model, optimizer, find(folder).load)
+            backend.load_state(model, optimizer, open_verified(folder).load)
 
     offloaded = train(ranks, device, changes, watch=save)
     resumed = [train(ranks, device, changes, watch=load, first=1)]

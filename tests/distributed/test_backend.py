@@ -155,7 +155,7 @@ def test_trains_like_one_process(case: str, backend: str, scratch: Path, tmp_pat
     alike(numbers(tmp_path), numbers(one))
     assert len(evaluated(one)) == (rows not in ("packed", "experts"))
     assert evaluated(tmp_path) == pytest.approx(evaluated(one), rel=TOLERANCE)
-    ours, theirs = (read_checkpoint(*(each / "checkpoints").glob("*-3steps")) for each in (tmp_path, one))
+    ours, theirs = (read_checkpoint(*(each / "checkpoints" / "run").glob("*-3steps")) for each in (tmp_path, one))
     assert ours.keys() == theirs.keys()
     assert any("lm_head" in name for name in ours) == (rows != "tied")
     for name in (name for name in theirs if name.startswith("model")):

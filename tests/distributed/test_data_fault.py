@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests import harness
-from tests.checkpoint_files import tree
 from tests.distributed.test_text_training import audits, write_text
 from tests.system.command import write_shard
 from tests.tiers import slow
@@ -55,16 +54,16 @@ def test_a_damaged_row_saves_the_step_before(tmp_path: Path, changes: dict) -> N
     tok, good = damaged_token(data, (3 * rows + 1) * 32)  # the first row of rank 1 in step 4
 
     assert "DataError" in fails(cut, 2, **common)
-    saved = cut / "checkpoints" / "llama_v2-3steps"
+    saved = cut / "checkpoints" / "run" / "llama_v2-3steps"
     assert (saved / "COMMITTED").exists()
-    assert json.loads((tree(saved) / "meta.json").read_text())["data"]["consumed"] == 3 * rows
-    assert [path.name for path in (cut / "checkpoints").glob("*steps")] == [saved.name]
+    assert json.loads((saved / "meta.json").read_text())["data"]["consumed"] == 3 * rows
+    assert [path.name for path in (cut / "checkpoints" / "run").glob("*steps")] == [saved.name]
     assert not (cut / "run" / "DONE").exists()
 
     tok.write_bytes(good)
     harness.run(train, 2, flags(cut, **common, resume_from_checkpoint=cut / "checkpoints"))
     assert [(r["step"], r["loss"]) for r in steps(cut)] == [(r["step"], r["loss"]) for r in steps(whole)]
-    assert_equal(cut / "checkpoints" / "llama_v2-6steps", whole / "checkpoints" / "llama_v2-6steps")
+    assert_equal(cut / "checkpoints" / "run" / "llama_v2-6steps", whole / "checkpoints" / "run" / "llama_v2-6steps")
 
 
 def test_data_that_fails_before_a_step_and_in_validation(tmp_path: Path) -> None:
@@ -75,12 +74,12 @@ def test_data_that_fails_before_a_step_and_in_validation(tmp_path: Path) -> None
     harness.run(train, 2, flags(tmp_path / "a", **run))
     damaged_token(tmp_path / "test", 0)
     fails(tmp_path / "b", 2, **{**run, "max_steps": 4})
-    assert (tmp_path / "b" / "checkpoints" / "llama_v2-2steps" / "COMMITTED").exists()
+    assert (tmp_path / "b" / "checkpoints" / "run" / "llama_v2-2steps" / "COMMITTED").exists()
     fails(tmp_path / "c", 2, **run, evaluate_only=1)
     damaged_token(tmp_path / "data", 0)
     fails(tmp_path / "d", 2, **common)
     for name in ("c", "d"):
-        assert not list((tmp_path / name / "checkpoints").glob("*steps")), "no step was completed"
+        assert not list((tmp_path / name / "checkpoints").rglob("*steps")), "no step was completed"
 
 
 @pytest.mark.parametrize("steps", slow([4, 1], lambda steps: steps > 1))
@@ -91,7 +90,7 @@ def test_an_audit_that_cannot_be_written_ends_all_ranks_and_saves(tmp_path: Path
     message = fails(tmp_path, 2, data_audit=1, max_steps=steps)
     assert "rank 1" in message
     assert f"{audit}: cannot write the audit there (No space left on device)" in message
-    assert (tmp_path / "checkpoints" / "llama_v2-1steps" / "COMMITTED").exists()
+    assert (tmp_path / "checkpoints" / "run" / "llama_v2-1steps" / "COMMITTED").exists()
     assert not (tmp_path / "run" / "DONE").exists()
 
 
@@ -117,10 +116,10 @@ def test_a_broken_line_of_streamed_text_saves_the_step_before(tmp_path: Path) ->
     (text / "a.jsonl").write_bytes(broken)
     message = fails(cut, 2, **common)
     assert "a.jsonl:" in message
-    (saved,) = (cut / "checkpoints").glob("*steps")
-    assert 2 <= json.loads((tree(saved) / "meta.json").read_text())["step"] < 6
+    (saved,) = (cut / "checkpoints" / "run").glob("*steps")
+    assert 2 <= json.loads((saved / "meta.json").read_text())["step"] < 6
 
     (text / "a.jsonl").write_bytes(mended)
     harness.run(train, 2, flags(cut, **common, resume_from_checkpoint=cut / "checkpoints"))
     assert audits(cut) == audits(whole)
-    assert_equal(cut / "checkpoints" / "llama_v2-6steps", whole / "checkpoints" / "llama_v2-6steps")
+    assert_equal(cut / "checkpoints" / "run" / "llama_v2-6steps", whole / "checkpoints" / "run" / "llama_v2-6steps")

@@ -54,7 +54,7 @@ def test_a_stop_does_not_wait_for_the_end_of_a_validation(tmp_path: Path) -> Non
     assert [record["step"] for record in steps(tmp_path)] == [1, 2]
     assert [record.get("event") for record in records(tmp_path) if "event" in record] == ["start", "save", "stop"]
     assert json.loads((tmp_path / "run" / "STOPPED").read_text())["step"] == 2
-    assert (tmp_path / "checkpoints" / "llama_v2-2steps" / "COMMITTED").exists()
+    assert (tmp_path / "checkpoints" / "run" / "llama_v2-2steps" / "COMMITTED").exists()
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -87,27 +87,27 @@ def test_early_stopping_and_the_best_checkpoint(world: int, tmp_path: Path) -> N
     harness.run(train, world, patient)
     assert [record["step"] for record in steps(tmp_path)] == [1, 2, 3, 4]
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 4
-    kept = sorted(path.parent.name for path in (tmp_path / "checkpoints").glob("*/COMMITTED"))
+    kept = sorted(path.parent.name for path in (tmp_path / "checkpoints" / "run").glob("*/COMMITTED"))
     assert kept == ["llama_v2-1steps", "llama_v2-4steps"]
-    (meta,) = (tmp_path / "checkpoints/llama_v2-4steps").glob("*/meta.json")
+    meta = tmp_path / "checkpoints/run/llama_v2-4steps/meta.json"
     best = json.loads(meta.read_text())["best"]
     assert (best["step"], best["since"]) == (1, 3)
     prune = ["prune", str(tmp_path / "checkpoints"), "--keep", "1"]
     assert checkpoint_verb(prune) == 0
-    assert len(list((tmp_path / "checkpoints").glob("*/COMMITTED"))) == 2
+    assert len(list((tmp_path / "checkpoints" / "run").glob("*/COMMITTED"))) == 2
     harness.run(train, world, [*patient, *resume])
     assert len(steps(tmp_path)) == 4
     harness.run(train, world, [*patient, *resume, "--early_stopping=5"])
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 6
-    assert (tmp_path / "checkpoints/llama_v2-1steps/COMMITTED").exists()
+    assert (tmp_path / "checkpoints/run/llama_v2-1steps/COMMITTED").exists()
 
 
 def test_another_run_begins_without_the_best_of_the_one_it_starts_from(tmp_path: Path) -> None:
     harness.run(train, 1, flags(tmp_path / "one", **STALE, max_steps=9, checkpoint_freq=4, early_stopping=3))
-    found = {"resume_from_checkpoint": tmp_path / "one/checkpoints", "run_name": "two"}
+    found = {"resume_from_checkpoint": tmp_path / "one/checkpoints/run", "run_name": "two"}
     harness.run(train, 1, flags(tmp_path / "two", **STALE, **found, max_steps=6, checkpoint_freq=4, early_stopping=3))
     assert [record["step"] for record in steps(tmp_path / "two")] == [5, 6]
-    kept = sorted(path.parent.name for path in (tmp_path / "two/checkpoints").glob("*/COMMITTED"))
+    kept = sorted(path.parent.name for path in (tmp_path / "two/checkpoints/two").glob("*/COMMITTED"))
     assert kept == ["llama_v2-5steps", "llama_v2-6steps"]
 
 
@@ -119,5 +119,5 @@ def test_a_falling_loss_moves_the_best_checkpoint(tmp_path: Path) -> None:
     found = [record for record in records(tmp_path) if record.get("event") == "evaluate"]
     assert [record["step"] for record in found] == [0, 1, 2, 3, 4, 5, 6]
     lowest = min(found[1:], key=lambda record: record["loss"])["step"]
-    kept = sorted(path.parent.name for path in (tmp_path / "checkpoints").glob("*/COMMITTED"))
+    kept = sorted(path.parent.name for path in (tmp_path / "checkpoints" / "run").glob("*/COMMITTED"))
     assert kept == sorted({f"llama_v2-{lowest}steps", "llama_v2-6steps"})

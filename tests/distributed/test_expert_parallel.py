@@ -158,7 +158,7 @@ def test_resume_on_other_degrees(chain: str, tmp_path: Path) -> None:
         resumed = {"resume_from_checkpoint": tmp_path / "checkpoints", "max_steps": 2 * number + 2}
         harness.run(train, world, flags(tmp_path, **KEPT, **changes, **resumed))
     alike(numbers(tmp_path), numbers(tmp_path / "one"))
-    ours, theirs = (read_checkpoint(at / "checkpoints" / "mixtral-6steps") for at in (tmp_path, tmp_path / "one"))
+    ours, theirs = (read_checkpoint(at / "checkpoints/run/mixtral-6steps") for at in (tmp_path, tmp_path / "one"))
     assert ours.keys() == theirs.keys()
     assert any("experts.3.w2.weight.exp_avg_sq" in name for name in ours)
 
@@ -173,7 +173,7 @@ def test_resume_on_the_same_degrees_is_bit_exact(experts: int, tmp_path: Path) -
     for last in (2, 4):
         resumable = {"resume_from_checkpoint": broken / "checkpoints", "max_steps": last}
         harness.run(train, world, flags(broken, **given, **resumable))
-    same(*(read_checkpoint(folder / "checkpoints" / "mixtral-4steps") for folder in (broken, straight)))
+    same(*(read_checkpoint(folder / "checkpoints" / "run" / "mixtral-4steps") for folder in (broken, straight)))
     assert numbers(broken) == numbers(straight)
 
 

@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM
 
 from smp_train import arguments, backends, distributed
 from smp_train.backends.smp_model import give_weights
-from smp_train.checkpoints import CheckpointManager, Policy, open_checkpoint
+from smp_train.checkpoints.find import open_checkpoint
+from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from smp_train.models.build import build_meta
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.resolve import resolve
 from tests import harness
-from tests.checkpoint_files import tree
 from tests.s3_server import bucket, environment, serving, upload
 from tests.training import TINY, flags, read_checkpoint, records, steps, train
 
-KEPT = ("bf16", "use_synthetic_data", "train_batch_size", "max_steps", "lr", "warmup", "max_context_width")
+KEPT = ("run_name", "bf16", "use_synthetic_data", "train_batch_size", "max_steps", "lr", "warmup", "max_context_width")
 WIDTHS = {name: None for name in TINY if name not in KEPT}
 COMMON = {**WIDTHS, "finetune": 1, "max_steps": 2}
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder / "tiny")
     state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     torch.save({"model": model.state_dict()}, folder / "full.pt")
-    CheckpointManager([Policy(str(folder / "ours"), 5, 1)], model_type="llama_v2").save(
+    CheckpointManager([Policy(str(folder), 5, 1)], run_name="ours", model_type="llama_v2").save(
         5, {"model": state, "optim": {"x": torch.ones(1)}}, {"model_config": spec.config.to_dict()}
     )
     dcp.save({"model": model.state_dict(), "optimizer": {"x": torch.ones(1)}}, checkpoint_id=folder / "foreign")
@@ -139,7 +139,7 @@ def test_every_form_of_weights_in_s3_gives_the_same_model(model: Path, monkeypat
         ours = model / "ours" / "llama_v2-5steps"
         state = {key.removeprefix("model."): value for key, value in read_checkpoint(ours).items()
                  if key.startswith("model.")}  # fmt: skip
-        CheckpointManager([Policy(f"{place}/saved", 6, 1)], model_type="llama_v2").save(
+        CheckpointManager([Policy(place, 6, 1)], run_name="saved", model_type="llama_v2").save(
             6, {"model": state, "optim": {"x": torch.ones(1)}}, open_checkpoint(ours).meta
         )
         for found in harness.run(start_from, 2, in_s3(place), server.url):
@@ -160,7 +160,7 @@ def test_a_finetune_resumes_without_its_weights(model: Path, tmp_path: Path) -> 
                         for run in ("broken", "straight"))  # fmt: skip
     assert broken == straight
     ours, theirs = (
-        read_checkpoint(tmp_path / run / "checkpoints" / "llama_v2-4steps") for run in ("broken", "straight")
+        read_checkpoint(tmp_path / run / "checkpoints" / "run" / "llama_v2-4steps") for run in ("broken", "straight")
     )
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
     assert [r["event"] for r in records(tmp_path / "broken") if "event" in r].count("resume") == 1
@@ -205,15 +205,16 @@ def test_weights_that_do_not_fit_are_refused_by_all_ranks(model: Path, tmp_path:
     cases = {name: {**changes, file: model / changes[file]} for name, (_, changes, _) in REFUSED.items()}
     damaged = tmp_path / "ours"
     shutil.copytree(model / "ours", damaged)
-    shard = tree(damaged / "llama_v2-5steps") / "__0_0.distcp"
+    shard = damaged / "llama_v2-5steps" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     cases["damaged"] = {"pretrained_model_name": model / "tiny", "finetune_checkpoint_load_dir": damaged}
     expected = {name: rf"{kind.__name__}: .*{words}" for name, (kind, _, words) in REFUSED.items()}
-    expected["damaged"] = r"CheckpointError: .*is damaged: __0_0.distcp has CRC-32"
+    expected["damaged"] = r"Damaged: .*is damaged: __0_0.distcp has CRC-32"
     for said in harness.run(refusals, 2, cases):
         for name, message in said.items():
             assert re.match(expected[name], message), message
-    assert (damaged / "llama_v2-5steps" / "COMMITTED").exists()  # someone else's is not set aside
+    assert (damaged / "llama_v2-5steps" / "COMMITTED").exists()  # another run's stays as it is
+    assert not (damaged / "llama_v2-5steps" / "DAMAGED").exists()
 
 
 def refused_at_start(command_line: list[str]) -> str:
@@ -234,13 +235,13 @@ def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
     options = {"save_final_model": 1, "model_dir": tmp_path / "final", "max_steps": 3, "checkpoint_type": "full"}
     options |= {"checkpoint_freq": 1, "num_kept_checkpoints": 2}
     harness.run(train, 2, flags(tmp_path, **options))
-    last = tmp_path / "checkpoints" / "llama_v2-3steps"
+    last = tmp_path / "checkpoints" / "run" / "llama_v2-3steps"
     saved = read_checkpoint(last)
     for folder in (tmp_path / "final", last / "hf"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
         assert all(torch.equal(model[name], saved[f"model.{name}"]) for name in model)
     # Each checkpoint has its own model beside it, and goes with it.
-    there = sorted(path.parts[-3] for path in tmp_path.glob("checkpoints/*/hf/config.json"))
+    there = sorted(path.parts[-3] for path in tmp_path.glob("checkpoints/run/*/hf/config.json"))
     assert there == ["llama_v2-2steps", "llama_v2-3steps"]
     assert open_checkpoint(last).verify() == []
     written = (last / "hf" / "model.safetensors").read_bytes()

@@ -167,18 +167,18 @@ def test_a_checkpoint_has_the_tokenizer_of_its_chats(here: Path, tmp_path: Path)
     given = options(here, dataset=here / "chats", short="pack", max_steps=4, checkpoint_freq=2, num_kept_checkpoints=0)
     bare = {**given, "hf_pretrained_model_name_or_dir": None}
     harness.run(train, 1, flags(tmp_path, **given))
-    whole = read_checkpoint(tmp_path / "checkpoints/llama_v2-4steps")
-    half = {"resume_from_checkpoint": tmp_path / "checkpoints/llama_v2-2steps", "max_context_width": None}
+    whole = read_checkpoint(tmp_path / "checkpoints/run/llama_v2-4steps")
+    half = {"resume_from_checkpoint": tmp_path / "checkpoints/run/llama_v2-2steps", "max_context_width": None}
     harness.run(train, 1, flags(tmp_path / "resumed", **bare | half))
-    resumed = read_checkpoint(tmp_path / "resumed/checkpoints/llama_v2-4steps")
+    resumed = read_checkpoint(tmp_path / "resumed/checkpoints/run/llama_v2-4steps")
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
     start = {"finetune": 1, "pretrained_checkpoint_file": tmp_path / "checkpoints", "max_steps": 2, **STILL}
     harness.run(train, 2, flags(tmp_path / "tuned", **bare | start))
-    tuned = read_checkpoint(tmp_path / "tuned/checkpoints/llama_v2-2steps")
+    tuned = read_checkpoint(tmp_path / "tuned/checkpoints/run/llama_v2-2steps")
     weights = [name for name in whole if name.startswith("model.")]
     assert weights
     assert all(torch.allclose(tuned[name], whole[name]) for name in weights)
-    assert list((tmp_path / "tuned/checkpoints/llama_v2-2steps").glob("*/tokenizer/chat_template.jinja"))
+    assert (tmp_path / "tuned/checkpoints/run/llama_v2-2steps/tokenizer/chat_template.jinja").is_file()
     file = {"finetune": 1, "pretrained_checkpoint_file": here / "model" / "model.safetensors", "max_steps": 1}
     harness.run(train, 1, flags(tmp_path / "beside", **bare | file))  # the tokenizer lies there, too
     with pytest.raises(harness.RankFailed, match="--tokenizer"):
@@ -192,23 +192,23 @@ def test_adapters_on_streamed_chats_resume_bit_for_bit_with_their_best(here: Pat
         "dataset": here / "chats", "test_dir": here / "pairs", "short": "pack", "streaming": 1, "shuffle": "global",
         "lora_rank": 2, "lora_dropout": 0.1, "lr": 3e-2, "lr_decay_style": "constant", "validation_freq": 1,
         "validation_batches": 2, "val_batch_size": 2, "keep_best": 1, "early_stopping": 3, "checkpoint_freq": 3,
-        "num_kept_checkpoints": 0, "max_steps": 6, "run_name": "one",
+        "num_kept_checkpoints": 0, "max_steps": 6,
     }  # fmt: skip
     first, again = tmp_path / "first", tmp_path / "again"
     harness.run(train, world, flags(first, **options(here, **given)))
-    (third,) = (first / "checkpoints").glob("*-3steps")  # what a kill after it leaves
-    shutil.copytree(third, again / "checkpoints" / third.name)
+    (third,) = (first / "checkpoints" / "run").glob("*-3steps")  # what a kill after it leaves
+    shutil.copytree(third, again / "checkpoints" / "run" / third.name)
     found = {"resume_from_checkpoint": again / "checkpoints"}
     harness.run(train, world, flags(again, **options(here, **given, **found)))
     last = third.name.replace("-3steps", f"-{steps(first)[-1]['step']}steps")
     metas = []
     for folder in (first, again):
-        (meta,) = (folder / "checkpoints" / last).glob("*/meta.json")
+        meta = folder / "checkpoints" / "run" / last / "meta.json"
         validated = [(r["step"], r["loss"]) for r in records(folder) if r.get("event") == "evaluate" and r["step"] > 3]
         metas.append((json.loads(meta.read_text())["best"], validated))
     assert metas[0] == metas[1]
     assert metas[0][1]
-    same(read_checkpoint(again / "checkpoints" / last), read_checkpoint(first / "checkpoints" / last))
+    same(read_checkpoint(again / "checkpoints" / "run" / last), read_checkpoint(first / "checkpoints" / "run" / last))
 
 
 @pytest.mark.parametrize("streaming", [0, 1])

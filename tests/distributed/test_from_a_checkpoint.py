@@ -84,13 +84,13 @@ def test_export_is_complete(trained: Path, exported: Path) -> None:
 
 
 def test_resume_needs_no_flag_of_the_model(trained: Path, tmp_path: Path) -> None:
-    found = {"resume_from_checkpoint": trained / "checkpoints/llama_v2-2steps"}
+    found = {"resume_from_checkpoint": trained / "checkpoints/run/llama_v2-2steps"}
     harness.run(train, 2, flags(tmp_path, **DATA | NO_MODEL | UNVALIDATED | found))
-    again = read_checkpoint(tmp_path / "checkpoints/llama_v2-4steps")
-    first = read_checkpoint(trained / "checkpoints/llama_v2-4steps")
+    again = read_checkpoint(tmp_path / "checkpoints/run/llama_v2-4steps")
+    first = read_checkpoint(trained / "checkpoints/run/llama_v2-4steps")
     assert again.keys() == first.keys()
     assert all(torch.equal(again[name], first[name]) for name in first)
-    assert (next((tmp_path / "checkpoints").glob("*-4steps/*/tokenizer/tokenizer.json"))).is_file()
+    assert (tmp_path / "checkpoints/run/llama_v2-4steps/tokenizer/tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -159,7 +159,7 @@ def test_generate_refuses_by_name(words: list[str], error: type[Exception], name
 
 def test_prompt_when_a_run_ends_and_by_itself(trained: Path, tmp_path: Path) -> None:
     prompt = {"prompt": PROMPT, "num_tokens": 12}
-    found = {"resume_from_checkpoint": trained / "checkpoints/llama_v2-4steps"}
+    found = {"resume_from_checkpoint": trained / "checkpoints/run/llama_v2-4steps"}
     alone = verb("generate", "--checkpoint", found["resume_from_checkpoint"], "--prompt", PROMPT, "--num_tokens", "12")
     changes = DATA | NO_MODEL | prompt | found | UNVALIDATED | {"run_dir": tmp_path / "run"}
     for world in (1, 2):

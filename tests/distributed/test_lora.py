@@ -140,15 +140,15 @@ def test_every_mesh_trains_the_same_adapters(
 
 
 def test_a_checkpoint_is_small_and_resumes_bit_for_bit(base: Path, trained: Path, tmp_path: Path) -> None:
-    whole = read_checkpoint(trained / "checkpoints/llama_v2-4steps")
+    whole = read_checkpoint(trained / "checkpoints/run/llama_v2-4steps")
     assert all(".lora_" in name for name in whole)
     assert sum(value.numel() for value in whole.values()) < 3.1 * 4 * (2 * 32 * 20 + 2 * 48 * 6)
-    found = {"resume_from_checkpoint": trained / "checkpoints/llama_v2-2steps"}
+    found = {"resume_from_checkpoint": trained / "checkpoints/run/llama_v2-2steps"}
     no_model = {**dict.fromkeys(WIDTHS), **DATA, **LORA, **found, "lora_rank": None, "lora_alpha": None}
     commands = (options(tmp_path / "0", base, **found), flags(tmp_path / "1", **no_model))
     for number, command in enumerate(commands):
         harness.run(train, 2 if number else 1, command)
-        again = read_checkpoint(tmp_path / str(number) / "checkpoints/llama_v2-4steps")
+        again = read_checkpoint(tmp_path / str(number) / "checkpoints/run/llama_v2-4steps")
         assert again.keys() == whole.keys()
         if number == 0:
             assert all(torch.equal(again[name], whole[name]) for name in whole)
@@ -220,7 +220,7 @@ def test_generate_and_evaluate_with_adapters(world: int, base: Path, trained: Pa
         ({"fp8": 1, "bf16": 1}, "fp8|FP8"),
         ({"lora_target_modules": "embed_tokens"}, "embed_tokens.*linear"),
         ({"pretrained_checkpoint_file": "checkpoints"}, "newest.*-4steps"),
-        ({"pretrained_checkpoint_file": "checkpoints/llama_v2-4steps"}, "adapters alone.*--merge 1"),
+        ({"pretrained_checkpoint_file": "checkpoints/run/llama_v2-4steps"}, "adapters alone.*--merge 1"),
     ],
     ids=str,
 )
@@ -255,4 +255,4 @@ def test_every_family_has_adapters(family: str, tmp_path: Path) -> None:
     harness.run(train, 2, options(tmp_path, base, max_steps=2))
     losses = [record["loss"] for record in steps(tmp_path)]
     assert all(loss == loss for loss in losses)
-    assert read_checkpoint(next((tmp_path / "checkpoints").glob("*-2steps")))
+    assert read_checkpoint(next((tmp_path / "checkpoints" / "run").glob("*-2steps")))

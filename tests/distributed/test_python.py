@@ -79,11 +79,22 @@ def test_two_calls_in_one_process_are_one_run_of_the_command(served: str, tmp_pa
     assert [[end.step for end in of_rank] for of_rank in ends] == [[2, 4]] * 2
     assert not ends[0][1].stopped
     assert numbers(tmp_path / "calls") == numbers(tmp_path / "command")
-    (here,) = (tmp_path / "calls" / "checkpoints").glob("*-4steps")
+    (here,) = (tmp_path / "calls" / "checkpoints" / "halves").glob("*-4steps")
     assert Path(ends[1][1].checkpoint) == here
-    same(read_checkpoint(here), read_checkpoint(tmp_path / "command" / "checkpoints" / here.name))
+    same(read_checkpoint(here), read_checkpoint(tmp_path / "command" / "checkpoints" / "run" / here.name))
     steps = [record["step"] for record in ends[0][1].history() if "event" not in record]
     assert steps == [1, 2, 3, 4]
+
+
+def test_two_trainings_of_one_program_are_two_runs(tmp_path: Path) -> None:
+    """What started the program is the same for both; the second is no restart of the first."""
+    unnamed = {"run_name": None, "max_steps": 2}
+    ends = harness.run(called, 2, tmp_path, unnamed, {**unnamed, "lr": 1e-4, "run_dir": tmp_path / "second"})
+    assert [[end.step for end in of_rank] for of_rank in ends] == [[2, 2]] * 2
+    names = [Path(end.checkpoint).parent.name for end in ends[0]]
+    assert names == ["llama_v2-31.9k", "llama_v2-31.9k-2"]
+    steps = [[record["step"] for record in end.history() if "event" not in record] for end in ends[0]]
+    assert steps == [[1, 2]] * 2
 
 
 def with_callbacks(folder: Path, **changes: Any) -> dict[str, list[Any]]:
@@ -135,7 +146,7 @@ def test_a_callback_that_raises_stops_all_by_name(event: str, at: int, kind: str
     whole = harness.same_message([text for _, text in ends])
     for part in (event, "fails.<locals>.burst", f"step {at}", kind):
         assert part in whole
-    saved = sorted(path.parent.name for path in (tmp_path / "checkpoints").glob("*/COMMITTED"))
+    saved = sorted(path.parent.name for path in (tmp_path / "checkpoints" / "run").glob("*/COMMITTED"))
     assert saved[-1].endswith(f"-{last}steps")
     assert [record["step"] for record in records(tmp_path) if "event" not in record] == list(range(1, last + 1))
     # The run goes on from there.
@@ -190,7 +201,7 @@ def test_a_bad_own_row_stops_all_by_name(then: Any, named: str, tmp_path: Path) 
     whole = harness.same_message(messages)
     for part in ("training_data", "number 5", named):
         assert part in whole
-    assert [path.parent.name for path in (tmp_path / "checkpoints").glob("*/COMMITTED")] == ["llama_v2-2steps"]
+    assert [path.parent.name for path in (tmp_path / "checkpoints" / "run").glob("*/COMMITTED")] == ["llama_v2-2steps"]
 
 
 def smoothed(logits: Tensor, targets: Tensor) -> Tensor:

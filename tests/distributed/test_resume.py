@@ -15,7 +15,7 @@ COMMON = {"train_batch_size": 1, "attn_pdrop": 0.1, "checkpoint_freq": 3, "num_k
 
 
 def checkpoint(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"llama_v2-{step}steps"
+    return folder / "checkpoints" / "run" / f"llama_v2-{step}steps"
 
 
 def audits(folder: Path, world: int) -> list[list[dict]]:
@@ -44,19 +44,19 @@ def test_resume_is_bit_exact(world: int, changes: dict, tmp_path: Path) -> None:
         resumable = {"resume_from_checkpoint": broken / "checkpoints", "max_steps": last}
         harness.run(train, world, flags(broken, **options, **resumable))
 
-    ours, theirs = (read_checkpoint(folder / "checkpoints" / f"{kind}-6steps") for folder in (broken, straight))
+    ours, theirs = (read_checkpoint(folder / "checkpoints" / "run" / f"{kind}-6steps") for folder in (broken, straight))
     assert any("exp_avg_sq" in name for name in ours)
     same(ours, theirs)
     exact = ("step", "loss", "grad_norm", "lr", "tokens", "consumed")
     assert [[r[k] for k in exact] for r in steps(broken)] == [[r[k] for k in exact] for r in steps(straight)]
     assert audits(broken, world) == audits(straight, world)
     assert [r["event"] for r in records(broken) if "event" in r].count("resume") == 1
-    if world == 1:
-        again = {"resume_from_checkpoint": checkpoint(broken, 3), "max_steps": 4}
-        harness.run(train, world, flags(broken, **options, **again))
-        kept = sorted(path.name for path in (broken / "checkpoints").iterdir())
-        assert kept == ["llama_v2-3steps", "llama_v2-4steps", "llama_v2-6steps"]
-        assert (checkpoint(broken, 6) / "COMMITTED.abandoned").exists()
+    if world == 1:  # back to step 3: what follows that is the run, and step 6 stays and is never its newest
+        for place, last in ((checkpoint(broken, 3), 4), (broken / "checkpoints", 5)):
+            harness.run(train, world, flags(broken, **options, resume_from_checkpoint=place, max_steps=last))
+        assert [r["step"] for r in records(broken) if r.get("event") == "resume"] == [3, 3, 4]
+        kept = sorted(path.parent.name for path in (broken / "checkpoints" / "run").glob("*/COMMITTED"))
+        assert kept == [f"llama_v2-{step}steps" for step in (3, 4, 5, 6)]
 
 
 MESHES = {

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from smp_train import arguments, backends, distributed
-from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
+from smp_train.checkpoints.find import open_verified
+from smp_train.checkpoints.save import CheckpointManager, Policy
+from smp_train.checkpoints.state import gather_state
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.initialization import initialise
 from smp_train.models.resolve import resolve
@@ -55,10 +57,8 @@ def hand_on(folder: str, source: str) -> None:
             spec = resolve(args)
             model = backend.build(spec, seed=2, seq_len=16)
             state = gather_state(model, torch.optim.AdamW(model.parameters()))
-            found = find(f"{folder}/{source}/{family}-1steps", strict=True)
-            assert found is not None
-            found.load(state)
-            manager = CheckpointManager([Policy(f"{folder}/{mesh}", 1, 0)], model_type=family)
+            open_verified(f"{folder}/{source}/{family}/{family}-1steps").load(state)
+            manager = CheckpointManager([Policy(f"{folder}/{mesh}", 1, 0)], run_name=family, model_type=family)
             manager.save(1, state, {"model_config": spec.config.to_dict()})
         source = mesh
     distributed.stop()
@@ -75,7 +75,7 @@ def test_every_family_goes_through_every_mesh_and_back(tmp_path: Path) -> None:
         for number, values in enumerate(state["optim"]["state"].values()):
             for value in values.values():
                 value.copy_(torch.rand(value.shape, generator=torch.Generator().manual_seed(number)))
-        manager = CheckpointManager([Policy(str(tmp_path / "first"), 1, 0)], model_type=family)
+        manager = CheckpointManager([Policy(str(tmp_path / "first"), 1, 0)], run_name=family, model_type=family)
         # As older versions saved it: under the names and layouts in memory.
         config: Any = model.config
         manager.save(1, state.in_memory, {"model_config": config.to_dict()})
@@ -83,6 +83,6 @@ def test_every_family_goes_through_every_mesh_and_back(tmp_path: Path) -> None:
     run(hand_on, 4, str(tmp_path), "first", timeout=600)
     for family, expected in first.items():
         for mesh in MESHES:  # bytes that went through one mesh and every one before it
-            found = read_checkpoint(tmp_path / mesh / f"{family}-1steps")
+            found = read_checkpoint(tmp_path / mesh / family / f"{family}-1steps")
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], value) for name, value in expected.items()), (mesh, family)

@@ -212,4 +212,4 @@ def test_a_save_that_takes_its_time_is_asked_after_and_ends_when_it_is_done(tmp_
     for journal in harness.run(train_on_smp, 2, smp(tmp_path, **shared, max_steps=7)):
         # Saved after 3 and 6, asked after in the steps that follow, and saved as the run ends.
         assert sequence(of_savers(journal)) == [BEGUN, NOT_YET, DONE, BEGUN, NOT_YET, WAITED, BEGUN, WAITED]
-    assert len(list((tmp_path / "checkpoints").glob("*/COMMITTED"))) == 3
+    assert len(list((tmp_path / "checkpoints" / "run").glob("*/COMMITTED"))) == 3

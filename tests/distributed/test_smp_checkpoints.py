@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from smp_train.checkpoints.commit import open_folder
 
 from smp_train.backends import smp_state
-from smp_train.checkpoints import cli, open_checkpoint
+from smp_train.checkpoints import cli
+from smp_train.checkpoints.find import open_checkpoint
+from smp_train.checkpoints.folder import open_folder
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import HubNames
 from tests import harness
-from tests.checkpoint_files import tree
 from tests.s3_server import bucket, download, environment, serving
 from tests.smp import (
     DATA,
@@ -64,7 +64,7 @@ def test_runs_move_between_backends(way: str, world: int, changes: dict[str, Any
     kinds = [(train_on_smp, "smp"), (train, "native")]
     (first, name), (second, other) = kinds if way == "smp to native" else kinds[::-1]
     harness.run(first, world, flags(tmp_path, **DATA, **shared, max_steps=4, backend=name))
-    checkpoint = tmp_path / "checkpoints" / "llama_v2-2steps"
+    checkpoint = tmp_path / "checkpoints" / "run" / "llama_v2-2steps"
     resumed = {**shared, "resume_from_checkpoint": checkpoint, "max_steps": 4}
     harness.run(second, world, flags(tmp_path / "resumed", **DATA, **resumed, backend=other))
     alike(numbers(tmp_path / "resumed"), numbers(tmp_path)[2:])
@@ -72,7 +72,8 @@ def test_runs_move_between_backends(way: str, world: int, changes: dict[str, Any
     idle = {"max_steps": 3, "checkpoint_freq": 1, "lr": 1e-30, "min_lr": 0, "weight_decay": 0}
     idle |= {"beta1": 1 - 1e-12, "beta2": 1 - 1e-12}
     harness.run(second, world, flags(tmp_path / "idle", **DATA, **{**resumed, **idle}, backend=other))
-    saved, again = (read_checkpoint(p) for p in (checkpoint, tmp_path / "idle" / "checkpoints" / "llama_v2-3steps"))
+    after = tmp_path / "idle" / "checkpoints" / "run" / "llama_v2-3steps"
+    saved, again = (read_checkpoint(path) for path in (checkpoint, after))
     assert saved.keys() == again.keys()
     weights, means, squares = (
         [key for key in saved if key.startswith(start) and key.endswith(end)]
@@ -91,7 +92,7 @@ def test_experts_of_native_ranks_move_to_those_of_smp(tmp_path: Path) -> None:
     # The stand-in adds no router loss.
     shared = {**MIXTRAL, **EXPERT, "moe_load_balancing": "none", "moe_z_loss_coeff": 0, "lr_decay_iters": 4}
     harness.run(train, 2, flags(tmp_path, **DATA, **shared, checkpoint_freq=2, max_steps=4, backend="native"))
-    resumed = {**shared, "resume_from_checkpoint": tmp_path / "checkpoints" / "mixtral-2steps", "max_steps": 4}
+    resumed = {**shared, "resume_from_checkpoint": tmp_path / "checkpoints" / "run" / "mixtral-2steps", "max_steps": 4}
     harness.run(train_on_smp, 2, smp(tmp_path / "resumed", **resumed))
     alike(numbers(tmp_path / "resumed"), numbers(tmp_path)[2:])
 
@@ -129,19 +130,20 @@ def test_resume_is_exact(layout: str, tmp_path: Path, request: pytest.FixtureReq
     straight = smp(tmp_path / "straight", **shared, checkpoint_dir=folders["straight"])
     harness.run(train_on_smp, world, straight, **environ)
     kind = "mixtral" if "moe" in changes else "llama_v2"
-    again = {"resume_from_checkpoint": f"{folders['straight']}/{kind}-{at}steps", "checkpoint_dir": folders["resumed"]}
+    begun = f"{folders['straight']}/run/{kind}-{at}steps"
+    again = {"resume_from_checkpoint": begun, "checkpoint_dir": folders["resumed"]}
     harness.run(train_on_smp, world, smp(tmp_path / "resumed", **shared, **again), **environ)
     assert numbers(tmp_path / "resumed") == numbers(tmp_path / "straight")[at:]
     said = (tmp_path / "straight" / "run" / "logs" / "rank-0.log").read_text()
     assert ("training waits for each save" in said) == (layout in ("tp2 shard1", "tp2 shard2, in S3"))
     if environ:
-        assert open_folder(folders["straight"]).names() == [f"{kind}-2steps", f"{kind}-3steps"]
+        assert open_folder(f"{folders['straight']}/run").names() == [f"{kind}-2steps", f"{kind}-3steps"]
         for name, place in folders.items():
-            assert open_checkpoint(f"{place}/{kind}-3steps").verify() == []
-            download(f"{place}/{kind}-3steps", tmp_path / "s3" / name)
-        last = [next((tmp_path / "s3" / name).glob("*/meta.json")).parent for name in folders]
+            assert open_checkpoint(f"{place}/run/{kind}-3steps").verify() == []
+            download(f"{place}/run/{kind}-3steps", tmp_path / "s3" / name)
+        last = [tmp_path / "s3" / name for name in folders]
     else:
-        last = [tree(Path(place) / f"{kind}-3steps") for place in folders.values()]
+        last = [Path(place) / "run" / f"{kind}-3steps" for place in folders.values()]
     for part in parts:
         same(*(read_checkpoint(folder / part) for folder in last))
 
@@ -155,7 +157,7 @@ def test_resume_of_a_finetune_does_not_read_the_weights_again(
     changes |= {"lr_decay_iters": 3, "max_steps": 3}
     changes |= TENSOR if layout == "tp2" else {"train_batch_size": 2}
     harness.run(train_on_smp, 2, smp(tmp_path / "straight", **changes))
-    (first,) = (tmp_path / "straight" / "checkpoints").glob("*-1steps")
+    (first,) = (tmp_path / "straight" / "checkpoints" / "run").glob("*-1steps")
     for journal in harness.run(train_on_smp, 2, smp(tmp_path, **changes, resume_from_checkpoint=first)):
         facts = dict(journal)
         # On every rank: all parameters come from the checkpoint.
@@ -174,7 +176,7 @@ def test_a_save_captures_the_step_it_was_asked_at(tmp_path: Path) -> None:
     # No log step ends a save early.
     harness.run(train_on_smp, 2, smp(tmp_path / "later", **changes, **LATER, logging_freq=100, max_steps=3))
     for step in (1, 2, 3):
-        same(*(read_checkpoint(tmp_path / name / f"checkpoints/llama_v2-{step}steps") for name in ("now", "later")))
+        same(*(read_checkpoint(tmp_path / name / f"checkpoints/run/llama_v2-{step}steps") for name in ("now", "later")))
 
 
 # --- what does not fit ------------------------------------------------------------------------------
@@ -213,9 +215,9 @@ def test_the_final_model_is_what_anything_reads(
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, two[name], rtol=1e-3, atol=1e-5)
-    (checkpoint,) = (tmp_path / "smp" / "checkpoints").glob("*steps")
+    (checkpoint,) = (tmp_path / "smp" / "checkpoints" / "run").glob("*steps")
     # What the command line makes of it: the parts' sum, and the same model, put together from the parts.
-    entries = sum(len(read_checkpoint(part)) for part in tree(checkpoint).glob("tp*"))
+    entries = sum(len(read_checkpoint(part)) for part in checkpoint.glob("tp*"))
     assert cli.main(["show", str(checkpoint)]) == 0
     shown = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
     assert sum(int(shown[kind].split()[0]) for kind in ("model.*", "optim.*")) == entries

@@ -19,13 +19,14 @@ PARTED = {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}
 def failing(command_line: list[str], where: str) -> str:
     """Train with a fault on rank 1, or on rank 0 where only that does it, and return what this rank says."""
     import torch.distributed as dist
-    from smp_train.checkpoints.commit import CheckpointFolder
+
+    from smp_train.checkpoints.folder import RunFolder
 
     install()
     from torch.sagemaker.distributed.checkpoint.async_utils import AsyncCallsQueue
 
     real = AsyncCallsQueue.maybe_finalize_async_calls
-    checksum = CheckpointFolder.checksum
+    checksum = RunFolder.checksum
 
     def finalise(self: Any, *args: Any, **kwargs: Any) -> list[int]:
         done = real(self, *args, **kwargs)
@@ -44,9 +45,9 @@ def failing(command_line: list[str], where: str) -> str:
     if where == "finalise":
         AsyncCallsQueue.maybe_finalize_async_calls = finalise
     elif where == "make":
-        CheckpointFolder.make = make  # type: ignore[method-assign]
+        RunFolder.make = make  # type: ignore[method-assign]
     else:
-        CheckpointFolder.checksum = unreadable  # type: ignore[method-assign]
+        RunFolder.checksum = unreadable  # type: ignore[method-assign]
     try:
         train(command_line)
     except CheckpointError as error:
@@ -94,4 +95,4 @@ def test_a_run_that_diverges_keeps_the_save_under_way(tmp_path: Path) -> None:
     changes = {"checkpoint_freq": 1, "checkpoint_type": "async_sharded", "lr": 1e38, "grad_clip": 0, "warmup": 0}
     for said in harness.run(diverging, 2, flags(tmp_path, backend="smp", max_steps=3, **changes)):
         assert "step 2: the loss is nan" in said
-    assert (tmp_path / "checkpoints" / "llama_v2-1steps" / "COMMITTED").exists()
+    assert (tmp_path / "checkpoints" / "run" / "llama_v2-1steps" / "COMMITTED").exists()

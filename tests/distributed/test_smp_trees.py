@@ -181,7 +181,7 @@ def test_another_model_of_the_same_shapes_is_refused(changed: dict[str, int], sa
 def test_finetunes_from_the_weights(name: str, backend: str, tmp_path: Path) -> None:
     world, changes, _, _ = WRITTEN[name]
     folder, saved = written(tmp_path, name)
-    config = smp_trees.config_of(tmp_path / "theirs" / "checkpoints" / folder.name)
+    config = smp_trees.config_of(tmp_path / "theirs" / "checkpoints" / "run" / folder.name)
     (tmp_path / "config.json").write_text(json.dumps(config))
     start = {"finetune": 1, "pretrained_model_name": tmp_path, "pretrained_checkpoint_file": folder}
     same_run = {**SHARED, **changes} if backend == "smp" else SHARED
@@ -202,7 +202,7 @@ def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:
     folder, saved = write(tmp_path, 2, tensor_parallel_degree=2)
     config = tmp_path / "model" / "config.json"
     config.parent.mkdir()
-    saved_config = smp_trees.config_of(tmp_path / "theirs" / "checkpoints" / folder.name)
+    saved_config = smp_trees.config_of(tmp_path / "theirs" / "checkpoints" / "run" / folder.name)
     line = ["import", str(folder.parent), str(tmp_path / "ours"), "--model", str(config.parent)]
     config.write_text(json.dumps(saved_config | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}))
     with pytest.raises(CheckpointError, match="--num_heads: 4 there, 8 here"):
@@ -274,7 +274,7 @@ def test_a_run_leaves_them_alone_beside_it_and_goes_on_in_their_folder(tmp_path:
 @pytest.mark.parametrize("form", ["app", "top"])
 def test_trees_of_other_programs_with_optimizer_state(form: str, tmp_path: Path) -> None:
     harness.run(train, 1, flags(tmp_path / "ours", **{**SHARED, "lr": 1e-3}))
-    own = tmp_path / "ours" / "checkpoints" / "llama_v2-2steps"
+    own = tmp_path / "ours" / "checkpoints" / "run" / "llama_v2-2steps"
     saved = read_checkpoint(own)
     tree: dict[str, Any] = {"model": {}, "optim": {"state": {}, "param_groups": [{"lr": 0.1}]}}
     for key, value in saved.items():

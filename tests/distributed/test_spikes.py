@@ -10,7 +10,6 @@ import pytest
 
 from smp_train.data.audit import audit
 from tests import harness
-from tests.checkpoint_files import tree
 from tests.distributed.test_data_fault import assert_equal
 from tests.system.command import write_shard
 from tests.training import flags, records, train
@@ -93,7 +92,7 @@ def fails(*given: Any, **named: Any) -> str:
 
 
 def checkpoint(folder: Path, step: int = LAST) -> Path:
-    return folder / "checkpoints" / f"llama_v2-{step}steps"
+    return folder / "checkpoints" / "run" / f"llama_v2-{step}steps"
 
 
 @pytest.mark.slow
@@ -124,7 +123,7 @@ def test_a_skipped_step_is_as_if_held_and_resumed_exactly(tmp_path: Path, capfd:
     harness.run(train_oddly, 2, flags(cut, **common, resume_from_checkpoint=cut / "checkpoints"))
     assert_equal(checkpoint(cut), checkpoint(told))
     assert [(event["step"], event["action"]) for event in (*spikes(later), *spikes(cut))] == [(4, "skip")] * 2
-    metas = [json.loads((tree(checkpoint(folder)) / "meta.json").read_text()) for folder in (later, cut)]
+    metas = [json.loads((checkpoint(folder) / "meta.json").read_text()) for folder in (later, cut)]
     assert metas[0]["spikes"] == metas[1]["spikes"]
     assert metas[0]["spikes"]["skipped"] == [[4, 4]]
     capfd.readouterr()
@@ -151,7 +150,7 @@ def test_no_rollback_without_end(tmp_path: Path) -> None:
     assert "step 8: another spike after 3 rollbacks to the checkpoint of step 4" in message
     # Before the first checkpoint there is nothing to go back to.
     assert [event["action"] for event in spikes(tmp_path)] == ["skip", *["rollback"] * 4]
-    assert [path.name for path in (tmp_path / "checkpoints").glob("*steps")] == [checkpoint(tmp_path, 4).name]
+    assert [path.name for path in (tmp_path / "checkpoints" / "run").glob("*steps")] == [checkpoint(tmp_path, 4).name]
 
 
 @pytest.mark.slow

@@ -206,7 +206,8 @@ def test_a_long_validation_collects_its_garbage(monkeypatch: pytest.MonkeyPatch)
 def test_a_save_in_the_background_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the default stream it would wait for the steps that are queued there."""
     import torch
-    from smp_train.checkpoints.async_save import Background
+
+    from smp_train.checkpoints.background import Background
 
     seen: list[Any] = []
     for name, value in {"is_initialized": lambda: True, "current_device": lambda: 3, "set_device": seen.append,

@@ -10,7 +10,6 @@ import pytest
 from smp_train.data import tokenizer as tokenizers
 from smp_train.data.audit import audit as check_audit
 from tests import harness
-from tests.checkpoint_files import tree
 from tests.training import flags, records, steps, train
 
 
@@ -65,7 +64,7 @@ def test_streamed_text_resumes_exactly_on_other_ranks(tmp_path: Path, capsys: py
     losses = [[r["loss"] for r in records(run) if r.get("event") == "evaluate"] for run in (parts, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert len(losses[0]) == 2
-    state = json.loads((tree(parts / "checkpoints" / "llama_v2-6steps") / "meta.json").read_text())["data"]
+    state = json.loads((parts / "checkpoints" / "run" / "llama_v2-6steps" / "meta.json").read_text())["data"]
     assert len(state["cursors"]) == 2
     assert check_audit(whole / "run") == 0
     assert "no token twice, no record left in its middle" in capsys.readouterr().out

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.chats import PLAIN, write_lines, write_tokenizer
-from tests.checkpoint_files import tree
 from tests.system.command import Command, warm, write_shard
 from tests.training import flags
 
@@ -164,7 +163,7 @@ def test_looked_at(mistake: str, tmp_path: Path) -> None:
     make, code, message = LOOKED_AT[mistake]
     line = refused(tmp_path, make(tmp_path), code)
     assert re.search(message.replace("FOLDER", re.escape(str(tmp_path))), line), line
-    assert not list(tmp_path.glob("checkpoints/*steps"))
+    assert not list(tmp_path.glob("checkpoints/**/*steps"))
 
 
 # --- checkpoints -----------------------------------------------------------------------------------
@@ -188,14 +187,14 @@ def resuming(trained: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def truncate_all(checkpoint: Path) -> None:
-    for file in tree(checkpoint).glob("*.distcp"):
+    for file in checkpoint.glob("*.distcp"):
         with file.open("r+b") as opened:
             opened.truncate(10)
 
 
 def test_a_damaged_checkpoint_asked_for_by_name(resuming: tuple[Path, dict[str, Any]]) -> None:
     folder, changes = resuming
-    newest = folder / "checkpoints" / "llama_v2-2steps"
+    newest = folder / "checkpoints" / "run" / "llama_v2-2steps"
     truncate_all(newest)
     line = refused(folder, {**changes, "resume_from_checkpoint": newest}, CHECKPOINT)
     assert f"checkpoint {newest} is damaged" in line
@@ -206,7 +205,7 @@ def test_a_damaged_checkpoint_asked_for_by_name(resuming: tuple[Path, dict[str, 
 def test_a_folder_of_damaged_checkpoints(resuming: tuple[Path, dict[str, Any]]) -> None:
     folder, changes = resuming
     for step in (1, 2):
-        truncate_all(folder / "checkpoints" / f"llama_v2-{step}steps")
+        truncate_all(folder / "checkpoints" / "run" / f"llama_v2-{step}steps")
     line = refused(folder, changes, CHECKPOINT)
     assert "every checkpoint in" in line
     assert "give another --checkpoint_dir or move them away" in line
@@ -214,7 +213,7 @@ def test_a_folder_of_damaged_checkpoints(resuming: tuple[Path, dict[str, Any]]) 
 
 def test_an_incomplete_checkpoint(resuming: tuple[Path, dict[str, Any]]) -> None:
     folder, changes = resuming
-    newest = folder / "checkpoints" / "llama_v2-2steps"
+    newest = folder / "checkpoints" / "run" / "llama_v2-2steps"
     (newest / "COMMITTED").unlink()
     line = refused(folder, {**changes, "resume_from_checkpoint": newest}, CHECKPOINT)
     assert f"{newest} is not a complete checkpoint" in line

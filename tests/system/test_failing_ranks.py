@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint_files import tree
 from tests.harness import as_torchrun
 from tests.system.command import Command, Ranks, torchrun, warm, write_shard
 from tests.training import flags
@@ -97,8 +96,8 @@ def test_a_missing_folder(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     with warm(tmp_path, "train", *flags(tmp_path, max_steps=1)) as command:
         assert command.code() == 0, command.err
-    checkpoint = tmp_path / "checkpoints" / "llama_v2-1steps"
-    next(tree(checkpoint).glob("*.distcp")).write_bytes(b"")
+    checkpoint = tmp_path / "checkpoints" / "run" / "llama_v2-1steps"
+    next(checkpoint.glob("*.distcp")).write_bytes(b"")
     lines = refused(tmp_path, CHECKPOINT, resume_from_checkpoint=checkpoint)
     assert all(f"checkpoint {checkpoint} is damaged" in line for line in lines)
 
@@ -148,7 +147,7 @@ def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
     assert len(lines) == 2
     assert re.match(rf"smp-train: \[rank 0 on \S+\] error: rank 1 on \S+: {told}", lines[0])
     assert re.match(rf"smp-train: \[rank 1 on \S+\] error: {told}", lines[1])
-    (saved,) = tmp_path.glob("checkpoints/*steps")  # the last completed step
+    (saved,) = tmp_path.glob("checkpoints/run/*steps")  # the last completed step
     assert (saved / "COMMITTED").exists()
 
 

@@ -57,7 +57,7 @@ class Chain:
     def check_stopped(self, err: str) -> None:
         """Check what a stop leaves behind: one new checkpoint, committed; the marker; no complaint."""
         step = stopped_step(self.folder)
-        checkpoints = {int(path.parent.name[9:-5]) for path in self.folder.glob("checkpoints/*/COMMITTED")}
+        checkpoints = {int(path.parent.name[9:-5]) for path in self.folder.glob("checkpoints/run/*/COMMITTED")}
         assert checkpoints == {*self.stops, step}
         self.stops.append(step)
         assert self.stops == sorted(set(self.stops))
@@ -129,7 +129,7 @@ def test_stopped_in_every_way_it_ends_where_it_would_have(tmp_path: Path) -> Non
     run_to(last, straight)
     assert not (run_folder / "STOPPED").exists()
     same_numbers(chain.folder, straight)
-    same(*(read_checkpoint(at / f"checkpoints/llama_v2-{last}steps") for at in (chain.folder, straight)))
+    same(*(read_checkpoint(at / f"checkpoints/run/llama_v2-{last}steps") for at in (chain.folder, straight)))
     events = [(record["event"], record["step"]) for record in read_metrics(run_folder) if "event" in record]
     assert [step for event, step in events if event == "resume"] == chain.stops
     assert [step for event, step in events if event == "save"] == [*chain.stops, last]
@@ -176,7 +176,7 @@ def train_asked_to_stop(command_line: list[str]) -> int:
 def test_asked_before_the_first_step_it_stops_after_it(tmp_path: Path) -> None:
     assert harness.run(train_asked_to_stop, 2, command_line(tmp_path)[1:]) == [0, 0]
     assert stopped_step(tmp_path) == 1
-    assert (tmp_path / "checkpoints/llama_v2-1steps/COMMITTED").exists()
+    assert (tmp_path / "checkpoints/run/llama_v2-1steps/COMMITTED").exists()
 
 
 def test_started_again_when_done_it_leaves_everything_as_it_is(tmp_path: Path) -> None:
@@ -202,11 +202,11 @@ def test_a_second_signal_ends_a_rank_at_once_and_commits_nothing_half(tmp_path: 
         with pytest.raises(AssertionError, match="ended with code 143"):
             ranks[0].until(asked_again, "end")
         assert time.monotonic() - began > 5
-    committed = sorted(int(path.parent.name[9:-5]) for path in tmp_path.glob("checkpoints/llama_v2-*steps/COMMITTED"))
+    committed = sorted(int(path.parent.name[9:-5]) for path in tmp_path.glob("checkpoints/run/*steps/COMMITTED"))
     with Ranks(tmp_path, 2, *command_line(tmp_path, max_steps=committed[-1] + 1), launcher=as_torchrun) as ranks:
         assert ranks.codes() == [0, 0], ranks.err
         assert f"llama_v2-{committed[-1]}steps at step {committed[-1]}" in ranks[0].out
-    assert {path.name for path in tmp_path.glob("checkpoints/*")} == {
+    assert {path.name for path in tmp_path.glob("checkpoints/run/*")} == {
         f"llama_v2-{step}steps" for step in [*committed, committed[-1] + 1]
     }
 
@@ -230,7 +230,7 @@ def test_interrupted_until_the_process_has_ended_it_still_ends_well(tmp_path: Pa
             time.sleep(0.005)
         run.kill()
     assert run.returncode == 0
-    assert (tmp_path / f"checkpoints/llama_v2-{stopped_step(tmp_path)}steps/COMMITTED").exists()
+    assert (tmp_path / f"checkpoints/run/llama_v2-{stopped_step(tmp_path)}steps/COMMITTED").exists()
 
 
 @pytest.mark.core
@@ -240,4 +240,4 @@ def test_interrupted_alone_it_says_so_at_once_saves_and_ends_well(tmp_path: Path
         command.signal(signal.SIGINT)
         command.until(lambda: "SIGINT: asked to stop" in command.out, "word of the request")
         assert command.code() == 0, command.err
-    assert (tmp_path / f"checkpoints/llama_v2-{stopped_step(tmp_path)}steps/COMMITTED").exists()
+    assert (tmp_path / f"checkpoints/run/llama_v2-{stopped_step(tmp_path)}steps/COMMITTED").exists()

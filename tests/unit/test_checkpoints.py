@@ -260,7 +260,7 @@ def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(place):
     save(place, 3)
     harm(place, "llama_v2-3steps", ".distcp", flipped)
     for _ in range(2):  # at the first start, and again when the scheduler starts the job anew
-        with pytest.raises(CheckpointError, match="every checkpoint in .* is damaged; they are kept"):
+        with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged; they are kept"):
             resumed(place)
 
 

@@ -1,7 +1,7 @@
 """The index of a tree as flat arrays, and our file of them, ``index.bin``, which nothing has to unpickle.
 
-The file is `MAGIC`, the CRC-32 of all that follows (8 hexadecimal digits), a header in one line of JSON, and 5 arrays:
-offsets and sizes of all chunks (one number per dimension), then the file number, start and length of all records. Each
+The file is `MAGIC`, the CRC-32 of the bytes that follow (8 hexadecimal digits), a header in one line of JSON, and 5
+arrays: offsets and sizes of all chunks (one number per dimension), then file number, start and length of all records. A
 chunk of a tensor has one record, and so has an entry that is not a tensor. Header: ``files``, names of files;
 ``entries``, lists of (name, dtype, shape, number of records), dtype null for an entry that is not a tensor;
 ``metadata``, size of the ``.metadata`` written at the same time; ``arrays``, NumPy type and length of each array.
@@ -39,12 +39,9 @@ class TensorEntry(dcp.TensorStorageMetadata):
         self.properties, self.size = dcp.TensorProperties(dtype=dtype), torch.Size(size)
         self.offsets, self.sizes = offsets, sizes
 
-    @property
-    def chunks(self) -> list[dcp.ChunkStorageMetadata]:  # type: ignore[override]
-        """All chunks."""
-        return self._chunks(...)
+    chunks: Any = property(lambda entry: entry.chunks_in(...))
 
-    def overlapping(self, boxes: Iterable[dcp.ChunkStorageMetadata]) -> dcp.TensorStorageMetadata:
+    def overlapping(self, boxes: Iterable[dcp.ChunkStorageMetadata], name: str) -> dcp.TensorStorageMetadata:
         """Return the entry with only those chunks that overlap ``boxes``. ValueError if they do not fill the boxes."""
         rows = np.zeros(len(self.offsets), bool)
         for box in boxes:
@@ -52,20 +49,20 @@ class TensorEntry(dcp.TensorStorageMetadata):
             high = np.minimum(self.offsets + self.sizes, low + extent)
             volumes = np.maximum(high - np.maximum(self.offsets, low), 0).prod(axis=1)
             if volumes.sum() < math.prod(box.sizes):
-                raise ValueError(f"only {volumes.sum()} of {math.prod(box.sizes)} numbers are saved")
+                raise ValueError(f"{name}: only {volumes.sum()} of {math.prod(box.sizes)} numbers are saved")
             rows |= volumes > 0
-        return dcp.TensorStorageMetadata(self.properties, self.size, self._chunks(rows))
+        return dcp.TensorStorageMetadata(self.properties, self.size, self.chunks_in(rows))
 
-    def _chunks(self, rows: Any) -> list[dcp.ChunkStorageMetadata]:
+    def chunks_in(self, rows: Any) -> list[dcp.ChunkStorageMetadata]:
+        """Return DCP's records of some rows."""
         pairs = zip(self.offsets[rows].tolist(), self.sizes[rows].tolist(), strict=True)
         return [dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in pairs]
 
 
 class _Records:
-    """DCP's ``storage_data``: the file, start and length of a chunk or another value."""
+    """DCP's ``storage_data``: file, start and length of a chunk or another value, from each entry's first record on."""
 
     def __init__(self, entries: dict[str, Any], first: dict[str, int], files: list[str], columns: list[Any]) -> None:
-        """``first`` is each entry's first record."""
         self._entries, self._first, self._files, self._columns = entries, first, files, columns
 
     def __getitem__(self, key: dcp.MetadataIndex) -> _StorageInfo:
@@ -180,12 +177,9 @@ def narrowed(metadata: dcp.Metadata, state: Mapping[str, Any]) -> dcp.Metadata:
     """
     entries = dict(metadata.state_dict_metadata)
     for name, value in state.items():
-        entry = entries.get(name)
-        if not (isinstance(entry, TensorEntry) and isinstance(value, torch.Tensor) and entry.size == value.size()):
-            continue
-        if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None:
-            try:
-                entries[name] = entry.overlapping(_create_chunk_list(value))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+        entry: Any = entries.get(name)
+        takes_part = not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None
+        is_tensor = isinstance(entry, TensorEntry) and isinstance(value, torch.Tensor) and entry.size == value.size()
+        if is_tensor and takes_part:
+            entries[name] = entry.overlapping(_create_chunk_list(value), name)
     return replace(metadata, state_dict_metadata=entries)

@@ -8,15 +8,14 @@ import pickle
 import posixpath
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import IO, Any, BinaryIO
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from smp_train.checkpoints.collective import REMEDY, root_cause
@@ -37,6 +36,7 @@ class _Checksummed(io.RawIOBase):
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._checksum = file, Checksum()
+        self.record = self._checksum.record
 
     def writable(self) -> bool:
         return True
@@ -51,12 +51,11 @@ class _Checksummed(io.RawIOBase):
             MOVED.done += len(view)
             return len(view)
 
-    def record(self) -> FileRecord:
-        return self._checksum.record()
-
 
 class _Files:
     """The file system that DCP writes to and reads from."""
+
+    concat_path = staticmethod(posixpath.join)
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -80,11 +79,8 @@ class _Files:
         self._storage.put(path, data)
         self.records[path] = checksum_of([data])
 
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return posixpath.join(path, suffix)
 
-
-class TreeWriter(FileSystemWriter):
+class TreeWriter(dcp.FileSystemWriter):
     """Writes one file per rank into a tree, and on rank 0 its two indexes.
 
     Attributes:
@@ -104,28 +100,24 @@ class TreeWriter(FileSystemWriter):
         """The records of the files that this rank has written, by path in the tree."""
         return {posixpath.relpath(name, self._folder): record for name, record in self._files.records.items()}
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """Refuse to write if this rank does not see the attempt that rank 0 has begun."""
         if not wait_for(lambda: self._storage.exists(self._begun)):
-            raise CheckpointError(
-                here(
-                    f"does not see {self._begun}, which rank 0 made: the nodes do not share {self._storage.location}; "
-                    "give a --checkpoint_dir that they do"
-                )
-            )
+            unshared = f"the nodes do not share {self._storage.location}; give a --checkpoint_dir that they do"
+            raise CheckpointError(here(f"does not see {self._begun}, which rank 0 made: {unshared}"))
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Name each rank's file. In S3 it begins with a digit, as S3 splits its load by the first characters."""
         spread = is_s3(self._storage.location)
         names = [f"{i % 16:x}/__{i}_" if spread else f"__{i}_" for i in range(len(plans))]
         return [replace(plan, storage_data=_StoragePrefix(name)) for plan, name in zip(plans, names, strict=True)]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file and record it."""
         try:
             self.on_stage("write")
-            self._files.expected_bytes = sum(_stored_bytes(item) for item in plan.items)
+            self._files.expected_bytes = sum(map(_stored_bytes, plan.items))
             MOVED.begin(self._files.expected_bytes)
             results = super().write_data(plan, planner)
             self.on_stage("checksum")
@@ -134,43 +126,41 @@ class TreeWriter(FileSystemWriter):
             raise CheckpointError(here(self._explained(error))) from error
         return results
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write both indexes, on rank 0: DCP's own for other programs, and ours, which loads faster."""
         metadata.storage_data = {result.index: result.storage_data for share in results for result in share}
         metadata.storage_meta = StorageMeta(save_id=self.save_id)  # no path: a checkpoint may be copied elsewhere
         data = pickle.dumps(metadata)
         header, columns = index.pack(metadata)
-        for name, content in ((METADATA, data), (INDEX, index.encode(header | {"metadata": len(data)}, columns))):
-            self._files.put(posixpath.join(self._folder, name), content)
+        self._files.put(posixpath.join(self._folder, METADATA), data)
+        header["metadata"] = len(data)
+        self._files.put(posixpath.join(self._folder, INDEX), index.encode(header, columns))
 
     def _explained(self, error: Exception) -> str:
-        message = root_cause(error)
-        try:
+        message, free = root_cause(error), 1 << 20
+        with suppress(OSError):  # S3 has no disk
             free = shutil.disk_usage(self._storage.location).free
-        except OSError:  # S3 has no disk
-            return message
         if free < 1 << 20 and REMEDY not in message:  # torch's stream writer loses the reason for a short write
-            message = f"{message}; {REMEDY}"
+            message += f"; {REMEDY}"
         return f"{message} ({free >> 20} MiB free there)" if REMEDY in message else message
 
 
 def _stored_bytes(item: Any) -> int:
     """Return about how many bytes an item of a plan takes in its file."""
-    if item.tensor_data is None:
-        return 1 << 16
-    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize) + 4096
+    data = item.tensor_data
+    return 1 << 16 if data is None else int(data.chunk.sizes.numel() * data.properties.dtype.itemsize) + 4096
 
 
-class Reader(StorageReader):
+class Reader(dcp.StorageReader):
     """A DCP reader that reads the index before DCP asks for it, so that a failure has one clear message."""
 
-    _metadata: Metadata | None = None
+    _metadata: dcp.Metadata | None = None
 
     def preload(self) -> None:
         """Read the index. Raises `CheckpointError`."""
         raise NotImplementedError
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return the index; it is read once."""
         if self._metadata is None:
             self.preload()
@@ -178,7 +168,7 @@ class Reader(StorageReader):
         return self._metadata
 
 
-class TreeReader(Reader, FileSystemReader):
+class TreeReader(Reader, dcp.FileSystemReader):
     """Reads one tree, and only the ``files`` (name: size in bytes) in it; from S3 several entries at once."""
 
     def __init__(self, storage: Storage, folder: str, files: Mapping[str, int]) -> None:
@@ -190,36 +180,33 @@ class TreeReader(Reader, FileSystemReader):
 
     def preload(self) -> None:
         """Read our index, or DCP's in a tree of another program. Raises `CheckpointError`."""
-        name = METADATA
+        name = INDEX if INDEX in self.files else METADATA
         try:
             if METADATA not in self.files:
-                raise ValueError("it is missing, a link, or not a file of this checkpoint")
-            packed = None
-            if INDEX in self.files:
-                name = INDEX
-                packed = index.decode(self._whole_file(INDEX), self.files[METADATA])
+                raise ValueError(f"{METADATA} is missing, a link, or not a file of this checkpoint")
+            packed = index.decode(self.whole_file(INDEX), self.files[METADATA]) if name == INDEX else None
             if packed is None:
                 name = METADATA
-                packed = index.pack(unpickle(self._whole_file(METADATA)))
+                packed = index.pack(unpickle(self.whole_file(METADATA)))
             self._metadata = index.unpack(*packed, self.files)
         except Exception as error:
             path = posixpath.join(self._storage.location, self._folder, name)
             raise CheckpointError(f"{path} cannot be read: {root_cause(error)}") from error
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def whole_file(self, name: str) -> bytes:
+        """Return the content of one file."""
+        return next(self._read_spans([(name, 0, self.files[name])]))
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         """Read this rank's entries, file by file as `FileSystemReader` does."""
         by_file: dict[str, list[tuple[str, int, int]]] = {}
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
+        for info in (self.storage_data[item.storage_index] for item in plan.items):
             by_file.setdefault(info.relative_path, []).append((info.relative_path, info.offset, info.length))
         spans = [span for spans in by_file.values() for span in spans]
         MOVED.begin(sum(length for _, _, length in spans))
         if is_s3(self._storage.location):
             self._next_entries = self._read_spans(spans)
         return super().read_data(plan, planner)
-
-    def _whole_file(self, name: str) -> bytes:
-        return next(self._read_spans([(name, 0, self.files[name])]))
 
     def _read_spans(self, spans: list[tuple[str, int, int]]) -> Iterator[bytes]:
         """Yield each (file, start, length), in several requests if it is larger than one part."""

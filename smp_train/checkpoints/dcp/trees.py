@@ -9,14 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-from torch.distributed.checkpoint.storage import StorageWriter
 
 from smp_train.checkpoints.collective import gather, root_cause
 from smp_train.checkpoints.dcp.index import narrowed
@@ -32,7 +28,7 @@ NOT_NEEDED = "optim.param_groups"
 """Part of torch's own optimizer state dicts; the run's arguments set the hyper-parameters."""
 
 
-class PlainLoadPlanner(DefaultLoadPlanner):
+class PlainLoadPlanner(dcp.DefaultLoadPlanner):
     """Unpickles no arbitrary objects, and keeps each rank's plan on that rank.
 
     DCP sends all plans through rank 0, which would change nothing: a million requests at 512 ranks.
@@ -40,24 +36,18 @@ class PlainLoadPlanner(DefaultLoadPlanner):
 
     unpickle = staticmethod(partial(torch.load, weights_only=True))
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Set the state to load, and keep only the chunks of it that this rank needs."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        assert metadata is not None
-        self.metadata = narrowed(metadata, self.state_dict)
-
-    def create_local_plan(self) -> LoadPlan:
-        """Make this rank's plan, and send none."""
+    def create_local_plan(self) -> dcp.LoadPlan:
+        """Make this rank's plan from the chunks that it needs, and return an empty plan to send."""
+        assert self.metadata is not None
+        self.metadata = narrowed(self.metadata, self.state_dict)
         self.plan = super().create_local_plan()
-        return LoadPlan([])
+        return dcp.LoadPlan([])
 
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+    def finish_plan(self, new_plan: dcp.LoadPlan) -> dcp.LoadPlan:
         """Return this rank's plan."""
         return self.plan
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
         """Load a value that is not a tensor: numbers, strings, and containers of them."""
         plain = io.BytesIO()
         torch.save(self.unpickle(value), plain)
@@ -73,11 +63,11 @@ class StrictLoadPlanner(PlainLoadPlanner):
         self.ignored = ignored
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], metadata: dcp.Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Compare the state with the saved entries. Raises `CheckpointError`."""
         assert metadata is not None
-        saved = metadata.state_dict_metadata
+        saved: Any = metadata.state_dict_metadata
         state, _ = flatten_state_dict(state_dict)
         resumes = any(key.startswith("optim.") for key in state)
         if resumes and all(key.startswith("model.") for key in saved):
@@ -87,8 +77,11 @@ class StrictLoadPlanner(PlainLoadPlanner):
                 f"{'; '.join(problems)} "
                 "(saved from another model, or with another --num_layers, --hidden_width or --vocab_size?)"
             )
-        if resumes:
-            _warn_of_other_dtypes(state, saved)
+        for key, value in state.items() if resumes else ():
+            if isinstance(value, torch.Tensor) and value.dtype != (dtype := saved[key].properties.dtype):
+                message = "%s was saved as %s and is %s here: values are converted, the run does not continue exactly"
+                logger.warning(message, key, dtype, value.dtype, extra=ALL_RANKS)
+                break
         super().set_up_planner(present(state_dict), metadata, is_coordinator)
         self.original_state_dict = state_dict  # `load_bytes` puts values there
 
@@ -106,7 +99,7 @@ def compare(state: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contain
     unlike = []
     for key, value in state.items():
         entry, is_tensor = saved.get(key), isinstance(value, torch.Tensor)
-        if entry is not None and isinstance(entry, TensorStorageMetadata) != is_tensor:
+        if entry is not None and isinstance(entry, dcp.TensorStorageMetadata) != is_tensor:
             unlike.append(f"{key} is a tensor on one side only")
         elif entry is not None and is_tensor and entry.size != value.size():
             unlike.append(f"{key} is {list(entry.size)} there and {list(value.size())} here")
@@ -114,18 +107,10 @@ def compare(state: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contain
     return [label + first_few(keys) for label, keys in problems if keys]
 
 
-def _warn_of_other_dtypes(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dtype != (dtype := saved[key].properties.dtype):
-            difference = f"{key} was saved as {dtype} and is {value.dtype} here"
-            logger.warning("%s: values are converted, the run does not continue exactly", difference, extra=ALL_RANKS)
-            return
-
-
-def save_together(state: dict[str, Any], *, storage_writer: StorageWriter) -> None:
+def save_together(state: dict[str, Any], *, storage_writer: dcp.StorageWriter) -> None:
     """Write one tree of all ranks; collective."""
     # Not `dcp.save`: in torch 2.5 it communicates wherever there is a process group.
-    planner = DefaultSavePlanner() if is_alone() else SavePlanner()
+    planner = dcp.DefaultSavePlanner() if is_alone() else SavePlanner()
     _save_state_dict(state, storage_writer, process_group=group(), no_dist=is_alone(), planner=planner)
 
 
@@ -141,7 +126,7 @@ def save_state(state: dict[str, Any], writer: TreeWriter, save: Callable[..., No
     """
     try:
         save(state, storage_writer=writer)
-    except CheckpointException as error:
+    except dcp.CheckpointException as error:
         raise CheckpointError(root_cause(error)) from error
 
 
@@ -161,22 +146,21 @@ def load_state(
     failure: Exception | None = None
     try:
         load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
-    except CheckpointException as error:
+    except dcp.CheckpointException as error:
         failure = CheckpointError(root_cause(error))
     gather(f"cannot load {label}", partial(unless, failure, None))  # ranks may load different trees
 
 
 def saved_entries(reader: Reader) -> Mapping[str, Any]:
     """Return DCP's description of every entry by flat name. Raises `CheckpointError`. Not collective."""
-    entries: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    return entries
+    return dict(reader.read_metadata().state_dict_metadata)
 
 
 def plain_values(reader: Reader) -> dict[str, Any]:
     """Return the numbers and strings outside model and optimizer by flat name. Not collective."""
     values: dict[str, Any] = {}
     for key, entry in saved_entries(reader).items():
-        if isinstance(entry, BytesStorageMetadata) and not key.startswith(("optim", "model")):
+        if isinstance(entry, dcp.BytesStorageMetadata) and not key.startswith(("optim", "model")):
             try:
                 value = plain_value(reader, key)
             except CheckpointError:  # an object that needs code to be unpickled
@@ -202,6 +186,6 @@ def _read_entry(reader: Reader, key: str, value: Any, planner: type[PlainLoadPla
     state = {key: value}
     try:
         _load_state_dict(state, reader, planner=planner(), no_dist=True)
-    except CheckpointException as error:
+    except dcp.CheckpointException as error:
         raise CheckpointError(f"{key} cannot be read: {root_cause(error)}") from error
     return state[key]
