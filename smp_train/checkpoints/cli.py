@@ -292,7 +292,7 @@ def import_weights(options: argparse.Namespace) -> None:
         "model_config": spec.config.to_dict(), "tokens": 0,
         "imported": {"from": redacted(str(source)), **({} if sample is None else sample.meta["imported"])},
     }  # fmt: skip
-    owner = Ownership([target.folder], advice="give another folder, or wait until that job has ended")
+    owner = Ownership([target.folder])
     owner.acquire()
     manager = CheckpointManager(
         [Policy(parent, 0, 0)], run_name=run_name, model_type=spec.model_type, owner=owner, generation=owner.generation
