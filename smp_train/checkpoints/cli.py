@@ -292,7 +292,7 @@ def import_weights(options: argparse.Namespace) -> None:
         "model_config": spec.config.to_dict(), "tokens": 0,
         "imported": {"from": redacted(str(source)), **({} if sample is None else sample.meta["imported"])},
     }  # fmt: skip
-    owner = Ownership([target.folder])
+    owner = Ownership([target.folder], advice="give another folder, or wait until that job has ended")
     owner.acquire()
     manager = CheckpointManager(
         [Policy(parent, 0, 0)], run_name=run_name, model_type=spec.model_type, owner=owner, generation=owner.generation
@@ -334,7 +334,7 @@ def prune(options: argparse.Namespace) -> None:
     if not options.dry_run:
         owner, alive, _ = look_at_owner(folder, Job())
         if alive is False:
-            for line in folder.sweep(newest_claim(folder)[0] + 1):
+            for line in folder.sweep(newest_claim(folder)[0] + 2):
                 print(line)
         else:
             print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")

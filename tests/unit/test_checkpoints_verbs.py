@@ -88,6 +88,7 @@ def test_states_of_checkpoints(tmp_path: Path, capsys: Capture) -> None:
     (place / step(4) / "COMMITTED").write_text("{")
     (place / step(6)).mkdir()
     (place / step(6) / ".begun").write_text("{}")
+    (place / step(6) / "__0_0.distcp").write_text("half")
     (place / "llama_v2-8steps" / "tp0_ep0").mkdir(parents=True)
     (place / "llama_v2-8steps" / "tp0_ep0" / ".metadata").write_bytes(b"theirs")
     expected = {
@@ -233,7 +234,9 @@ def test_of_generations_the_later_one_is_newer(tmp_path: Path) -> None:
 def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
     save(place, 3, 6, 9)
     with owning(place) as running:
-        attempt = running._targets[0].folder.begin("llama_v2", 12, running.generation)
+        folder = running._targets[0].folder
+        attempt = folder.begin("llama_v2", 12, running.generation)
+        folder.put(attempt, "__0_0.distcp", b"half")
         printed_lines = printed(capsys, "prune", place, "--keep", "1")
         assert printed_lines[:2] == [f"deleted {step(3)}", f"deleted {step(6)}"]
         assert "is in use by a job on" in printed_lines[2]
@@ -243,7 +246,7 @@ def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
     assert printed(capsys, "prune", place, "--keep", "1", "--dry_run", "1") == []
     assert names(place) == [attempt, step(9)]
     assert printed(capsys, "prune", place, "--keep", "1") == [
-        f"deleted {attempt}, which an interrupted save or deletion left"
+        f"deleted the files of {attempt}, which an interrupted save or deletion left"
     ]
     assert keys(place) == files(step(9))
 
