@@ -86,8 +86,10 @@ def test_states_of_checkpoints(tmp_path: Path, capsys: Capture) -> None:
     harm(place, step(1), ".distcp", lambda data: data[:-1])
     open_folder(place).mark_damaged(step(3), "it is damaged")
     (place / step(4) / "COMMITTED").write_text("{")
-    (place / step(6)).mkdir()
-    (place / step(6) / ".begun").write_text("{}")
+    for number in (6, 7):  # the seventh was swept
+        (place / step(number)).mkdir()
+        (place / step(number) / ".begun").write_text("{}")
+    (place / step(6) / "__0_0.distcp").write_bytes(b"half")
     (place / "llama_v2-8steps" / "tp0_ep0").mkdir(parents=True)
     (place / "llama_v2-8steps" / "tp0_ep0" / ".metadata").write_bytes(b"theirs")
     expected = {
@@ -233,7 +235,8 @@ def test_of_generations_the_later_one_is_newer(tmp_path: Path) -> None:
 def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
     save(place, 3, 6, 9)
     with owning(place) as running:
-        attempt = running._targets[0].folder.begin("llama_v2", 12, running.generation)
+        attempt = open_folder(place).begin("llama_v2", 12, running.generation)
+        open_folder(place).put(attempt, "__0_0.distcp", b"half")
         printed_lines = printed(capsys, "prune", place, "--keep", "1")
         assert printed_lines[:2] == [f"deleted {step(3)}", f"deleted {step(6)}"]
         assert "is in use by a job on" in printed_lines[2]
@@ -243,9 +246,9 @@ def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
     assert printed(capsys, "prune", place, "--keep", "1", "--dry_run", "1") == []
     assert names(place) == [attempt, step(9)]
     assert printed(capsys, "prune", place, "--keep", "1") == [
-        f"deleted {attempt}, which an interrupted save or deletion left"
+        f"deleted the files of {attempt}, which an interrupted save or deletion left"
     ]
-    assert keys(place) == files(step(9))
+    assert keys(place) == sorted([f"{attempt}/.begun", *files(step(9))])
 
 
 def test_a_restart_still_knows_its_predecessor_after_a_prune(tmp_path: Path) -> None:
