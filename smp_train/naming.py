@@ -61,6 +61,8 @@ class Start:
     """Whether the same command gives the run the same name."""
     went_back: bool = False
     """Whether --resume_from_checkpoint names an older checkpoint of the run itself."""
+    is_one_checkpoint: bool = False
+    """Whether --resume_from_checkpoint names the candidate, so that no other one takes its place if it is damaged."""
     elsewhere: str | None = None
     """The location of --resume_from_checkpoint if it holds no checkpoint for this run; AWS's sample's may be there."""
     other_runs: tuple[str, ...] = ()
@@ -233,7 +235,7 @@ def _origin(
         # A restart of the job that went back goes on from what the job has saved since.
         job_began = owner.began if owner is not None and owner.restarted else sys.maxsize
         if not any(candidate.generation >= job_began for candidate in own):
-            return Start(name, True, tuple(_one_candidate(asked)), went_back=True)
+            return Start(name, True, tuple(_one_candidate(asked)), went_back=True, is_one_checkpoint=True)
     if not continues:
         return Start(name, False)
     if own or asked is None:
@@ -243,7 +245,10 @@ def _origin(
     if asked.kind == "run":
         return Start(name, True, tuple(_candidates(asked.folder)), is_own=False)
     if asked.kind == "checkpoint":
-        return Start(name, True, tuple(_one_candidate(asked)), is_own=False)
+        return Start(name, True, tuple(_one_candidate(asked)), is_own=False, is_one_checkpoint=True)
+    will_exist = {path for folder in folders for path in (folder.location, folder.location.removesuffix(f"/{name}"))}
+    if asked.kind == "nothing" and asked.path not in will_exist:
+        raise CheckpointError(f"{asked.path} does not exist; give a folder of runs, a run's folder, or one checkpoint")
     if not is_s3(asked.path) and os.path.isfile(asked.path):
         raise CheckpointError(f"{asked.path} is a file; give a run's folder of checkpoints, or one checkpoint")
     others = tuple(run for run in asked.runs if run != name)

@@ -127,7 +127,7 @@ def look_for_checkpoint(
     if not start.continues:
         _log_aws_checkpoints(args)
         return None, start
-    strict, mark = args.strict_resume or start.went_back, start.is_own and not args.evaluate_only
+    strict, mark = args.strict_resume or start.is_one_checkpoint, start.is_own and not args.evaluate_only
     durable: list[Option] = [
         ((each.generation, each.step), partial(open_intact, each.folder, each.name, strict=strict, mark=mark))
         for each in start.candidates

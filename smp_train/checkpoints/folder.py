@@ -204,7 +204,7 @@ class RunFolder:
         """Return the generation that began an attempt; None if BEGUN cannot be read."""
         try:
             return int(json.loads(self.storage.read_if_there(f"{name}/{BEGUN}") or b"")["generation"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     def _is_ours(self, file: str) -> bool:

@@ -76,7 +76,7 @@ class Claim:
         try:
             content = json.loads(data or b"")
             return cls(**{**content, "job": Job.from_json(content["job"])})
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
 
     def to_bytes(self) -> bytes:
