@@ -315,7 +315,8 @@ def prune(options: argparse.Namespace) -> None:
     folder = _folder_to_prune(options)
     surplus: list[tuple[str, str]] = []
     intact, best = 0, None
-    for checkpoint in folder.committed():
+    committed = folder.committed()
+    for checkpoint in committed:
         name, damage = checkpoint.name, visible_damage(folder, checkpoint.name)
         if not damage and (intact < options.keep or checkpoint.step == best):
             damage, meta = _verify(folder, name)
@@ -324,7 +325,7 @@ def prune(options: argparse.Namespace) -> None:
                 intact += 1
                 continue
         surplus.append((name, f", which is damaged: {damage}" if damage else ""))
-    if not intact and not surplus:
+    if not committed:
         raise ConfigError(f"{folder.location} holds no committed checkpoint")
     if not intact:
         raise CheckpointError(f"{folder.location}: no checkpoint is intact, so nothing is deleted")
@@ -338,7 +339,8 @@ def prune(options: argparse.Namespace) -> None:
     if not options.dry_run:
         owner, alive, _ = look_at_owner(folder, Job())
         if alive is False:
-            for line in folder.sweep(newest_claim(folder)[0] + 1):
+            generations = [newest_claim(folder)[0], *(checkpoint.generation for checkpoint in committed)]
+            for line in folder.sweep(max(generations) + 1):
                 print(line)
         else:
             print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")

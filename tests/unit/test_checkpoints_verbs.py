@@ -30,6 +30,7 @@ from tests.checkpoint_files import (
     state,
     with_generation,
 )
+from tests.killing import killed
 
 Capture = pytest.CaptureFixture[str]
 
@@ -249,6 +250,32 @@ def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
         f"deleted the files of {attempt}, which an interrupted save or deletion left"
     ]
     assert keys(place) == sorted([f"{attempt}/.begun", *files(step(9))])
+
+
+@pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_prune_that_is_killed_at_any_operation_keeps_what_it_should(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    parent = str(tmp_path) if kind == "folder" else request.getfixturevalue("s3_place")
+    after = 0
+    while True:
+        place = f"{parent}/{after}"
+        save(place, 3, 6, 9)
+        harm(place, step(9), ".distcp", flipped)
+        before = contents(place)
+        kept = {name: data for name, data in before.items() if name.startswith(step(6))}
+        with killed(request, monkeypatch, kind, after) as seen:
+            main(["prune", place, "--keep", "1", "--damaged", "1"])
+        assert kept.items() <= contents(place).items() <= before.items()
+        for name in set(committed(place)) - {step(9)}:
+            assert open_verified(f"{place}/{name}").name == name
+        assert main(["prune", place, "--keep", "1", "--damaged", "1"]) == 0
+        assert committed(place) == [step(6)]
+        assert [name for name in contents(place) if name not in kept and not name.endswith(".begun")] == []
+        if len(seen) <= after:
+            break
+        after += 1
+    assert after > 5
 
 
 def test_a_restart_still_knows_its_predecessor_after_a_prune(tmp_path: Path) -> None:
