@@ -30,6 +30,7 @@ from tests.checkpoint_files import (
     state,
     with_generation,
 )
+from tests.killing import killed
 
 Capture = pytest.CaptureFixture[str]
 
@@ -86,9 +87,10 @@ def test_states_of_checkpoints(tmp_path: Path, capsys: Capture) -> None:
     harm(place, step(1), ".distcp", lambda data: data[:-1])
     open_folder(place).mark_damaged(step(3), "it is damaged")
     (place / step(4) / "COMMITTED").write_text("{")
-    (place / step(6)).mkdir()
-    (place / step(6) / ".begun").write_text("{}")
-    (place / step(6) / "__0_0.distcp").write_text("half")
+    for number in (6, 7):  # the seventh was swept
+        (place / step(number)).mkdir()
+        (place / step(number) / ".begun").write_text("{}")
+    (place / step(6) / "__0_0.distcp").write_bytes(b"half")
     (place / "llama_v2-8steps" / "tp0_ep0").mkdir(parents=True)
     (place / "llama_v2-8steps" / "tp0_ep0" / ".metadata").write_bytes(b"theirs")
     expected = {
@@ -234,9 +236,8 @@ def test_of_generations_the_later_one_is_newer(tmp_path: Path) -> None:
 def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
     save(place, 3, 6, 9)
     with owning(place) as running:
-        folder = running._targets[0].folder
-        attempt = folder.begin("llama_v2", 12, running.generation)
-        folder.put(attempt, "__0_0.distcp", b"half")
+        attempt = open_folder(place).begin("llama_v2", 12, running.generation)
+        open_folder(place).put(attempt, "__0_0.distcp", b"half")
         printed_lines = printed(capsys, "prune", place, "--keep", "1")
         assert printed_lines[:2] == [f"deleted {step(3)}", f"deleted {step(6)}"]
         assert "is in use by a job on" in printed_lines[2]
@@ -248,7 +249,33 @@ def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
     assert printed(capsys, "prune", place, "--keep", "1") == [
         f"deleted the files of {attempt}, which an interrupted save or deletion left"
     ]
-    assert keys(place) == files(step(9))
+    assert keys(place) == sorted([f"{attempt}/.begun", *files(step(9))])
+
+
+@pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_prune_that_is_killed_at_any_operation_keeps_what_it_should(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    parent = str(tmp_path) if kind == "folder" else request.getfixturevalue("s3_place")
+    after = 0
+    while True:
+        place = f"{parent}/{after}"
+        save(place, 3, 6, 9)
+        harm(place, step(9), ".distcp", flipped)
+        before = contents(place)
+        kept = {name: data for name, data in before.items() if name.startswith(step(6))}
+        with killed(request, monkeypatch, kind, after) as seen:
+            main(["prune", place, "--keep", "1", "--damaged", "1"])
+        assert kept.items() <= contents(place).items() <= before.items()
+        for name in set(committed(place)) - {step(9)}:
+            assert open_verified(f"{place}/{name}").name == name
+        assert main(["prune", place, "--keep", "1", "--damaged", "1"]) == 0
+        assert committed(place) == [step(6)]
+        assert [name for name in contents(place) if name not in kept and not name.endswith(".begun")] == []
+        if len(seen) <= after:
+            break
+        after += 1
+    assert after > 5
 
 
 def test_a_restart_still_knows_its_predecessor_after_a_prune(tmp_path: Path) -> None:
