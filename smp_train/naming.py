@@ -22,10 +22,11 @@ from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.run_name import RUNS, named
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.collective import root_cause
-from smp_train.checkpoints.find import Location, is_run_folder, locate, newest_in, open_checkpoint
+from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint, parent_of
 from smp_train.checkpoints.folder import RunFolder, folder_of_run, open_folder
+from smp_train.checkpoints.format import parse_folder_name
 from smp_train.checkpoints.node_local import is_node_local
-from smp_train.checkpoints.owner import Ownership, look_at_owner, owner_of
+from smp_train.checkpoints.owner import InUse, Ownership, look_at_owner, owner_of
 from smp_train.distributed import Runtime
 from smp_train.distributed.environment import LAUNCH
 from smp_train.distributed.job import Job
@@ -60,6 +61,8 @@ class Start:
     """Whether the same command gives the run the same name."""
     went_back: bool = False
     """Whether --resume_from_checkpoint names an older checkpoint of the run itself."""
+    is_one_checkpoint: bool = False
+    """Whether --resume_from_checkpoint names the candidate, so that no other one takes its place if it is damaged."""
     elsewhere: str | None = None
     """The location of --resume_from_checkpoint if it holds no checkpoint for this run; AWS's sample's may be there."""
     other_runs: tuple[str, ...] = ()
@@ -120,13 +123,25 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
     parents = [parent for parent in args.checkpoint_dir if not is_node_local(parent)]
     if args.evaluate_only:
         start = _origin(base, asked, [folder_of_run(parent, base) for parent in parents], asked is not None, None)
-        return replace(start, name=base if is_given else f"{base}-evaluation", pretrained=pretrained)
+        # Its records do not belong into the run folder of the run that it evaluates.
+        is_that_run = any(candidate.folder.endswith(f"/{base}") for candidate in start.candidates)
+        name = base if is_given and not is_that_run else f"{base}-evaluation"
+        return replace(start, name=name, pretrained=pretrained)
     job = Job.current()
-    name = _free_name(args, base, parents, job, is_given=is_given, asked=asked)
-    owner = Ownership([folder_of_run(parent, name) for parent in parents], job)
-    for folder in owner.folders:
-        folder.check_writable()
-    owner.acquire(force=args.break_checkpoint_lock)
+    while True:
+        name = _free_name(args, base, parents, job, is_given=is_given, asked=asked)
+        owner = Ownership([folder_of_run(parent, name) for parent in parents], job)
+        for folder in owner.folders:
+            folder.check_writable()
+        try:
+            owner.acquire(force=args.break_checkpoint_lock)
+        except InUse:
+            if is_given or asked is not None:
+                raise
+            continue  # another start has taken the name since
+        if asked is not None or owner.restarted or not any(folder.committed() for folder in owner.folders):
+            break
+        owner.release()  # another run has taken the name since, and has ended
     owners.append(owner)
     start = _origin(name, asked, owner.folders, asked is not None or owner.restarted, owner)
     return replace(start, pretrained=pretrained, generation=owner.generation, is_named_by_flags=name == base)
@@ -214,24 +229,30 @@ def _origin(
 ) -> Start:
     """Return what the run goes on from."""
     own = sorted((candidate for folder in folders for candidate in _candidates(folder)), reverse=True)
-    if asked is not None and asked.kind == "checkpoint" and asked.folder.location in [f.location for f in folders]:
+    parent, checkpoint = parent_of(asked.path) if asked is not None else ("", "")
+    is_checkpoint = asked is not None and asked.kind in ("checkpoint", "nothing") and parse_folder_name(checkpoint)
+    if asked is not None and is_checkpoint and parent in [folder.location for folder in folders]:
         # A restart of the job that went back goes on from what the job has saved since.
         job_began = owner.began if owner is not None and owner.restarted else sys.maxsize
         if not any(candidate.generation >= job_began for candidate in own):
-            return Start(name, True, tuple(_one_candidate(asked)), went_back=True)
+            return Start(name, True, tuple(_one_candidate(asked)), went_back=True, is_one_checkpoint=True)
     if not continues:
         return Start(name, False)
     if own or asked is None:
         return Start(name, True, tuple(own))
-    if asked.kind == "runs" and is_run_folder(open_folder(os.path.join(asked.path, name))):
-        asked = Location(os.path.join(asked.path, name), "run")
+    if asked.kind == "runs" and (candidates := _candidates(open_folder(os.path.join(asked.path, name)))):
+        return Start(name, True, tuple(candidates), is_own=False)
     if asked.kind == "run":
         return Start(name, True, tuple(_candidates(asked.folder)), is_own=False)
     if asked.kind == "checkpoint":
-        return Start(name, True, tuple(_one_candidate(asked)), is_own=False)
+        return Start(name, True, tuple(_one_candidate(asked)), is_own=False, is_one_checkpoint=True)
+    will_exist = {path for folder in folders for path in (folder.location, folder.location.removesuffix(f"/{name}"))}
+    if asked.kind == "nothing" and asked.path not in will_exist:
+        raise CheckpointError(f"{asked.path} does not exist; give a folder of runs, a run's folder, or one checkpoint")
     if not is_s3(asked.path) and os.path.isfile(asked.path):
         raise CheckpointError(f"{asked.path} is a file; give a run's folder of checkpoints, or one checkpoint")
-    return Start(name, True, is_own=False, elsewhere=asked.path, other_runs=tuple(asked.runs))
+    others = tuple(run for run in asked.runs if run != name)
+    return Start(name, True, is_own=False, elsewhere=asked.path, other_runs=others)
 
 
 def _candidates(folder: RunFolder) -> list[Candidate]:
@@ -260,12 +281,13 @@ def start_line(args: Arguments, start: Start, found: Checkpoint | None) -> str:
         model = "the initial weights" if found is None else f"step {found.step} of {found.path}"
         return f"Run {start.name} evaluates {model} and saves nothing"
     kept = ", ".join(f"the newest {keep}" if keep > 0 else "all" for keep in args.num_kept_checkpoints)
+    taken = "" if start.is_named_by_flags else f" ({start.name.rpartition('-')[0]} is taken)"
     if found is None:
-        begins = "is new: it begins at step 0"
+        begins = f"is new{taken}: it begins at step 0"
     elif start.is_own:
         begins = f"goes {'back to' if start.went_back else 'on from'} its step {found.step} ({found.path})"
     else:
-        begins = f"is new: it begins from step {found.step} of {found.path}"
+        begins = f"is new{taken}: it begins from step {found.step} of {found.path}"
     return f"Run {start.name} {begins}, and keeps {kept} of its checkpoints"
 
 

@@ -127,7 +127,7 @@ def look_for_checkpoint(
     if not start.continues:
         _log_aws_checkpoints(args)
         return None, start
-    strict, mark = args.strict_resume or start.went_back, start.is_own and not args.evaluate_only
+    strict, mark = args.strict_resume or start.is_one_checkpoint, start.is_own and not args.evaluate_only
     durable: list[Option] = [
         ((each.generation, each.step), partial(open_intact, each.folder, each.name, strict=strict, mark=mark))
         for each in start.candidates
@@ -175,11 +175,11 @@ def _log_aws_checkpoints(args: Arguments) -> None:
     """Log the checkpoints of SMP's sample scripts in the folders of a run that resumes from none; collective."""
     with distributed.together("looking into the checkpoint folders"):
         for folder in args.checkpoint_dir if distributed.rank() == 0 else ():
-            names = [] if is_node_local(folder) else aws.checkpoint_names(folder)
-            if names:
+            paths = [] if is_node_local(folder) else aws.checkpoint_paths(folder)
+            if paths:
                 log.info(
                     "%s holds %d checkpoints of SMP's sample scripts, the newest is %s: they stay as they are; to go "
-                    "on from them, --resume_from_checkpoint %s", folder, len(names), names[0], folder,
+                    "on from them, --resume_from_checkpoint %s", folder, len(paths), paths[0], folder,
                 )  # fmt: skip
 
 

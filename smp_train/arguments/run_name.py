@@ -25,7 +25,8 @@ def is_run_name(text: str) -> bool:
 
 def named(resolved: Resolved, name: str, source: str) -> Resolved:
     """Return the settings of a run of that name, with the run folder that follows; ``source`` tells its origin."""
-    args = dataclasses.replace(resolved.args, run_name=name)
+    follows = resolved.args.run_dir == f"{RUNS}/{resolved.args.run_name}" and not resolved.given("run_dir")
+    args = dataclasses.replace(resolved.args, run_name=name, run_dir="" if follows else resolved.args.run_dir)
     sources = dict(resolved.sources)
     if not resolved.args.run_name:
         sources["run_name"] = source

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -31,8 +33,9 @@ class BackgroundWriter:
     """Begins saves in the background; they have their own process group."""
 
     def __init__(self) -> None:
-        self._stager: Stager | None = None
+        self._stager = Stager()
         self._group: Any = None
+        self._began = False
 
     def begin(self, state: dict[str, Any], write: Callable[[dict[str, Any]], Any]) -> Background | None:
         """Copy ``state`` and begin to ``write`` it; collective.
@@ -42,17 +45,16 @@ class BackgroundWriter:
         action = "cannot copy the state to host memory"
         begun: list[tuple[dict[str, Any], Callable[[], None]]] = []
         try:
-            if self._stager is None:
+            if not self._began:
                 _check_memory(state)
-                self._stager = Stager()
                 self._group = None if is_alone() else dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-            stager = self._stager
-            gather(action, lambda: begun.append(stager.begin(state)))
+                self._began = True
+            gather(action, lambda: begun.append(self._stager.begin(state)))
         except CheckpointError as failure:
             logger.warning("%s: saves are synchronous", failure, extra=ALL_RANKS)
-            self._stager = None
+            self._stager = Stager()
             return None
-        copy, complete = begun[0]
+        ((copy, complete),) = begun
 
         def in_background(failure: Exception | None) -> Any:
             with on_group(self._group):
@@ -64,14 +66,17 @@ class BackgroundWriter:
 
 def _check_memory(state: dict[str, Any]) -> None:
     """Raise `CheckpointError` on every rank if a host cannot hold a copy of its ranks' tensors; collective."""
-    name = socket.gethostname()
-    ranks = gather("cannot save", lambda: (name, local_bytes(state), free_host_bytes()))
-    for host in sorted({host for host, _, _ in ranks}):
-        needed = sum(size for name_of_rank, size, _ in ranks if name_of_rank == host)
-        free = min((free for name_of_rank, _, free in ranks if name_of_rank == host and free is not None), default=None)
-        if free is not None and needed > MEMORY_SHARE * free:
+    host = socket.gethostname()
+    needed: Counter[str] = Counter()
+    free: dict[str, int] = {}
+    for name, size, available in gather("cannot save", lambda: (host, local_bytes(state), free_host_bytes())):
+        needed[name] += size
+        free[name] = min(free.get(name, sys.maxsize), sys.maxsize if available is None else available)
+    for name in sorted(free):
+        if needed[name] > MEMORY_SHARE * free[name]:
             raise CheckpointError(
-                f"{host} has {free / 2**30:.1f} GiB of memory free, a copy of the state takes {needed / 2**30:.1f}"
+                f"{name} has {free[name] / 2**30:.1f} GiB of memory free, a copy of the state takes "
+                f"{needed[name] / 2**30:.1f}"
             )
 
 
@@ -151,12 +156,8 @@ def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 def local_bytes(state: dict[str, Any], *, pinned: bool = False) -> int:
     """Return the bytes of host buffers for this rank's tensors; ``pinned`` counts as for tensors of a GPU."""
     parts = [local_tensor(value) for _, value in leaves(state)]
-    return sum(_buffer_bytes(value, pinned or value.is_cuda) for value in parts if isinstance(value, Tensor))
-
-
-def _buffer_bytes(source: Tensor, pinned: bool) -> int:
-    size = source.numel() * source.element_size()
-    return pinned_bytes(size) if pinned else size
+    tensors = [value for value in parts if isinstance(value, Tensor)]
+    return sum(pinned_bytes(t.nbytes) if pinned or t.is_cuda else t.nbytes for t in tensors)
 
 
 class Background:

@@ -179,6 +179,9 @@ def read_checkpoint(folder: RunFolder, name: str) -> Checkpoint | str:
         meta = json.loads(data)
         if not isinstance(meta, dict):
             raise ValueError("it is not an object")
+        for key, value in (("step", marker.step), ("model_type", marker.model_type)):
+            if meta.get(key, value) != value:
+                return f"{COMMITTED} has {key} {value}, and {META} {meta[key]}"
     except (ValueError, RecursionError) as error:
         return f"{error}" if COMMITTED in f"{error}" else f"{META} is not readable: {error}"
     return Checkpoint(path, meta, marker, folder, name)

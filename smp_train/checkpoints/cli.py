@@ -1,303 +1,265 @@
-"""``smp-train checkpoint``: look at checkpoints, check them, and turn them into other forms."""
+"""``smp-train checkpoint``: list, verify and delete checkpoints, and convert them from and to other formats."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from smp_train.arguments.verb_parser import VerbParser, at_least, positive
-from smp_train.checkpoints import Checkpoint, find, open_checkpoint
+from smp_train.arguments.run_name import is_run_name
+from smp_train.arguments.verb_parser import VerbParser, positive
 from smp_train.checkpoints.aws import sharded as aws
-from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
-from smp_train.checkpoints.discovery import is_checkpoint_folder, is_one_checkpoint
-from smp_train.checkpoints.manager import CheckpointManager
-from smp_train.checkpoints.manifest import ABANDONED, COMMITTED, DAMAGED, folder_name, name_before, parse_folder_name
-from smp_train.checkpoints.pruning import deleting
-from smp_train.checkpoints.runs import committed, committed_names, last_run, run_of
-from smp_train.checkpoints.target import Policy
-from smp_train.errors import CheckpointError, ConfigError, first_few, redacted
-from smp_train.models.hugging_face import trust_code
+from smp_train.checkpoints.checkpoint import Damaged, verified
+from smp_train.checkpoints.find import Location, locate, open_checkpoint, open_verified, parent_of
+from smp_train.checkpoints.folder import RunFolder, open_folder
+from smp_train.checkpoints.format import METADATA
+from smp_train.checkpoints.listing import (
+    facts_of_checkpoint,
+    facts_of_tree,
+    lines_of,
+    rows_of_run,
+    rows_of_sample,
+    table,
+    visible_damage,
+)
+from smp_train.checkpoints.owner import Ownership, look_at_owner, newest_claim
+from smp_train.distributed.job import Job
+from smp_train.errors import CheckpointError, ConfigError, SmpTrainError, first_few, one_line, redacted
+from smp_train.models.hugging_face import CONFIG_FILE, GENERATION_FILE, trust_code
 from smp_train.progress import MOVED, Progress
 from smp_train.storage import normal
-from smp_train.storage.paths import Place, place
+from smp_train.storage.paths import place
+
+LARGEST_STEP = 10**15
+OURS, ANY_OF_OURS = ("checkpoint", "run", "runs"), "a folder of runs, a run's folder or a checkpoint"
+OPERANDS: dict[str, tuple[tuple[str, ...], type[SmpTrainError], str]] = {
+    "listed": ((*OURS, "sample", "samples", "other"), CheckpointError, ANY_OF_OURS),
+    "verified": (OURS, CheckpointError, ANY_OF_OURS),
+    "opened": (OURS, CheckpointError, "a checkpoint, or a run's folder for its newest checkpoint"),
+    "pruned": (("run", "runs"), ConfigError, "a run's folder, or a folder of runs with --run_name"),
+    "weights": ((*OURS, "sample", "samples", "other", "file"), CheckpointError, "a folder or a file with weights"),
+    "imported": (("nothing", "other", "run", "samples"), ConfigError, "a run's folder, which may be a new one"),
+    "model": (("nothing", "other"), ConfigError, "a folder for the model"),
+}
+"""What a location may be in each role, the error if it is something else, and the remedy, which is also the help."""
+KINDS = {
+    "checkpoint": "is one checkpoint", "run": "holds the checkpoints of a run", "runs": "holds the checkpoints of runs",
+    "sample": "is a checkpoint of SMP's sample scripts or of another program", "file": "is a file",
+    "samples": "holds checkpoints of SMP's sample scripts", "nothing": "does not exist",
+    "other": "holds no checkpoint of this program",
+}  # fmt: skip
+
+
+def _step(text: str) -> int:
+    if not 0 <= int(text) <= LARGEST_STEP:
+        raise argparse.ArgumentTypeError(f"{text[:30]}: must be from 0 to {LARGEST_STEP}")
+    return int(text)
+
+
+_step.__name__ = "int"  # argparse names it in the error for a text that is not a number
+SWITCH: dict[str, Any] = {"type": int, "choices": (0, 1), "default": 0}
+FLAGS: dict[str, dict[str, Any]] = {
+    "--json": {"action": "store_true", "help": "as JSON"},
+    "--dtype": {"choices": ("float32", "bfloat16", "float16"), "help": "default: as stored"},
+    "--tokenizer": {"help": "folder or name of the tokenizer to write with the model"},
+    "--max_shard_gb": {"type": positive, "default": 5.0, "help": "size of one file (default: 5)"},
+    "--overwrite": {**SWITCH, "help": "move a model that is there to previous-<n>/"},
+    "--merge": {**SWITCH, "help": "add adapters into the weights"},
+    "--model": {"help": "folder or name: the model of these weights, or the adapters' base model if it has moved"},
+    "--trust_remote_code": {**SWITCH, "help": "run code that comes with the model or tokenizer"},
+    "--step": {"type": _step, "help": "step of the checkpoint (default: the source's, else 0)"},
+    "--run_name": {"help": "the run, in a folder of several"},
+    "--keep": {"type": int, "required": True, "help": "number of intact checkpoints to keep, at least 1"},
+    "--damaged": {**SWITCH, "help": "delete damaged checkpoints, too"},
+    "--dry_run": {**SWITCH, "help": "only print what would be deleted"},
+}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of this verb's sub-commands."""
-    found = VerbParser(prog="smp-train checkpoint", description=__doc__, allow_abbrev=False)
-    verbs = found.add_subparsers(dest="verb", required=True, parser_class=VerbParser)
-
-    def verb(name: str, help: str, source: str, target: str | None = None, **more: Any) -> argparse.ArgumentParser:
-        made = verbs.add_parser(name, help=help, description=help, allow_abbrev=False, **more)
-        made.add_argument("source", help=source)
-        if target is not None:
-            made.add_argument("target", help=target)
-        return made
-
-    either = "a checkpoint, or a folder of them (the newest one of the run that saved last)"
-    listing = "list the checkpoints of a folder"
-    made = verb("ls", listing, "folder of checkpoints, or one checkpoint", aliases=["list"])
-    made.add_argument("--json", action="store_true", help="as JSON")
-    made = verb("show", "tell what a checkpoint holds", either)
-    made.add_argument("--json", action="store_true", help="all of it, as JSON")
-    verb("verify", "recompute checksums", "a checkpoint, or a folder: all of its committed ones")
-    for name, help, source in (
-        ("export", "write a checkpoint's model as a Hugging Face folder", either),
-        ("convert", "write weights of any form as safetensors", "folder or file (.safetensors, .bin, .pt)"),
+    """Return the parser of all verbs."""
+    whole = VerbParser(prog="smp-train checkpoint", description=__doc__, allow_abbrev=False)
+    verbs = whole.add_subparsers(dest="verb", required=True, parser_class=VerbParser)
+    writing = ("--dtype", "--tokenizer", "--max_shard_gb", "--overwrite", "--trust_remote_code")
+    for action, names, roles, flags in (
+        (list_checkpoints, ["list", "ls"], ["listed"], ["--json"]),
+        (show, ["show"], ["opened"], ["--json"]),
+        (verify, ["verify"], ["verified"], []),
+        (export_model, ["export"], ["opened", "model"], ["--merge", "--model", *writing]),
+        (convert, ["convert"], ["weights", "model"], writing),
+        (import_weights, ["import"], ["weights", "imported"], ["--model", "--step", "--trust_remote_code"]),
+        (prune, ["prune"], ["pruned"], ["--keep", "--run_name", "--damaged", "--dry_run"]),
     ):
-        made = verb(name, help, source, "folder to write")
-        made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
-        made.add_argument("--tokenizer", help="folder or name of the tokenizer to write beside the model")
-        made.add_argument("--max_shard_gb", type=positive, default=5.0, help="size of one file (default: 5)")
-        made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a model that is there")
-        if name == "export":
-            made.add_argument("--merge", type=int, choices=(0, 1), default=0, help="add adapters into the weights")
-            made.add_argument("--model", help="these weights, where they have moved")
-        made.add_argument("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run a tokenizer's own code")
-    made = verb("import", "make a checkpoint of weights of any form", "see --pretrained_checkpoint_file", "folder")
-    made.add_argument("--model", help="folder or name of the model; default: config.json beside the weights")
-    made.add_argument("--step", type=at_least(0), help="step of the checkpoint; default: what the source says, else 0")
-    made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a checkpoint of that step")
-    made.add_argument("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run the model's own code")
-    made = verb("prune", "delete all but a run's newest committed checkpoints, and its best", "folder of checkpoints")
-    made.add_argument("--run_name", help="name or id of the run; needed where the folder holds several")
-    made.add_argument("--keep", type=int, required=True, help="how many of each model type to keep, at least 1")
-    made.add_argument("--damaged", type=int, choices=(0, 1), default=0, help="delete those set aside as damaged, too")
-    made.add_argument("--abandoned", type=int, choices=(0, 1), default=0, help="and those that a run went back before")
-    made.add_argument("--dry_run", type=int, choices=(0, 1), default=0, help="only say what would be deleted")
-    return found
+        about = (action.__doc__ or "").partition(".")[0]
+        verb = verbs.add_parser(names[0], aliases=names[1:], help=about, description=about, allow_abbrev=False)
+        verb.set_defaults(action=action)
+        for operand, role in zip(("source", "target"), roles, strict=False):
+            verb.add_argument(operand, help=OPERANDS[role][2])
+        for flag in flags:
+            verb.add_argument(flag, **FLAGS[flag])
+    return whole
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the first argument names."""
+    """Run the verb that the first argument names."""
     options = parser().parse_args(list(argv))
     trust_code(bool(getattr(options, "trust_remote_code", 0)))
-    actions = {
-        "ls": ls, "list": ls, "show": show, "verify": verify, "export": export_model, "convert": convert,
-        "import": import_weights, "prune": prune,
-    }  # fmt: skip
-    return actions[options.verb](options)
+    options.action(options)
+    return 0
 
 
-def ls(options: argparse.Namespace) -> int:
-    """Print one line per checkpoint, finished or not, oldest step first; or a list of objects as JSON."""
-    storage, only = _folder_and_name(options.source)
-    others = {name: kind for kind in (ABANDONED, DAMAGED) for name in storage.aside(kind)}
-    others |= dict.fromkeys(aws.checkpoint_names(storage.location), "SMP sample")
-    rows: list[dict[str, Any]] = []
-    for name in [only] if only else storage.names():
-        sizes = storage.sizes(name)
-        before = name_before(name)
-        model_type, step = parse_folder_name(before) or ("", -1)
-        if not (only or model_type or name.endswith((".staging", ".deleting", ".replaced"))):
-            continue
-        complete = COMMITTED in sizes and name == before
-        state = "committed" if complete else others.get(name, "incomplete")
-        run, saved = run_of(storage, name)
-        rows.append(
-            {
-                "name": name, "path": os.path.join(storage.location, name), "step": step if model_type else None,
-                "model_type": model_type or None, "state": state, "bytes": sum(sizes.values()), "files": len(sizes),
-                "run": run.to_json() if run.id else None, "saved": _at(saved),
-            }
-        )  # fmt: skip
-    rows.sort(key=lambda row: (-1 if row["step"] is None else row["step"], row["name"]))
+def _operand(path: str, role: str) -> Location:
+    """Return what is at a location. Raises the error of `OPERANDS` if that does not suit the role."""
+    kinds, error, remedy = OPERANDS[role]
+    if not path.strip():
+        raise ConfigError(f"'{path}' names no location; give {remedy}")
+    location = locate(path)
+    kind, remedy = location.kind, f"give {remedy}"
+    if kind in ("nothing", "other") and place(path).is_file():
+        kind = "file"
+    elif kind == "other" and (samples := aws.checkpoint_paths(path)):
+        kind = "sample" if samples == [location.path] else "samples"
+        remedy = f"first `smp-train checkpoint import {samples[0]} FOLDER --model NAME_OR_FOLDER`"
+    if kind not in kinds:
+        raise error(f"{path} {KINDS[kind]}; {remedy}")
+    return location
+
+
+def _folders(location: Location) -> list[RunFolder]:
+    """Return the folders of the runs at a location."""
+    if location.kind == "runs":
+        return [open_folder(os.path.join(location.path, run)) for run in location.runs]
+    return [location.folder]
+
+
+def list_checkpoints(options: argparse.Namespace) -> None:
+    """List the checkpoints of each run, oldest first."""
+    location = _operand(options.source, "listed")
+    rows = [row for folder in _folders(location) for row in rows_of_run(folder) if location.name in ("", row["name"])]
+    if location.kind in ("runs", "other"):
+        rows += rows_of_sample(location.path)
     if options.json:
         print(json.dumps(rows, indent=1))
-        return 0
-    width = max((len(row["name"]) for row in rows), default=0)
-    for row in rows:
-        of = f"  {row['saved'] or '':<20}  run {row['run']['name']} ({row['run']['id']})" if row["run"] else ""
-        size = f"{in_bytes(row['bytes']):>10}  {row['files']} files"
-        print(f"{row['name']:<{width}}  {row['state']:<10}  {size}{of}")
-    if not rows:
-        print(f"no checkpoints in {storage.location}")
-    return 0
-
-
-def _at(seconds: float) -> str | None:
-    """Return a time as people and programs read it, in UTC; None where it is not known."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds)) if 0 < seconds < 1e11 else None
-
-
-def _of_model(found: Checkpoint) -> str:
-    """Return the model of a checkpoint in a few words: our type and size, where it is from, transformers' type."""
-    config, arguments = (found.meta.get(key) for key in ("model_config", "arguments"))
-    config, arguments = (value if isinstance(value, dict) else {} for value in (config, arguments))
-    size = arguments.get("model_size")
-    pretrained = arguments.get("hf_pretrained_model_name_or_dir") or arguments.get("pretrained_model_name")
-    named = f"{found.committed.model_type}-{size}" if size else found.committed.model_type
-    return f"{named}{f' of {pretrained}' if pretrained else ''} ({config.get('model_type', 'unknown')} of transformers)"
-
-
-def show(options: argparse.Namespace) -> int:
-    """Print what a checkpoint says of itself, and how many tensors of which kind it holds."""
-    from smp_train.checkpoints.dcp.trees import plain_values, saved_entries
-    from smp_train.checkpoints.manifest import METADATA
-
-    place = normal(options.source)
-    folder, name = parent_of(place)
-    if not is_checkpoint_folder(place) and open_folder(folder).has(name, METADATA):  # another program's
-        reader = open_folder(folder).reader(name)
-        entries = [saved_entries(reader)]
-        facts: dict[str, Any] = {"path": place, "format": "DCP tree of another program"}
-        facts |= plain_values(reader)
     else:
-        found = open_checkpoint(newest(options.source))
-        entries = found.entries()
-        folder, name = parent_of(found.path)
-        run, saved = run_of(open_folder(folder), name)
-        facts = {
-            "path": found.path, "model": _of_model(found), "run": f"{run} ({run.id})" if run.id else f"{run}",
-            "saved": _at(saved) or "unknown", "step": found.step,
-            "bytes": sum(record.size for record in found.committed.files.values()),
-        }  # fmt: skip
-        left_out = ("model_config", "generation_config", "arguments", "step", "run", "model_type")
-        facts |= {key: value for key, value in found.meta.items() if key not in left_out}
-    kinds: dict[str, list[int]] = {}
-    for tree in entries:
-        for key, entry in tree.items():
-            if hasattr(entry, "size"):
-                kinds.setdefault(key.split(".")[0], []).append(entry.size.numel())
-    among = f" in {len(entries)} parts" if len(entries) > 1 else ""
-    for kind, counts in kinds.items():
-        facts[f"{kind}.*"] = f"{len(counts)} tensors, {sum(counts):,} numbers{among}"
-    if options.json:
-        print(json.dumps(facts, indent=1))
-        return 0
-    for key, value in facts.items():
-        print(f"{key + ':':<12} {READ_AS.get(key, in_words)(value)}")
-    return 0
+        lines = table(rows, location.folder.location) if rows else [f"no checkpoints in {location.path}"]
+        print(*lines, sep="\n")
 
 
-def in_words(value: Any) -> str:
-    """Return a value of meta.json as a person reads it: of a long list how many entries it has."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {f'({in_words(each)})' if isinstance(each, dict) else in_words(each)}"
-                         for key, each in value.items())  # fmt: skip
-    if isinstance(value, list):
-        return f"{len(value)} entries" if len(value) > 8 else " ".join(map(in_words, value)) or "none"
-    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+def show(options: argparse.Namespace) -> None:
+    """Show a checkpoint's metadata and the number of its tensors."""
+    location = locate(options.source)
+    if location.kind == "other" and location.folder.storage.exists(METADATA):
+        facts = facts_of_tree(location.folder)
+    else:
+        _operand(options.source, "opened")
+        facts = facts_of_checkpoint(open_checkpoint(options.source))
+    print(*([json.dumps(facts, indent=1)] if options.json else lines_of(facts)), sep="\n")
 
 
-def _best(best: Any) -> str:
-    if not isinstance(best, dict) or best.get("step") is None:
-        return "no validation yet"
-    return f"step {best['step']} with validation loss {best.get('loss')}, {best.get('since')} validations since"
-
-
-def _spikes(spikes: Any) -> str:
-    spans = spikes.get("skipped") if isinstance(spikes, dict) else None
-    stretches = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans or ()]
-    return f"updates skipped: {f'steps {first_few(stretches)}' if stretches else 'none'}"
-
-
-READ_AS: dict[str, Callable[[Any], str]] = {"best": _best, "spikes": _spikes}
-
-
-def verify(options: argparse.Namespace) -> int:
-    """Recompute all checksums; `CheckpointError` names what is damaged."""
-    storage, only = _folder_and_name(options.source)
-    names = [only] if only else committed_names(storage)
-    if not names:
-        raise CheckpointError(f"{storage.location} holds no committed checkpoint")
+def verify(options: argparse.Namespace) -> None:
+    """Recompute the checksums of checkpoints, without changing anything."""
+    location = _operand(options.source, "verified")
+    checkpoints = [(folder, checkpoint.name) for folder in _folders(location) for checkpoint in folder.committed()]
+    checkpoints = [(location.folder, location.name)] if location.name else checkpoints
+    if not checkpoints:
+        raise CheckpointError(f"{location.path} holds no committed checkpoint")
     damaged = []
-    for name in names:
-        try:
-            checkpoint = open_checkpoint(os.path.join(storage.location, name))
-            with Progress(f"verify {name}", unit="B", moved=MOVED):
-                problems = checkpoint.verify()
-            if not problems:
-                checkpoint.entries()
-        except CheckpointError as error:
-            problems = [str(error)]
-        print(f"{name}: {'; '.join(problems) or 'intact'}")
-        damaged += [name] * bool(problems)
+    for folder, name in checkpoints:
+        problem, _ = _verify(folder, name)
+        print(f"{name}: {problem or 'intact'}")
+        damaged += [name] * bool(problem)
     if damaged:
-        raise CheckpointError(f"{len(damaged)} of {len(names)} damaged in {storage.location}: {', '.join(damaged)}")
-    return 0
+        raise CheckpointError(f"{len(damaged)} of {len(checkpoints)} damaged in {location.path}: {', '.join(damaged)}")
 
 
-def export_model(options: argparse.Namespace) -> int:
+def _verify(folder: RunFolder, name: str) -> tuple[str, dict[str, Any]]:
+    """Return what contradicts a checkpoint's checksums, empty if it is intact, and then its metadata."""
+    try:
+        with Progress(f"verify {name}", unit="B", moved=MOVED):
+            checkpoint = verified(folder, name)
+            checkpoint.entries()
+    except Damaged as error:
+        return str(error).partition(" is damaged: ")[2], {}
+    return "", checkpoint.meta
+
+
+def export_model(options: argparse.Namespace) -> None:
     """Write a checkpoint's model as a Hugging Face folder."""
     from smp_train.checkpoints.hf.export import export
 
-    _check_target(options.target)
-    source = newest(options.source)
-    with Progress(f"verify {os.path.basename(source)}", unit="B", moved=MOVED):
-        found = find(source)
-    assert found is not None
-    with Progress(f"export {os.path.basename(found.path)}", unit="B") as progress:
+    _operand(options.source, "opened")
+    _operand(options.target, "model")
+    with Progress(f"verify {options.source}", unit="B", moved=MOVED):
+        checkpoint = open_verified(options.source)
+    with Progress(f"export {checkpoint.name}", unit="B") as progress:
         export(
-            found, options.target, dtype=_dtype(options), tokenizer=options.tokenizer,
+            checkpoint, options.target, dtype=_dtype(options), tokenizer=options.tokenizer,
             shard_bytes=int(options.max_shard_gb * 1e9), overwrite=bool(options.overwrite),
             merge=bool(options.merge), base=options.model, on_progress=progress.at,
         )  # fmt: skip
-    print(f"wrote step {found.step} of {found.path} to {options.target}")
-    return 0
+    print(f"wrote step {checkpoint.step} of {checkpoint.path} to {options.target}")
 
 
-def convert(options: argparse.Namespace) -> int:
-    """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
+def _dtype(options: argparse.Namespace) -> Any:
     import torch
 
-    from smp_train.checkpoints.hf import tokenizer
-    from smp_train.checkpoints.hf.model_folder import LazyTensors, new_model
-    from smp_train.models.hf_weights import NOT_WEIGHTS
+    return options.dtype and getattr(torch, options.dtype)
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
+    from smp_train.checkpoints.hf import model_folder, tokenizer
+    from smp_train.checkpoints.pretrained import kind_of
     from smp_train.models.weight_files import WeightFiles
 
-    _check_target(options.target)
-    source = _weights(options.source)
-    if (source / COMMITTED).is_file():
-        raise ConfigError(f"{source} is a checkpoint of this program: smp-train checkpoint export {source} FOLDER")
+    _operand(options.source, "weights")
+    _operand(options.target, "model")
+    if kind_of(options.source) == "ours":
+        raise ConfigError(f"{options.source} is a checkpoint: smp-train checkpoint export {options.source} FOLDER")
+    source = place(options.source)
     folder = source if source.is_dir() else source.parent
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json, without which the weights cannot be opened; put it there")
+    small = {name: (folder / name).read_bytes() for name in (GENERATION_FILE, CONFIG_FILE) if (folder / name).is_file()}
+    if CONFIG_FILE not in small:
+        raise ConfigError(f"{folder} has no {CONFIG_FILE}, without which the weights cannot be opened; put it there")
+    try:
+        json.loads(small[CONFIG_FILE])
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{folder / CONFIG_FILE} is not JSON: {one_line(error)}; replace it") from None
     if os.path.realpath(normal(options.target)) == os.path.realpath(normal(folder)):
         raise ConfigError(f"{options.target} holds the weights that are read; give another folder to write")
     with ExitStack() as stack:
         location = options.tokenizer or tokenizer.tokenizer_folder(str(source))
-        files_of_tokenizer = {} if location is None else tokenizer.tokenizer_files(location)
-        # Opened first: what cannot be read is no reason to remove what is in the other folder.
-        files = WeightFiles(source, stack)
-        names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
-        items = []
-        for name in names:
-            block = files.tensor(name)
-            shape = block.get_shape()
-            stored = block[(slice(0, 0),) * len(shape) or ...].dtype
-            dtype = (stored.is_floating_point and _dtype(options)) or stored
-
-            def read(name: str = name, block: Any = block, dtype: Any = dtype) -> dict[str, Any]:
-                return {name: block[...].to(dtype)}
-
-            items.append(LazyTensors({name: torch.empty(shape, dtype=dtype, device="meta")}, read))
-        with new_model(options.target, overwrite=bool(options.overwrite)) as out:
-            with Progress(f"convert {source.name}", unit="B") as progress:
-                out.put_weights(items, int(options.max_shard_gb * 1e9), progress.at)
-            small = [name for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
-            out.put_all(files_of_tokenizer | {name: (folder / name).read_bytes() for name in small})
-    print(f"wrote {len(names)} tensors of {source} to {options.target}")
-    return 0
+        small |= {} if location is None else tokenizer.tokenizer_files(location)
+        # Opened before the folder to write: if the weights cannot be read, its model stays.
+        items = model_folder.stored_tensors(WeightFiles(source, stack), _dtype(options))
+        with (
+            model_folder.new_model(options.target, overwrite=bool(options.overwrite)) as out,
+            Progress(f"convert {source.name}", unit="B") as progress,
+        ):
+            out.put_weights(items, int(options.max_shard_gb * 1e9), progress.at)
+            out.put_all(small)
+    print(f"wrote {len(items)} tensors of {source} to {options.target}")
 
 
-def import_weights(options: argparse.Namespace) -> int:
-    """Make a committed checkpoint of weights of any form, or of a checkpoint of SMP's sample; holds it in memory."""
+def import_weights(options: argparse.Namespace) -> None:
+    """Make a checkpoint from weights of any form, or from a checkpoint of SMP's sample, which fit in memory."""
     import torch
 
     from smp_train.checkpoints.pretrained import load_weights
+    from smp_train.checkpoints.save import CheckpointManager, Policy
     from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
     from smp_train.models.configuration import changes_from
     from smp_train.models.resolve import beside, resolve
 
-    source = _weights(options.source)
+    _operand(options.source, "weights")
+    target = _operand(options.target, "imported")
+    parent, run_name = parent_of(target.path)
+    if not is_run_name(run_name):
+        raise ConfigError(f"{options.target} cannot be a run's folder; give another one")
+    source = place(options.source)
     if options.model is None and beside(source) is None:
         raise ConfigError(f"{source} has no config.json beside it; say which model it is by --model FOLDER_OR_NAME")
     spec = resolve(
@@ -307,114 +269,98 @@ def import_weights(options: argparse.Namespace) -> int:
             hf_pretrained_model_name_or_dir=None, model_type=None, model_size=None,
         )
     )  # fmt: skip
-    found = aws.find_checkpoint(str(source), spec.config)
-    different = [] if found is None else changes_from(found.meta, spec.config)
-    if different:
+    sample = aws.find_checkpoint(str(source), spec.config)
+    if sample is not None and (different := changes_from(sample.meta, spec.config)):
         raise CheckpointError(f"{source} is of another model ({'; '.join(different)}); give that one by --model FOLDER")
-    told = {} if found is None else found.meta["imported"]
-    step = options.step if options.step is not None else (0 if found is None else found.step)
-    manager = CheckpointManager([Policy(options.target, 0, 0)], model_type=spec.model_type)
-    manager.lock(advice="give another folder, or wait until that job has ended")
+    step = options.step if options.step is not None else (0 if sample is None else sample.step)
+    for checkpoint in target.folder.committed():
+        if checkpoint.step == step:
+            path = os.path.join(target.path, checkpoint.name)
+            raise ConfigError(f"{path} is a committed checkpoint; give another --step or folder")
+    model = build_meta(spec)
+    materialise(model, "cpu")
+    usage = "start from it with --finetune 1 --pretrained_checkpoint_file"
+    if sample is None or not sample.has_moments:
+        with Progress(f"read {source.name}", unit="B") as progress:
+            load_weights(model, str(source if sample is None else sample.path), progress.at)
+        state = gather_state(model)
+    else:
+        state = gather_state(model, torch.optim.AdamW(model.parameters()))
+        sample.load(state)
+        usage = "go on from it with --resume_from_checkpoint"
+    meta = {
+        "model_config": spec.config.to_dict(), "tokens": 0,
+        "imported": {"from": redacted(str(source)), **({} if sample is None else sample.meta["imported"])},
+    }  # fmt: skip
+    owner = Ownership([target.folder], advice="give another folder, or wait until that job has ended")
+    owner.acquire()
+    manager = CheckpointManager(
+        [Policy(parent, 0, 0)], run_name=run_name, model_type=spec.model_type, owner=owner, generation=owner.generation
+    )
     try:
-        folder, name = open_folder(options.target), folder_name(spec.model_type, step)
-        if not options.overwrite and folder.has(name, COMMITTED):
-            raise ConfigError(
-                f"{os.path.join(folder.location, name)} is a committed checkpoint; give another --step or folder, or "
-                "replace it with --overwrite 1"
-            )
-        model = build_meta(spec)
-        materialise(model, "cpu")
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        meta = {"model_config": spec.config.to_dict(), "imported": {"from": redacted(str(source)), **told}, "tokens": 0}
-        how = "start from it with --finetune 1 --pretrained_checkpoint_file"
-        if found is None or not found.has_moments:
-            with Progress(f"read {source.name}", unit="B") as progress:
-                load_weights(model, str(source if found is None else found.path), progress.at)
-            state = gather_state(model)
-        else:
-            state = gather_state(model, torch.optim.AdamW(model.parameters()))
-            found.load(state)
-            size, how = 3 * size, "go on from it with --resume_from_checkpoint"
-        print(f"writing {in_bytes(size)} to {options.target}", file=sys.stderr)
         for path in manager.save(step, state, meta, force=True):
-            print(f"wrote {path}; {how} {path}")
+            print(f"wrote {path}; {usage} {path}")
     finally:
         manager.close()
-    return 0
 
 
-def prune(options: argparse.Namespace) -> int:
-    """Delete all but a run's newest committed checkpoints of each model type, and what its interrupted saves left."""
-    kinds = [kind for kind in (DAMAGED, ABANDONED) if getattr(options, kind)]
-    for line in deleting(
-        _folder(options.source), run_name=options.run_name, keep=options.keep, kinds=kinds, dry=bool(options.dry_run)
-    ):
-        print(line)
-    return 0
+def prune(options: argparse.Namespace) -> None:
+    """Delete a run's checkpoints, except for the newest intact ones and the best that --keep_best keeps."""
+    if options.keep < 1:
+        raise ConfigError(f"--keep {options.keep}: the last committed checkpoint is never deleted; give at least 1")
+    folder = _folder_to_prune(options)
+    surplus: list[tuple[str, str]] = []
+    intact, best = 0, None
+    committed = folder.committed()
+    for checkpoint in committed:
+        name, damage = checkpoint.name, visible_damage(folder, checkpoint.name)
+        if not damage and (intact < options.keep or checkpoint.step == best):
+            damage, meta = _verify(folder, name)
+            if not damage:
+                best = _kept_best(meta) if not intact else best
+                intact += 1
+                continue
+        surplus.append((name, f", which is damaged: {damage}" if damage else ""))
+    if not committed:
+        raise ConfigError(f"{folder.location} holds no committed checkpoint")
+    if not intact:
+        raise CheckpointError(f"{folder.location}: no checkpoint is intact, so nothing is deleted")
+    for name, damage in reversed(surplus):
+        if damage and not options.damaged:
+            print(f"kept {name}{damage}; delete it with --damaged 1")
+        else:
+            if not options.dry_run:
+                _delete(folder, name)
+            print(f"{'would delete' if options.dry_run else 'deleted'} {name}{damage}")
+    if not options.dry_run:
+        owner, alive, _ = look_at_owner(folder, Job())
+        if alive is False:
+            generations = [newest_claim(folder)[0], *(checkpoint.generation for checkpoint in committed)]
+            for line in folder.sweep(max(generations) + 2):
+                print(line)
+        else:
+            print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")
 
 
-def newest(location: str) -> str:
-    """Return the path of the checkpoint at ``location``; in a folder, the newest one of the run that committed last.
-
-    Raises `CheckpointError` where there is none.
-    """
-    place = normal(location)
-    storage, only = _folder_and_name(location)
-    if only:
-        return place
-    entries = committed(storage)
-    if not entries and (samples := aws.checkpoint_names(place)):
-        one = os.path.join(parent_of(place)[0] if aws.is_checkpoint(place) else place, samples[0])
-        raise CheckpointError(
-            f"{one} is of SMP's sample scripts; first `smp-train checkpoint import {one} FOLDER --model NAME_OR_FOLDER`"
-        )
-    if not entries:
-        raise CheckpointError(f"{location} holds no committed checkpoint")
-    run = last_run(entries)
-    name = next(entry.name for entry in entries if entry.run == run)
-    return os.path.join(storage.location, name)
+def _delete(folder: RunFolder, name: str) -> None:
+    try:
+        folder.delete(name)
+    except OSError as error:
+        raise CheckpointError(f"{folder.location}/{name} cannot be deleted: {error.strerror or error}") from None
 
 
-def _check_target(folder: str) -> None:
-    """Raise `ConfigError` unless a model may be written to a folder."""
-    if not folder.strip():
-        raise ConfigError("the folder to write is empty; give a folder for the model")
-    if is_checkpoint_folder(folder):
-        raise ConfigError(f"{folder} holds checkpoints; give another folder for the model")
+def _kept_best(meta: dict[str, Any]) -> int | None:
+    """Return the step of the best checkpoint, if the run keeps it by --keep_best."""
+    keeps = (meta.get("arguments") or {}).get("keep_best")
+    return (meta.get("best") or {}).get("step") if keeps else None
 
 
-def _dtype(options: argparse.Namespace) -> Any:
-    import torch
-
-    return options.dtype and getattr(torch, options.dtype)
-
-
-def _weights(location: str) -> Place:
-    source = place(location)
-    if not source.exists():
-        raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
-    return source
-
-
-def _folder_and_name(location: str) -> tuple[CheckpointFolder, str]:
-    """Return a folder, and the name of the checkpoint in it that ``location`` is; empty where it is the folder."""
-    place = normal(location)
-    if is_one_checkpoint(place, other_programs=False):
-        return open_folder(parent_of(place)[0]), parent_of(place)[1]
-    return _folder(location), ""
-
-
-def _folder(location: str) -> CheckpointFolder:
-    problem = absent(normal(location))
-    if problem is not None:
-        raise CheckpointError(f"{location} {problem}; give a folder of checkpoints")
-    return open_folder(location)
-
-
-def in_bytes(number: float) -> str:
-    """Return a size with its unit: 13.5 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
+def _folder_to_prune(options: argparse.Namespace) -> RunFolder:
+    """Return the folder of the run that is to be pruned. Raises `ConfigError` if that is not one run."""
+    location = _operand(options.source, "pruned")
+    folders = {os.path.basename(folder.location): folder for folder in _folders(location)}
+    if options.run_name is None and len(folders) > 1:
+        raise ConfigError(f"{options.source} holds several runs: {first_few(list(folders))}; name one with --run_name")
+    if options.run_name not in (None, *folders):
+        raise ConfigError(f"--run_name '{options.run_name}' is not in {options.source}: {first_few(list(folders))}")
+    return folders[options.run_name or next(iter(folders))]

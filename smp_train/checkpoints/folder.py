@@ -75,7 +75,7 @@ class RunFolder:
     # --- reading
 
     def names(self) -> list[str]:
-        """Return the names of all attempts, committed or not."""
+        """Return the names of all attempts, committed or not, and of swept ones."""
         return [name for name in self.storage.level()[1] if parse_folder_name(name)]
 
     def committed(self) -> list[Committed]:
@@ -146,18 +146,11 @@ class RunFolder:
         self.storage.put(posixpath.join(name, file), data)
         return checksum_of([data])
 
-    def begin(
-        self, model_type: str, step: int, generation: int, *, first: int = 1, retired: Sequence[str] = ()
-    ) -> str:
-        """Reserve a folder for an attempt at saving a step; return its name.
-
-        That is the name of attempt ``first`` at the step, or of the next one that is neither taken nor ``retired``.
-        """
+    def begin(self, model_type: str, step: int, generation: int) -> str:
+        """Reserve a folder for an attempt at saving a step; return its name."""
         content = json.dumps({"generation": generation, "writer": uuid.uuid4().hex}).encode()
-        for attempt in count(first):
+        for attempt in count(1):
             name = folder_name(model_type, step, str(attempt) if attempt > 1 else "")
-            if name in retired:
-                continue
             files, folders = self.storage.level(name)
             with contextlib.suppress(FileExistsError):  # a file has that name
                 if not files and not folders and self.storage.put_if_absent(f"{name}/{BEGUN}", content):
@@ -173,38 +166,34 @@ class RunFolder:
         self.storage.delete(f"{name}/{COMMITTED}")
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint or an attempt: COMMITTED first, then the files, then what shows that it was ours."""
+        """Delete a checkpoint or an attempt: COMMITTED first, and last the file that shows that it is ours."""
         self.withdraw(name)
-        self.storage.delete_folder(name, last=BEGUN)
+        self.storage.delete_folder(name, but=BEGUN)
+        self.storage.delete(f"{name}/{BEGUN}")
 
     def mark_damaged(self, name: str, why: str) -> None:
         """Add DAMAGED to a checkpoint, which is kept as it is and no longer resumed from."""
         self.storage.put(f"{name}/{DAMAGED}", f"{why}\n".encode())
 
-    def unfinished(self, generation: int) -> list[str]:
-        """Return the names of attempts that earlier generations began and never committed.
+    def sweep(self, generation: int) -> list[str]:
+        """Delete the files of attempts that earlier generations never committed; return a line for each.
 
-        An attempt without a readable BEGUN is not ours.
-        """
-        names = []
-        for name in self.names():
-            began = self._began(name)
-            if began is not None and began < generation and not self.storage.exists(f"{name}/{COMMITTED}"):
-                names.append(name)
-        return names
-
-    def sweep(self, unfinished: Sequence[str]) -> list[str]:
-        """Delete unfinished attempts, and what killed processes left beside them; return a line for each.
-
-        Only the run's owner may call this.
+        Only the run's owner may call this. BEGUN stays for one more generation, so that no attempt gets the same name:
+        the writer may only have stalled, and would write to it. An attempt without a readable BEGUN is not ours.
         """
         lines, now = [], self.storage.now()
-        for name in unfinished:
-            entries = self.storage.files(name).values()
-            if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries):
+        for name in self.names():
+            began = self._began(name)
+            if began is None or began >= generation or self.storage.exists(f"{name}/{COMMITTED}"):
                 continue
-            self.storage.delete_folder(name, last=BEGUN)
-            lines.append(f"deleted {name}, which an interrupted save or deletion left")
+            entries = self.storage.files(name)
+            if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries.values()):
+                continue
+            if entries.keys() != {BEGUN}:
+                self.storage.delete_folder(name, but=BEGUN)
+                lines.append(f"deleted the files of {name}, which an interrupted save or deletion left")
+            if began < generation - 1:
+                self.storage.delete(f"{name}/{BEGUN}")
         for file, entry in self.storage.level()[0].items():
             if file.startswith(PROBE) and now - entry.modified >= PROBE_SECONDS:
                 self.storage.delete(file)
@@ -215,7 +204,7 @@ class RunFolder:
         """Return the generation that began an attempt; None if BEGUN cannot be read."""
         try:
             return int(json.loads(self.storage.read_if_there(f"{name}/{BEGUN}") or b"")["generation"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     def _is_ours(self, file: str) -> bool:

@@ -22,11 +22,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from smp_train.checkpoints.folder import RunFolder
-from smp_train.distributed.job import Job
+from smp_train.distributed.job import Job, identity, is_alive
 from smp_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,10 @@ POLL_SECONDS = 1.0
 ADVICE = "give another --run_name or --checkpoint_dir, or stop that job, or force it with --break_checkpoint_lock 1"
 
 
+class InUse(CheckpointError):
+    """Another job owns the run."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """The content of a claim: the job that owns a generation.
@@ -46,9 +50,7 @@ class Claim:
     Attributes:
         token: random digits that no other claim has.
         began: first generation of this job; restarts of the job claim higher ones.
-        machine, born: see `lives_here`.
-        retired: names of attempts that this job or an earlier one has deleted unfinished. No attempt gets such a name
-            again: the writer may only have stalled, and would write to the new attempt, or delete it.
+        process: `identity` of the process that claimed.
         released: whether the job has ended in order.
     """
 
@@ -56,28 +58,25 @@ class Claim:
     token: str
     began: int
     job: Job
+    process: str
     host: str
-    machine: str
-    pid: int
-    born: str
     since: str
-    retired: tuple[str, ...] = ()
     released: bool = False
 
     @classmethod
-    def fresh(cls, generation: int, job: Job, began: int, retired: tuple[str, ...] = ()) -> Claim:
+    def fresh(cls, generation: int, job: Job, began: int) -> Claim:
         """Return a claim of this process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        host, pid = socket.gethostname(), os.getpid()
-        return cls(generation, uuid.uuid4().hex, began, job, host, _machine(), pid, _birth(pid), since, retired)
+        token, process = uuid.uuid4().hex, identity(os.getpid())
+        return cls(generation, token, began, job, process, socket.gethostname(), since)
 
     @classmethod
     def parse(cls, data: bytes | None) -> Claim | None:
         """Return the claim in a file, None if it cannot be read."""
         try:
             content = json.loads(data or b"")
-            return cls(**{**content, "job": Job.from_json(content["job"]), "retired": tuple(content["retired"])})
-        except (ValueError, TypeError, KeyError):
+            return cls(**{**content, "job": Job.from_json(content["job"])})
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
 
     def to_bytes(self) -> bytes:
@@ -90,7 +89,7 @@ class Claim:
         return f".owner-{self.generation}"
 
     def __str__(self) -> str:
-        return f"{self.job.name or 'a job'} on {self.host} (process {self.pid}, since {self.since})"
+        return f"{self.job.name or 'a job'} on {self.host} (process {self.process.split()[1]}, since {self.since})"
 
 
 def newest_claim(folder: RunFolder) -> tuple[int, Claim | None]:
@@ -117,28 +116,6 @@ def owner_of(folders: Sequence[RunFolder]) -> Claim | None:
     return max(claims, key=lambda claim: claim.generation, default=None)
 
 
-def _machine() -> str:
-    """Return what processes share that can see each other: this start of the system, and the namespace of processes."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _birth(pid: int) -> str:
-    """Return when a process of this machine began, in ticks; empty if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
-
-
-def lives_here(claim: Claim) -> bool | None:
-    """Return whether the process of a claim lives on this machine; None if it runs on another one."""
-    return _birth(claim.pid) == claim.born if claim.machine and claim.machine == _machine() else None
-
-
 def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | None, float]:
     """Return the claim of a folder's owner, whether it keeps ``job`` out, and its age in seconds.
 
@@ -149,49 +126,38 @@ def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | Non
         return owner, False, 0.0
     entry = folder.storage.entry(f".owner-{generation}")
     age = STALE_SECONDS if entry is None else folder.storage.now() - entry.modified
-    alive = None if owner is None else lives_here(owner)
+    alive = None if owner is None else is_alive(owner.process)
     return owner, False if alive is None and age >= STALE_SECONDS else alive, age
 
 
-@dataclass
 class Ownership:
     """Ownership of one run's checkpoints in all its folders, from `acquire` until `release` or the process' end."""
 
-    folders: Sequence[RunFolder]
-    job: Job = field(default_factory=Job.current)
-    advice: str = ADVICE
-    """The remedy in the message if another job owns the run."""
-    restarted: bool = False
-    """Whether the former owner was an earlier start of this job."""
-    _claim: Claim | None = None
-    _ended: threading.Event = field(default_factory=threading.Event)
-    _beating: threading.Thread | None = None
-    _writing: threading.Lock = field(default_factory=threading.Lock)
-    """Held while the claim is written."""
+    def __init__(self, folders: Sequence[RunFolder], job: Job | None = None, advice: str = ADVICE) -> None:
+        """``advice`` is the remedy in the message if another job owns the run."""
+        self.folders, self.job, self._advice = folders, job or Job.current(), advice
+        self.restarted = False
+        """Whether the former owner was an earlier start of this job."""
+        self._claim: Any = None
+        """The `Claim`, once it is acquired."""
+        self._ended = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="smp-train-owner", daemon=True)
 
     @property
     def generation(self) -> int:
         """The claimed generation."""
-        assert self._claim is not None
-        return self._claim.generation
+        return int(self._claim.generation)
 
     @property
     def began(self) -> int:
         """The first generation of this job."""
-        assert self._claim is not None
-        return self._claim.began
-
-    @property
-    def retired(self) -> tuple[str, ...]:
-        """Names that no attempt gets again, see `Claim`."""
-        assert self._claim is not None
-        return self._claim.retired
+        return int(self._claim.began)
 
     def acquire(self, *, force: bool = False, wait: Callable[[float], object] = time.sleep) -> None:
         """Claim the next generation: in place of a dead owner at once, of a silent one after `STALE_SECONDS`.
 
-        With ``force`` in place of any owner, which then commits nothing more. Raises `CheckpointError` that names the
-        owner if it lives.
+        With ``force`` in place of any owner, which then commits nothing more. Raises `InUse` that names the owner
+        if it lives.
         """
         while True:
             # Read before the owner is looked at: a claim that another job puts meanwhile is in the way of this one.
@@ -202,11 +168,10 @@ class Ownership:
             known += [newest.generation for folder in self.folders for newest in folder.committed()[:1]]
             generation = max(known, default=0) + 1
             began = former.began if former is not None and self.restarted else generation
-            if self._put(Claim.fresh(generation, self.job, began, former.retired if former else ())):
+            if self._put(Claim.fresh(generation, self.job, began)):
                 break
         if former is not None and not former.released:
             logger.warning("%s: took over from %s", self.folders[0].location, former)
-        self._beating = threading.Thread(target=self._beat, name="smp-train-owner", daemon=True)
         self._beating.start()
         atexit.register(self.release)
 
@@ -231,18 +196,9 @@ class Ownership:
     def advance(self) -> int:
         """Claim and return the next generation of the same job. Raises `CheckpointError` if it was overtaken."""
         self.check()
-        assert self._claim is not None
         if not self._put(replace(self._claim, generation=self.generation + 1)):
             raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
         return self.generation
-
-    def retire(self, names: Sequence[str]) -> None:
-        """Record that no attempt gets these names again, before the attempts of these names are deleted."""
-        with self._writing:
-            assert self._claim is not None
-            self._claim = replace(self._claim, retired=tuple(sorted({*self._claim.retired, *names})))
-        self._touch()
-        self.check()
 
     def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
         """Return when no other job owns the run; raise `CheckpointError` if one does."""
@@ -253,8 +209,8 @@ class Ownership:
                 if alive is False:
                     break
                 if alive or (last_age is not None and age < last_age):  # touched since
-                    raise CheckpointError(
-                        f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {self.advice}"
+                    raise InUse(
+                        f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {self._advice}"
                     )
                 if last_age is None:
                     logger.warning(
@@ -272,16 +228,13 @@ class Ownership:
 
     def _touch(self) -> None:
         """Write the claim again where it still is, so that it looks young."""
-        with self._writing:
-            claim = self._claim
-            assert claim is not None
-            for folder in self.folders:
-                if _holds(folder, claim):
-                    folder.storage.put(claim.file, claim.to_bytes())
+        claim: Claim = self._claim
+        for folder in self.folders:
+            if _holds(folder, claim):
+                folder.storage.put(claim.file, claim.to_bytes())
 
     def check(self) -> None:
         """Raise `CheckpointError` if another job has taken over, or this one has released the run."""
-        assert self._claim is not None
         for folder in self.folders:
             if self._ended.is_set():
                 raise CheckpointError(f"checkpoint folder {folder.location} was released; nothing is committed")
@@ -300,8 +253,7 @@ class Ownership:
             return
         self._ended.set()
         atexit.unregister(self.release)
-        if self._beating is not None:
-            self._beating.join(BEAT_SECONDS)
+        self._beating.join(BEAT_SECONDS)
         self._claim = replace(self._claim, released=True)
         with contextlib.suppress(OSError, CheckpointError):
             self._touch()

@@ -13,7 +13,7 @@ from smp_train.checkpoints.find import locate, open_verified
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import load_pretrained
-from smp_train.storage import normal
+from smp_train.models.weight_files import weight_files
 from smp_train.storage.paths import place
 
 
@@ -47,6 +47,7 @@ def load_weights(
 
 def kind_of(location: str | os.PathLike[str]) -> str:
     """Return whether a location holds checkpoints (``ours``), SMP's sample checkpoints (``aws``) or ``files``."""
-    if locate(location).kind in ("checkpoint", "run", "runs"):
+    kind = locate(location).kind
+    if kind in ("checkpoint", "run") or (kind == "runs" and not weight_files(place(location))):
         return "ours"
-    return "aws" if aws.checkpoint_names(normal(location)) or aws.has_trees(normal(location)) else "files"
+    return "aws" if aws.checkpoint_paths(os.fspath(location)) else "files"

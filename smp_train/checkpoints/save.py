@@ -242,26 +242,18 @@ class CheckpointManager:
         def reserve() -> str:
             self._check_owner()  # an unfinished attempt may belong to the job that has taken over
             if not target.swept:
-                self._sweep(target)
+                self._sweep(target.folder)
                 target.swept = True
-            # A stalled writer of an earlier generation must not have the name of this attempt.
-            first = self.generation if target.node_local else 1
-            retired = self.owner.retired if self.owner is not None else ()
-            name = target.folder.begin(self.model_type, step, self.generation, first=first, retired=retired)
+            name = target.folder.begin(self.model_type, step, self.generation)
             self._check_owner()
             return name
 
         planned = os.path.join(target.folder.location, folder_name(self.model_type, step))
         return Attempt(target, on_main(f"cannot save {planned}", reserve), meta, requested)
 
-    def _sweep(self, target: Target) -> None:
-        """Delete what earlier generations left unfinished; a failure costs disk space, not the run."""
-        folder = target.folder
+    def _sweep(self, folder: RunFolder) -> None:
         try:
-            unfinished = folder.unfinished(self.generation)
-            if self.owner is not None and unfinished and not target.node_local:
-                self.owner.retire(unfinished)
-            for line in folder.sweep(unfinished):
+            for line in folder.sweep(self.generation):
                 logger.info("checkpoint folder %s: %s", folder.location, line)
         except (OSError, CheckpointError) as error:
             logger.warning("checkpoint folder %s cannot be tidied: %s", folder.location, error)

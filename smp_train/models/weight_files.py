@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -102,6 +104,21 @@ def refuse_compressed(file: IO[bytes]) -> None:
     file.seek(0)
 
 
+def load_plain(file: Any, **options: Any) -> Any:
+    """Return `torch.load` of a file of tensors and plain values. Raises ValueError for one with other objects.
+
+    torch's own message advises to run the code in the file.
+    """
+    import torch
+
+    try:
+        return torch.load(file, weights_only=True, **options)
+    except pickle.UnpicklingError as failure:
+        name = re.search(r"GLOBAL ([\w.]+)", str(failure))
+        kind = f"an object of {name[1]}" if name else "something"
+        raise ValueError(f"it holds {kind} that is no tensor or plain value; no code of a file is run") from None
+
+
 def _open_safetensors(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[str], Block]]:
     if isinstance(path, S3Path):
         from smp_train.models.streamed import open_safetensors
@@ -118,9 +135,7 @@ def _open_safetensors(path: Place, stack: ExitStack) -> tuple[list[str], Callabl
 
 def _open_pickled(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[str], Block]]:
     """Open a file of ``torch.save``, tensors and plain values only: nothing in it is executed."""
-    import torch
-
-    load = partial(torch.load, map_location="cpu", weights_only=True)
+    load = partial(load_plain, map_location="cpu")
     block: Callable[[Tensor], Block] = Mapped
     try:
         if isinstance(path, S3Path):

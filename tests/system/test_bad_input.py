@@ -142,7 +142,7 @@ LOOKED_AT: dict[str, tuple[Mistake, int, str]] = {
     ),
     "no such checkpoint": (
         lambda folder: {"resume_from_checkpoint": folder / "elsewhere"}, CHECKPOINT,
-        r"FOLDER/elsewhere does not exist; give a folder of checkpoints or one",
+        r"FOLDER/elsewhere does not exist; give a folder of runs, .* or one checkpoint",
     ),
     "unknown family": (lambda folder: {"model_type": "lama_v2"}, CONFIG, r"lama_v2.*did you mean llama_v2"),
     "unknown size": (lambda folder: {"model_size": "7c"}, CONFIG, r"7c.*7b"),
@@ -208,7 +208,7 @@ def test_a_folder_of_damaged_checkpoints(resuming: tuple[Path, dict[str, Any]]) 
         truncate_all(folder / "checkpoints" / "run" / f"llama_v2-{step}steps")
     line = refused(folder, changes, CHECKPOINT)
     assert "every checkpoint in" in line
-    assert "give another --checkpoint_dir or move them away" in line
+    assert "give another --run_name or --checkpoint_dir, or move them away" in line
 
 
 def test_an_incomplete_checkpoint(resuming: tuple[Path, dict[str, Any]]) -> None:

@@ -20,11 +20,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = flags(there, run_name="first", checkpoint_freq=1, num_kept_checkpoints=0)
     with warm(there, "train", *words) as command:
         assert command.code() == 0, command.err
-    return there / "checkpoints"
+    return there / "checkpoints" / "first"
 
 
 def said(folder: Path, *words: str) -> str:
-    with warm(folder.parent, "checkpoint", *words) as command:
+    with warm(folder.parent.parent, "checkpoint", *words) as command:
         assert command.code() == 0, command.err
         return command.out
 
@@ -33,7 +33,8 @@ def test_all_are_kept_and_listed_as_json(folder: Path) -> None:
     rows = json.loads(said(folder, "ls", str(folder), "--json"))
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert {row["state"] for row in rows} == {"committed"}
-    assert {row["run"]["name"] for row in rows} == {"first"}
+    assert {row["run"] for row in rows} == {"first"}
+    assert {row["generation"] for row in rows} == {1}
     assert all(row["bytes"] > 0 and row["files"] > 2 and row["saved"].endswith("Z") for row in rows)
     assert all(Path(row["path"], "COMMITTED").is_file() for row in rows)
 
@@ -41,7 +42,14 @@ def test_all_are_kept_and_listed_as_json(folder: Path) -> None:
 def test_one_checkpoint_is_listed(folder: Path) -> None:
     (row,) = json.loads(said(folder, "ls", "--json", str(folder / "llama_v2-2steps")))
     assert (row["step"], row["state"]) == (2, "committed")
-    assert said(folder, "ls", str(folder / "llama_v2-2steps")).startswith("llama_v2-2steps ")
+    header, line = said(folder, "list", str(folder / "llama_v2-2steps")).splitlines()
+    assert header.split()[:5] == ["name", "state", "size", "step", "generation"]
+    assert line.startswith("llama_v2-2steps ")
+
+
+def test_the_checkpoints_of_all_runs_are_listed(folder: Path) -> None:
+    lines = said(folder, "list", str(folder.parent)).splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [[f"first/llama_v2-{n}steps", "committed"] for n in (1, 2, 3)]
 
 
 def test_show_names_model_run_and_time(folder: Path) -> None:

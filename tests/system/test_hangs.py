@@ -126,7 +126,7 @@ def test_under_torchrun_the_missing_rank_is_its_root_cause(tmp_path: Path) -> No
 def train_slowly(command_line: list[str]) -> int:
     """Train; rank 1 takes long over its first step and over each save and validation, then hangs in its data."""
     from smp_train import saving, train_lib, train_utils
-    from smp_train.checkpoints import CheckpointManager
+    from smp_train.checkpoints.save import CheckpointManager
 
     steps, save, evaluate = [0], CheckpointManager.save, train_utils.evaluate
     train_step = train_utils.train_step
@@ -174,5 +174,5 @@ def test_slow_steps_that_are_no_hang_and_one_that_is(tmp_path: Path) -> None:
     harness.run(train_slowly, 2, words)
     lines = [line for line in log(tmp_path).splitlines() if "no progress" in line]
     assert len(lines) == 1, lines
-    assert re.search(r"rank 1 on \S+ is in step 15, reading data, at slow_check \(test_hangs", lines[0])
+    assert re.search(r"rank 1 on \S+ is in step 15, reading data, at slow_data \(test_hangs", lines[0])
     assert "The run goes on" in log(tmp_path)

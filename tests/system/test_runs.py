@@ -1,4 +1,4 @@
-"""Several runs in one working folder, or with one folder of checkpoints: each keeps and resumes its own."""
+"""Which run a start is and what it goes on from: the name decides, and the same command again goes on."""
 
 from __future__ import annotations
 
@@ -6,122 +6,377 @@ import json
 import re
 import shlex
 import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoint_files import tree
 from tests.harness import as_torchrun
 from tests.system.command import Command, Ranks, warm
 from tests.training import TINY
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
+AGAIN = {"resume_from_checkpoint": "checkpoints"}
+EVALUATION = {"evaluate_only": 1, "use_synthetic_data": 1, "training_dir": None}
+
 
 def words(**changes: Any) -> list[str]:
-    """Return a tiny training with the default folders."""
-    values = {**TINY, "num_layers": 1, "checkpoint_freq": 2, **changes}
+    """Return a tiny training with the default folders, without a name."""
+    values = {**TINY, "run_name": None, "num_layers": 1, "checkpoint_freq": 2, **changes}
     return ["train", *(f"--{name}={value}" for name, value in values.items() if value is not None)]
 
 
-def trained(folder: Path, expected: int = 0, **changes: Any) -> Command:
+def trained(folder: Path, *, code: int = 0, environ: Mapping[str, str] | None = None, **changes: Any) -> Command:
     """Train to the end, and check the exit code."""
-    with warm(folder, *words(**changes)) as command:
-        assert command.code() == expected, command.err
+    with warm(folder, *words(**changes), environ=environ) as command:
+        assert command.code() == code, command.err
         return command
 
 
-def killed(folder: Path, step: int, **changes: Any) -> str:
+def killed(folder: Path, step: int, *, environ: Mapping[str, str] | None = None, **changes: Any) -> str:
     """Train until a checkpoint of ``step`` is committed, kill, and return the run's name."""
-    with warm(folder, *words(max_steps=10**6, **changes)) as command:
+    with warm(folder, *words(max_steps=10**6, **changes), environ=environ) as command:
         command.until(lambda: re.search(rf"Saved \S+-{step}steps", command.out), f"a checkpoint of step {step}")
         command.signal(signal.SIGKILL)
         command.code()
-        found = re.search(r"Run (\S+) \([0-9a-f]{8}\)", command.out)
-        assert found, command.out
-        return found[1]
+        return name_of(command)
 
 
-def held(folder: Path) -> dict[str, list[int]]:
+def name_of(command: Command) -> str:
+    (name,) = re.findall(r"Run (\S+) (?:is new|goes)", command.out)
+    return str(name)
+
+
+def saved(folder: Path) -> dict[str, list[int]]:
     """Return the steps of the committed checkpoints below ``folder``, by the name of their run."""
-    found: dict[str, list[int]] = {}
-    for marker in folder.rglob("[!.]*/COMMITTED"):
-        meta = json.loads((tree(marker.parent) / "meta.json").read_text())
-        found.setdefault(meta["run"]["name"], []).append(meta["step"])
-    return {name: sorted(steps) for name, steps in found.items()}
+    steps: dict[str, list[int]] = {}
+    for marker in (folder / "checkpoints").rglob("COMMITTED"):
+        name = str(marker.parent.parent.relative_to(folder / "checkpoints"))
+        steps.setdefault(name, []).append(json.loads(marker.read_text())["step"])
+    return {name: sorted(found) for name, found in steps.items()}
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def resumed_at(command: Command) -> list[int]:
     return [int(step) for step in re.findall(r"Resumed from \S+ at step (\d+)", command.out)]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["default folders", "one folder"])
-def test_two_runs_keep_their_own_and_resume_their_own(tmp_path: Path, shared: bool) -> None:
-    where = {"checkpoint_dir": "all"} if shared else {}
+def command_in(command: Command, before: str) -> dict[str, str]:
+    """Return the flags of the command that a line of the log names after ``before``."""
+    line = next(line for line in command.out.splitlines() if before in line)
+    printed = shlex.split(line.partition(before)[2].partition(", to keep")[0])
+    return {word.lstrip("-"): printed[at + 1] for at, word in enumerate(printed) if re.fullmatch(r"--\w+", word)}
 
-    def resume(name: str) -> dict[str, Any]:
-        return {"run_name": name, "resume_from_checkpoint": "all" if shared else f"checkpoints/{name}"}
 
-    trained(tmp_path, max_steps=4, run_name="first", **where)
-    trained(tmp_path, max_steps=8, run_name="second", seed=99, **where)
-    assert held(tmp_path) == {"first": [2, 4], "second": [6, 8]}
-    first = trained(tmp_path, max_steps=6, **resume("first"), **where)
+# --- names
+
+
+def test_two_runs_keep_their_own_and_resume_their_own(tmp_path: Path) -> None:
+    trained(tmp_path, max_steps=4, run_name="first")
+    trained(tmp_path, max_steps=8, run_name="second", seed=99)
+    assert saved(tmp_path) == {"first": [2, 4], "second": [6, 8]}
+    first = trained(tmp_path, max_steps=6, run_name="first", **AGAIN)
     assert resumed_at(first) == [4]
-    assert held(tmp_path) == {"first": [4, 6], "second": [6, 8]}
-    killed(tmp_path, 12, seed=99, **resume("second"), **where)
-    killed(tmp_path, 10, **resume("first"), **where)
-    again = trained(tmp_path, max_steps=12, **resume("first"), **where)
-    steps = held(tmp_path)
-    assert max(steps["first"]) == 12
+    assert saved(tmp_path) == {"first": [4, 6], "second": [6, 8]}
+    killed(tmp_path, 12, run_name="second", seed=99, **AGAIN)
+    killed(tmp_path, 10, run_name="first", **AGAIN)
+    again = trained(tmp_path, max_steps=12, run_name="first", **AGAIN)
     assert resumed_at(again)[0] >= 10
+    steps = saved(tmp_path)
+    assert max(steps["first"]) == 12
     assert max(steps["second"]) >= 12
     runs = {name: json.loads((tmp_path / "runs" / name / "run.json").read_text())["run"] for name in steps}
     assert {name: run["name"] for name, run in runs.items()} == {"first": "first", "second": "second"}
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["default folders", "one folder"])
-def test_runs_without_a_name_get_one_of_their_own(tmp_path: Path, shared: bool) -> None:
-    where = {"checkpoint_dir": "all"} if shared else {}
-    names = [killed(tmp_path, 4, **where), killed(tmp_path, 2, lr=1e-4, **where)]
-    assert names[0] != names[1]
+def test_runs_without_a_name_have_that_of_their_model(tmp_path: Path) -> None:
+    names = [killed(tmp_path, step, lr=lr) for step, lr in ((4, 1e-3), (2, 1e-4), (2, 1e-5))]
+    assert re.fullmatch(r"llama_v2-\d+\.\dk", names[0])
+    assert names[1:] == [f"{names[0]}-{number}" for number in (2, 3)]
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == sorted(names)
-    before = held(tmp_path)
-    for name, other in (names, names[::-1]):
-        place = "all" if shared else f"checkpoints/{name}"
-        command = trained(
-            tmp_path, max_steps=max(before[name]) + 2, run_name=name, resume_from_checkpoint=place, **where
-        )
-        assert resumed_at(command) == [max(before[name])]
-        assert held(tmp_path)[other] == before[other]
-        before = held(tmp_path)
+    for name in names:
+        before = saved(tmp_path)
+        last = max(before[name])
+        command = trained(tmp_path, max_steps=last + 2, run_name=name, **AGAIN)
+        assert resumed_at(command) == [last]
+        assert saved(tmp_path) == {**before, name: [last, last + 2]}
+    # Without a name, the flag goes on with the run that has the model's name.
+    last = max(saved(tmp_path)[names[0]])
+    assert resumed_at(trained(tmp_path, max_steps=last + 2, **AGAIN)) == [last]
+    larger = trained(tmp_path, max_steps=2, num_layers=2, **AGAIN)
+    assert name_of(larger) not in names
+    assert resumed_at(larger) == []
+
+
+def test_a_name_of_ours_that_is_taken_is_replaced_in_one_line(tmp_path: Path) -> None:
+    first = trained(tmp_path, max_steps=2)
+    second = trained(tmp_path, max_steps=2)
+    (line,) = [line for line in second.out.splitlines() if f"{name_of(first)}-2 is new" in line]
+    assert f"{name_of(first)} is taken" in line
+    assert saved(tmp_path) == {name_of(first): [2], name_of(second): [2]}
+
+
+def test_a_given_name_that_is_taken_is_refused_with_both_remedies(tmp_path: Path) -> None:
+    trained(tmp_path, max_steps=4, run_name="one")
+    before = contents(tmp_path / "checkpoints")
+    command = trained(tmp_path, code=2, max_steps=6, run_name="one")
+    (line,) = command.complaints
+    for part in ("--run_name one", "step 4", "checkpoints/one", "--resume_from_checkpoint checkpoints"):
+        assert part in line
+    assert line.count("--run_name") == 2
+    assert contents(tmp_path / "checkpoints") == before
+    assert resumed_at(trained(tmp_path, max_steps=6, run_name="one", **AGAIN)) == [4]
+    assert resumed_at(trained(tmp_path, max_steps=2, run_name="another")) == []
+    assert resumed_at(trained(tmp_path, max_steps=2, run_name="one", checkpoint_dir="elsewhere")) == []
+
+
+def test_a_name_whose_run_has_saved_nothing_is_free(tmp_path: Path) -> None:
+    with warm(tmp_path, *words(max_steps=10**6, run_name="one", checkpoint_freq=10**6)) as command:
+        command.until(lambda: "Batch 2 Loss" in command.out, "a step")
+        command.signal(signal.SIGKILL)
+        command.code()
+    trained(tmp_path, max_steps=2, run_name="one")
+    assert saved(tmp_path) == {"one": [2]}
+
+
+def test_two_that_start_together_are_two_runs_each_the_same_on_all_ranks(tmp_path: Path) -> None:
+    with (
+        Ranks(tmp_path, 2, *words(max_steps=2), launcher=as_torchrun) as one,
+        Ranks(tmp_path, 2, *words(max_steps=2), launcher=as_torchrun) as two,
+    ):
+        assert one.codes() + two.codes() == [0] * 4, one.err + two.err
+        names = {name_of(one[0]), name_of(two[0])}
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == sorted(names)
+    assert len(names) == 2
+    assert saved(tmp_path) == {name: [2] for name in names}
+
+
+def test_a_second_job_of_a_run_is_refused_while_the_first_one_lives(tmp_path: Path) -> None:
+    with warm(tmp_path, *words(max_steps=10**6, run_name="one")) as first:
+        first.until(lambda: re.search(r"Saved \S+-4steps", first.out), "a checkpoint")
+        (line,) = trained(tmp_path, code=4, max_steps=10, run_name="one", **AGAIN).complaints
+        assert str(first.pid) in line
+        assert "--run_name" in line
+        first.signal(signal.SIGTERM)
+        assert first.code() == 0, "the first one saves as if nothing had happened"
+
+
+# --- going on
 
 
 @pytest.mark.core
 def test_the_command_that_is_printed_goes_on_with_the_run(tmp_path: Path) -> None:
-    with warm(tmp_path, *words(max_steps=10**6)) as command:
-        command.until(lambda: "Saved" in command.out, "a checkpoint")
+    for suffix in ("", "-2"):  # the second one needs its name
+        with warm(tmp_path, *words(max_steps=10**6)) as command:
+            command.until(lambda: "Saved" in command.out, "a checkpoint")
+            command.signal(signal.SIGTERM)
+            assert command.code() == 0
+        name = name_of(command)
+        flags = command_in(command, "to go on: ")
+        assert flags["resume_from_checkpoint"] == "checkpoints"
+        assert ("run_name" in flags) == (suffix != "")
+        assert name.endswith(suffix or "k")
+        last = max(saved(tmp_path)[name])
+        going_on = trained(tmp_path, max_steps=last + 2, **flags)
+        assert resumed_at(going_on) == [last]
+        assert saved(tmp_path)[name][-1] == last + 2
+        if not suffix:
+            assert "run the same command again to go on" in going_on.out
+    assert len(saved(tmp_path)) == len(list((tmp_path / "runs").iterdir())) == 2
+
+
+@pytest.mark.core
+def test_the_same_command_again_goes_on_from_step_0_to_the_end(tmp_path: Path) -> None:
+    command: dict[str, Any] = {"run_name": "one", **AGAIN}
+    killed(tmp_path, 2, **command)
+    killed(tmp_path, max(saved(tmp_path)["one"]) + 2, **command)
+    last = max(saved(tmp_path)["one"])
+    assert resumed_at(trained(tmp_path, max_steps=last + 2, **command)) == [last]
+    assert saved(tmp_path) == {"one": [last, last + 2]}
+
+
+def slurm(restarts: int, job: str = "7") -> dict[str, str]:
+    return {"SLURM_JOB_ID": job, **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})}
+
+
+def sagemaker(restarts: int, job: str = "train-1") -> dict[str, str]:
+    return {"TRAINING_JOB_NAME": job}
+
+
+def kubernetes(restarts: int, job: str = "ml/train-1") -> dict[str, str]:
+    return {"SMP_TRAIN_JOB": job}
+
+
+@pytest.mark.parametrize("scheduler", [slurm, sagemaker, kubernetes])
+def test_a_restart_of_the_same_job_goes_on_without_the_flag(
+    tmp_path: Path, scheduler: Callable[..., dict[str, str]]
+) -> None:
+    name = killed(tmp_path, 4, environ=scheduler(0))
+    last = max(saved(tmp_path)[name])
+    again = trained(tmp_path, max_steps=last + 2, environ=scheduler(1))
+    assert (name_of(again), resumed_at(again)) == (name, [last])
+    given = killed(tmp_path, 2, run_name="given", environ=scheduler(0, "9"))
+    last = max(saved(tmp_path)[given])
+    assert resumed_at(trained(tmp_path, max_steps=last + 2, run_name="given", environ=scheduler(1, "9"))) == [last]
+    other = trained(tmp_path, max_steps=2, environ=scheduler(1, "8"))
+    assert (name_of(other), resumed_at(other)) == (f"{name}-2", [])
+
+
+def test_two_steps_of_one_allocation_are_two_jobs(tmp_path: Path) -> None:
+    name = killed(tmp_path, 2, environ=slurm(1))
+    second = trained(tmp_path, max_steps=2, environ=slurm(1))
+    assert (name_of(second), resumed_at(second)) == (f"{name}-2", [])
+    # When the allocation is started again, each step goes on with its own run: the first one that is found.
+    assert name_of(trained(tmp_path, max_steps=20, environ=slurm(2))) in (name, f"{name}-2")
+
+
+def test_workers_that_torchrun_starts_again_go_on(tmp_path: Path) -> None:
+    def same_agent(rank: int, world: int, port: int) -> dict[str, str]:
+        return as_torchrun(rank, world, port) | {"TORCHELASTIC_RUN_ID": "the same"}
+
+    with Ranks(tmp_path, 2, *words(max_steps=10**6), launcher=same_agent) as ranks:
+        ranks[0].until(lambda: re.search(r"Saved \S+-4steps", ranks[0].out), "a checkpoint")
+        for rank in ranks.ranks:
+            rank.signal(signal.SIGKILL)
+        ranks.codes()
+        name = name_of(ranks[0])
+    last = max(saved(tmp_path)[name])
+    with Ranks(tmp_path, 2, *words(max_steps=last + 2), launcher=same_agent) as ranks:
+        assert ranks.codes() == [0, 0], ranks.err
+        assert (name_of(ranks[0]), resumed_at(ranks[0])) == (name, [last])
+    with Ranks(tmp_path, 2, *words(max_steps=2), launcher=as_torchrun) as ranks:  # another torchrun
+        assert ranks.codes() == [0, 0], ranks.err
+        assert (name_of(ranks[0]), resumed_at(ranks[0])) == (f"{name}-2", [])
+
+
+# --- going back
+
+
+def test_naming_an_own_checkpoint_goes_back_for_good(tmp_path: Path) -> None:
+    trained(tmp_path, max_steps=8, run_name="one", num_kept_checkpoints=0)
+    back = {"run_name": "one", "resume_from_checkpoint": "checkpoints/one/llama_v2-2steps", "num_kept_checkpoints": 0}
+    killed(tmp_path, 4, **back, environ=slurm(0))
+    both = [path.name for path in (tmp_path / "checkpoints/one").glob("llama_v2-4steps*")]
+    assert len(both) == 2, "nothing is replaced"
+    # The restart of the job that went back does not go back again.
+    with warm(tmp_path, *words(max_steps=10**6, **back), environ=slurm(1)) as command:
+        command.until(lambda: resumed_at(command), "a resume")
+        assert resumed_at(command)[0] >= 4
         command.signal(signal.SIGTERM)
-        assert command.code() == 0
-        line = next(line for line in command.out.splitlines() if "to go on: " in line)
-    printed = shlex.split(line.partition("to go on: ")[2])
-    name, folder = printed[printed.index("--run_name") + 1], printed[printed.index("--resume_from_checkpoint") + 1]
-    last = max(held(tmp_path)[name])
-    going_on = trained(tmp_path, max_steps=last + 2, run_name=name, resume_from_checkpoint=folder)
-    assert resumed_at(going_on) == [last]
-    assert held(tmp_path).keys() == {name}
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [name]
+        assert command.code() == 0, command.err
+    stopped = json.loads((tmp_path / "runs/one/STOPPED").read_text())["step"]
+    # What was saved since is the newest, whatever the higher steps of before.
+    again = {"run_name": "one", "num_kept_checkpoints": 0, **AGAIN}
+    assert resumed_at(trained(tmp_path, max_steps=stopped + 1, **again)) == [stopped]
+    # Named again by another start, it goes back again.
+    assert resumed_at(trained(tmp_path, max_steps=4, **back)) == [2]
+    assert {2, 4, 6, 8} <= set(saved(tmp_path)["one"])
+    gone = trained(tmp_path, code=4, **back | {"resume_from_checkpoint": "checkpoints/one/llama_v2-3steps"})
+    assert "llama_v2-3steps does not exist" in gone.complaints[0]
+
+
+def test_what_is_kept_after_going_back_is_what_was_saved_since(tmp_path: Path) -> None:
+    trained(tmp_path, max_steps=60, checkpoint_freq=30, run_name="one")
+    trained(tmp_path, max_steps=34, run_name="one", resume_from_checkpoint="checkpoints/one/llama_v2-30steps")
+    assert saved(tmp_path) == {"one": [32, 34]}
+
+
+# --- from another run
+
+
+@pytest.mark.parametrize("place", ["checkpoints/old", "checkpoints/old/llama_v2-2steps"])
+def test_another_name_begins_a_new_run_from_the_old_ones_checkpoint(tmp_path: Path, place: str) -> None:
+    trained(tmp_path, max_steps=4, run_name="old")
+    step = 2 if "steps" in place else 4
+    command = trained(tmp_path, max_steps=6, run_name="new", resume_from_checkpoint=place)
+    assert resumed_at(command) == [step]
+    assert saved(tmp_path)["old"] == [2, 4]
+    assert saved(tmp_path)["new"][-1] == 6
+    again = trained(tmp_path, max_steps=8, run_name="new", resume_from_checkpoint=place)
+    assert resumed_at(again) == [6], "it has checkpoints of its own now"
+    assert saved(tmp_path) == {"old": [2, 4], "new": [6, 8]}
+
+
+def test_a_folder_of_other_runs_is_no_place_to_begin_from(tmp_path: Path) -> None:
+    trained(tmp_path, max_steps=4, run_name="first")
+    trained(tmp_path, max_steps=2, run_name="second")
+    command = trained(tmp_path, max_steps=2, run_name="third", **AGAIN)
+    assert resumed_at(command) == []
+    (line,) = [line for line in command.out.splitlines() if "first" in line]
+    assert "second" in line
+    assert "step 0" in line
+    assert saved(tmp_path) == {"first": [2, 4], "second": [2], "third": [2]}
+
+
+def test_without_flags_of_name_and_model_the_folder_must_hold_one_run(tmp_path: Path) -> None:
+    bare = {**dict.fromkeys(TINY), "max_steps": 6, "use_synthetic_data": 1, "bf16": 0, "num_layers": None, **AGAIN}
+    trained(tmp_path, max_steps=4, run_name="first")
+    assert resumed_at(trained(tmp_path, **bare)) == [4]
+    trained(tmp_path, max_steps=2, run_name="second")
+    (line,) = trained(tmp_path, code=2, **bare).complaints
+    assert "--run_name" in line
+    assert "first" in line
+    assert "second" in line
+    assert resumed_at(trained(tmp_path, **bare | {"run_name": "second"})) == [2]
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/first", "checkpoints/first/llama_v2-2steps"])
+@pytest.mark.parametrize("named", [False, True])
+def test_an_evaluation_is_no_start_of_the_run_that_it_evaluates(tmp_path: Path, place: str, named: bool) -> None:
+    trained(tmp_path, max_steps=4, run_name="first")
+    before = contents(tmp_path)
+    changes = {"run_name": "first"} if named else dict.fromkeys([*TINY, "num_layers"]) | {"bf16": 0}
+    command = trained(tmp_path, **{**changes, **EVALUATION}, resume_from_checkpoint=place)
+    assert resumed_at(command) == [2 if "steps" in place else 4]
+    after = contents(tmp_path)
+    assert {path: after[path] for path in before} == before
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+    assert saved(tmp_path) == {"first": [2, 4]}
+
+
+def test_damaged_checkpoints_are_passed_over_and_only_ones_own_are_marked(tmp_path: Path) -> None:
+    trained(tmp_path, max_steps=4, run_name="first")
+    folder = tmp_path / "checkpoints" / "first"
+    shard = folder / "llama_v2-4steps" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    before = contents(folder)
+    begun = trained(tmp_path, max_steps=6, run_name="second", resume_from_checkpoint="checkpoints/first")
+    assert resumed_at(begun) == [2]
+    assert resumed_at(trained(tmp_path, run_name="first", **EVALUATION, **AGAIN)) == [2]
+    assert contents(folder) == before
+    assert resumed_at(trained(tmp_path, max_steps=4, run_name="first", **AGAIN)) == [2]
+    assert (folder / "llama_v2-4steps" / "DAMAGED").is_file()
+    assert (folder / "llama_v2-4steps" / "COMMITTED").is_file()
+    assert resumed_at(trained(tmp_path, max_steps=6, run_name="first", **AGAIN)) == [4], "that of the second attempt"
+
+
+# --- run folders
 
 
 def test_a_new_run_in_the_folder_of_another_says_so_with_the_command_that_goes_on(tmp_path: Path) -> None:
-    trained(tmp_path, run_name="one", checkpoint_dir="elsewhere", max_steps=4)
+    trained(tmp_path, run_name="one", max_steps=4)
     assert not re.search(r"W .*runs/two", trained(tmp_path, run_name="two", max_steps=2).out)
-    line = next(line for line in trained(tmp_path, run_name="one", max_steps=2).out.splitlines() if " W " in line)
-    printed = shlex.split(line.partition("of that one: ")[2])
-    places = {flag: printed[printed.index(f"--{flag}") + 1] for flag in ("resume_from_checkpoint", "checkpoint_dir")}
-    going_on = trained(tmp_path, run_name="one", max_steps=6, **places)
-    assert resumed_at(going_on) == [4]
-    assert not re.search(r"W .*runs/one", going_on.out), "it is the same run, though another was started in its folder"
+    mixed = trained(tmp_path, run_name="three", run_dir="runs/one", max_steps=2)
+    (line,) = [line for line in mixed.out.splitlines() if " W " in line]
+    assert "runs/one" in line
+    flags = command_in(mixed, "to go on with that run give ")
+    going_on = trained(tmp_path, max_steps=6, **flags)
+    assert (name_of(going_on), resumed_at(going_on)) == ("one", [4])
+
+
+def test_a_run_folder_that_is_given_again_names_the_run(tmp_path: Path) -> None:
+    name = killed(tmp_path, 4, run_dir="out")
+    last = max(saved(tmp_path)[name])
+    trained(tmp_path, max_steps=2, lr=1e-4, run_dir="other")
+    again = trained(tmp_path, max_steps=2, run_dir="other", **AGAIN)
+    assert (name_of(again), resumed_at(again)) == (f"{name}-2", [2])
+    going_on = trained(tmp_path, max_steps=last + 2, run_dir="out", **AGAIN)
+    assert (name_of(going_on), resumed_at(going_on)) == (name, [last])
 
 
 @pytest.mark.core
@@ -133,101 +388,7 @@ def test_a_start_that_the_data_ends_leaves_no_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs/*")) + list(tmp_path.glob("checkpoints/*"))
 
 
-def test_a_fresh_start_is_not_overtaken_by_what_it_left_behind(tmp_path: Path) -> None:
-    where = {"checkpoint_dir": "all", "run_name": "one"}
-    trained(tmp_path, max_steps=60, checkpoint_freq=30, **where)
-    killed(tmp_path, 12, seed=5, **where)
-    newest = max(step for step in held(tmp_path)["one"] if step < 30)
-    command = trained(tmp_path, max_steps=newest + 2, seed=5, resume_from_checkpoint="all", **where)
-    assert resumed_at(command) == [newest]
-    assert held(tmp_path)["one"][-2:] == [30, 60]
-
-
-def test_without_a_name_the_run_that_saved_last_goes_on(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=8, checkpoint_dir="all", run_name="long")
-    killed(tmp_path, 2, checkpoint_dir="all", run_name="short", run_dir="runs/elsewhere")
-    last = max(held(tmp_path)["short"])
-    command = trained(tmp_path, max_steps=last + 2, checkpoint_dir="all", resume_from_checkpoint="all")
-    assert resumed_at(command) == [last]
-    assert held(tmp_path) == {"long": [6, 8], "short": [last, last + 2]}
-
-
-def test_the_folder_of_all_runs_can_be_named(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=4, run_name="first")
-    trained(tmp_path, max_steps=2, run_name="second")
-    (tmp_path / "checkpoints" / "first" / "llama_v2-2steps").rename(tmp_path / "checkpoints" / "llama_v2-2steps")
-    last = trained(tmp_path, max_steps=4, resume_from_checkpoint="checkpoints")
-    first = trained(tmp_path, max_steps=6, resume_from_checkpoint="checkpoints", run_name="first")
-    assert (resumed_at(last), resumed_at(first)) == ([2], [4])
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first", "second"]
-
-
-def test_another_model_type_in_the_folder_is_no_hindrance(tmp_path: Path) -> None:
-    gpt2 = {"model_type": "gpt2", "num_key_value_heads": None}
-    trained(tmp_path, max_steps=4, checkpoint_dir="all", run_name="llama")
-    trained(tmp_path, max_steps=10, checkpoint_dir="all", run_name="gpt2", **gpt2)
-    command = trained(tmp_path, max_steps=6, checkpoint_dir="all", resume_from_checkpoint="all")
-    assert resumed_at(command) == [4]
-    assert held(tmp_path) == {"llama": [4, 6], "gpt2": [8, 10]}
-
-
-def test_another_name_begins_a_new_run_from_the_old_ones_checkpoint(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=4, run_name="old")
-    command = trained(tmp_path, max_steps=6, run_name="new", resume_from_checkpoint="checkpoints/old")
-    assert resumed_at(command) == [4]
-    assert held(tmp_path) == {"old": [2, 4], "new": [6]}
-    again = trained(tmp_path, max_steps=8, run_name="new", resume_from_checkpoint="checkpoints/old")
-    assert resumed_at(again) == [6]
-    assert held(tmp_path) == {"old": [2, 4], "new": [6, 8]}
-
-
-@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/first", "checkpoints/first/llama_v2-4steps"])
-def test_an_evaluation_is_no_start_of_the_run_that_it_evaluates(tmp_path: Path, place: str) -> None:
-    trained(tmp_path, max_steps=4, run_name="first")
-    files = [path for path in (tmp_path / "runs" / "first").rglob("*") if path.is_file()]
-    before = {path: path.read_bytes() for path in files}
-    command = trained(tmp_path, evaluate_only=1, use_synthetic_data=1, training_dir=None, resume_from_checkpoint=place)
-    assert resumed_at(command) == [4]
-    assert {path: path.read_bytes() for path in files} == before
-    assert len(list((tmp_path / "runs").iterdir())) == 2
-    assert held(tmp_path) == {"first": [2, 4]}
-
-
-def test_another_runs_damaged_checkpoint_is_passed_over_and_left_as_it_is(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=4, run_name="first")
-    folder = tmp_path / "checkpoints" / "first"
-    shard = tree(folder / "llama_v2-4steps") / "__0_0.distcp"
-    shard.write_bytes(bytes(shard.stat().st_size))
-    begun = trained(tmp_path, max_steps=6, run_name="second", resume_from_checkpoint="checkpoints/first")
-    assert resumed_at(begun) == [2]
-    evaluation = {"evaluate_only": 1, "use_synthetic_data": 1, "training_dir": None}
-    evaluated = trained(tmp_path, **evaluation, resume_from_checkpoint=folder)
-    assert resumed_at(evaluated) == [2]
-    assert sorted(path.name for path in folder.iterdir()) == ["llama_v2-2steps", "llama_v2-4steps"]
-    assert resumed_at(trained(tmp_path, max_steps=4, run_name="first", resume_from_checkpoint=folder)) == [2]
-    assert (folder / "llama_v2-4steps" / "COMMITTED.damaged").is_file()
-
-
-def test_the_start_says_what_the_folder_holds(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=4, checkpoint_dir="all", run_name="first")
-    (tmp_path / "all" / "llama_v2-6steps" / "tp0_ep0").mkdir(parents=True)
-    command = trained(tmp_path, max_steps=6, checkpoint_dir="all", run_name="second", checkpoint_freq=6)
-    (line,) = [line for line in command.out.splitlines() if "Checkpoints: " in line]
-    for said in ("all holds", "first", "2, 4", "llama_v2-6steps", "second", "step 0"):
-        assert said in line
-    assert not list((tmp_path / "all" / "llama_v2-6steps" / "tp0_ep0").iterdir())
-    assert held(tmp_path) == {"first": [2, 4], "second": [6]}
-
-
-def test_two_that_start_together_are_two_runs_each_the_same_on_all_ranks(tmp_path: Path) -> None:
-    with (
-        Ranks(tmp_path, 2, *words(max_steps=2), launcher=as_torchrun) as one,
-        Ranks(tmp_path, 2, *words(max_steps=2), launcher=as_torchrun) as two,
-    ):
-        assert one.codes() + two.codes() == [0] * 4, one.err + two.err
-    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert len(names) == 2
-    assert held(tmp_path) == {name: [2] for name in names}
+# --- the model of a run
 
 
 CHANGED = {
@@ -240,18 +401,17 @@ CHANGED = {
 @pytest.mark.parametrize("flag", CHANGED)
 def test_another_model_of_the_same_shapes_is_refused(tmp_path: Path, flag: str) -> None:
     trained(tmp_path, max_steps=4, run_name="one")
-    again = {"run_name": "one", "resume_from_checkpoint": "checkpoints/one", "max_steps": 6}
+    again = {"run_name": "one", "max_steps": 6, **AGAIN}
     with Ranks(tmp_path, 2, *words(**again | CHANGED[flag]), launcher=as_torchrun) as ranks:
         assert ranks.codes() == [4, 4]
         assert f"--{flag}" in ranks.err
         assert "--allow_model_change" in ranks.err
-    assert held(tmp_path) == {"one": [2, 4]}
+    assert saved(tmp_path) == {"one": [2, 4]}
     allowed = trained(tmp_path, allow_model_change=1, **again | CHANGED[flag])
     assert resumed_at(allowed) == [4]
 
 
 def test_dropout_and_length_are_no_other_model(tmp_path: Path) -> None:
     trained(tmp_path, max_steps=2, run_name="one")
-    again = {"run_name": "one", "resume_from_checkpoint": "checkpoints/one", "max_steps": 4}
     shorter = {"attn_pdrop": 0.1, "max_context_width": 8, "allow_data_change": 1}
-    assert resumed_at(trained(tmp_path, **shorter, **again)) == [2]
+    assert resumed_at(trained(tmp_path, max_steps=4, run_name="one", **shorter, **AGAIN)) == [2]

@@ -147,7 +147,7 @@ def same_numbers(ours: Path, theirs: Path) -> None:
 def train_asked_to_stop(command_line: list[str]) -> int:
     """Train; rank 1 gets SIGTERM, and knows of it, when it is put together and has not begun; and as it closes."""
     from smp_train import stop, train_lib
-    from smp_train.checkpoints import CheckpointManager
+    from smp_train.checkpoints.save import CheckpointManager
 
     stop.REPEAT_SECONDS = 600.0  # else a slow machine would end this process
     close = CheckpointManager.close

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state, open_checkpoint
-from smp_train.checkpoints.cli import in_bytes, main
+from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.dcp.storage import TreeReader
+from smp_train.checkpoints.find import open_checkpoint, open_verified
 from smp_train.checkpoints.hf.export import export
+from smp_train.checkpoints.listing import in_bytes
+from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.resolve import resolve
-from tests.checkpoint_files import tree
+from tests.checkpoint_files import manager, owning
 from tests.s3_server import bucket, download, serving, upload
 from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled, save
 
@@ -31,8 +34,8 @@ def checkpoint(source: Path, folder: Path, step: int = 4, optimizer: bool = True
     materialise(model, "cpu")
     load_pretrained(model, source)
     state = gather_state(model, torch.optim.AdamW(model.parameters()) if optimizer else None)
-    manager = CheckpointManager([Policy(str(folder), 1, 0)], model_type=spec.model_type)
-    (path,) = manager.save(step, state, {"model_config": spec.config.to_dict(), "tokens": 7})
+    saver = manager(folder, keep=0, model_type=spec.model_type)
+    (path,) = saver.save(step, state, {"model_config": spec.config.to_dict(), "tokens": 7})
     return Path(path)
 
 
@@ -48,7 +51,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_the_round_trip_gives_the_same_logits_and_files(family: str, tmp_path: Path) -> None:
     save(FAMILIES[family], tmp_path / "theirs")
     path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    export(find(path), tmp_path / "back")
+    export(open_verified(path), tmp_path / "back")
     assert torch.equal(expected_logits(tmp_path / "back"), expected_logits(tmp_path / "theirs"))
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "theirs"))
     assert ours.keys() == theirs.keys()
@@ -58,7 +61,7 @@ def test_the_round_trip_gives_the_same_logits_and_files(family: str, tmp_path: P
     assert (tmp_path / "back" / "generation_config.json").is_file()
     if family == "mixtral":  # into several files with an index
         seen: list[tuple[int, int]] = []
-        export(find(path), tmp_path / "split", shard_bytes=60_000, on_progress=lambda *now: seen.append(now))
+        export(open_verified(path), tmp_path / "split", shard_bytes=60_000, on_progress=lambda *now: seen.append(now))
         files = sorted(tmp_path.glob("split/*.safetensors"))
         assert len(files) > 2
         assert all(file.stat().st_size < 70_000 for file in files)
@@ -73,7 +76,7 @@ def test_another_dtype_and_one_reading_of_the_index(
     read: list[str] = []
     once = TreeReader.preload
     monkeypatch.setattr(TreeReader, "preload", lambda self: (read.append(str(self.path)), once(self))[1])
-    export(find(path), tmp_path / "half", dtype=torch.bfloat16)
+    export(open_verified(path), tmp_path / "half", dtype=torch.bfloat16)
     exact = load_file(theirs / "model.safetensors")
     for name, value in load_file(tmp_path / "half" / "model.safetensors").items():
         assert torch.equal(value, exact[name].bfloat16())
@@ -86,27 +89,27 @@ def test_what_is_there_is_not_overwritten_unasked(own: bool, llama: tuple[Path, 
     card = tmp_path / "README.md"
     if own:
         card.write_text("# My project\n")
-    export(find(llama[1]), tmp_path)
+    export(open_verified(llama[1]), tmp_path)
     first = card.read_text()
     assert first == "# My project\n" if own else "| steps | 4 |" in first
     with pytest.raises(ConfigError, match="--overwrite 1"):
-        export(find(llama[1]), tmp_path)
+        export(open_verified(llama[1]), tmp_path)
     if not own:
         card.write_text(first.replace("| steps | 4 |", "| steps | 3 |"))
-    export(find(llama[1]), tmp_path, overwrite=True)
+    export(open_verified(llama[1]), tmp_path, overwrite=True)
     assert card.read_text() == first
 
 
 def test_what_is_not_a_whole_model_is_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:
     config = json.loads((llama[0] / "config.json").read_text())
-    manager = CheckpointManager([Policy(str(tmp_path / "ours"), 1, 0)], model_type="llama_v2")
-    (path,) = manager.save(1, {"model": {"lm_head.weight": torch.ones(99, 40)}}, {"model_config": config})
+    saver = manager(tmp_path / "ours", keep=0)
+    (path,) = saver.save(1, {"model": {"lm_head.weight": torch.ones(99, 40)}}, {"model_config": config})
     with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
-        export(find(path), tmp_path / "back")
+        export(open_verified(path), tmp_path / "back")
     assert not (tmp_path / "back" / "config.json").exists()
-    (path,) = manager.save(2, {"model": {"w": torch.ones(2)}}, {})
+    (path,) = saver.save(2, {"model": {"w": torch.ones(2)}}, {})
     with pytest.raises(CheckpointError, match="does not say which model it is"):
-        export(find(path), tmp_path / "back")
+        export(open_verified(path), tmp_path / "back")
 
 
 def tokenizer(folder: Path) -> Any:
@@ -118,42 +121,40 @@ def tokenizer(folder: Path) -> Any:
     made.save_pretrained(folder)
 
 
-def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_exported_from_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(FAMILIES["llama_v3"], tmp_path / "theirs")
     tokenizer(tmp_path / "tokenizer")
-    ours = tmp_path / "ours"
-    for step in (4, 8, 6):
-        path = checkpoint(tmp_path / "theirs", ours, step, optimizer=step != 8)
-    (ours / "llama-9steps").mkdir(parents=True)
-    kind = path.name.removesuffix("-6steps")
-    assert main(["ls", str(ours)]) == 0
-    listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert listed == [[f"{kind}-{n}steps", "committed"] for n in (4, 6, 8)] + [["llama-9steps", "incomplete"]]
-    assert main(["show", str(path)]) == 0
+    for step in (4, 6, 8):
+        path = checkpoint(tmp_path / "theirs", tmp_path / "ours", step, optimizer=step != 8)
+    assert main(["show", str(tmp_path / "ours" / path.name.replace("-8", "-6"))]) == 0
     shown = capsys.readouterr().out
     assert "step:        6" in shown
     assert "tokens:      7" in shown
     assert "model.*:     20 tensors" in shown
-    assert main(["verify", str(ours)]) == 0
-    assert capsys.readouterr().out.count(": intact") == 3
-    assert main(["export", str(ours), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
-    assert f"wrote step 8 of {ours}/{kind}-8steps" in capsys.readouterr().out
+    assert (
+        main(["export", str(tmp_path / "ours"), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
+    )
+    assert f"wrote step 8 of {path}" in capsys.readouterr().out
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert torch.equal(expected_logits(tmp_path / "out"), expected_logits(tmp_path / "theirs"))
-    assert main(["prune", str(ours), "--keep", "1", "--dry_run", "1"]) == 0
-    assert capsys.readouterr().out.count("would delete") == 2
-    assert main(["prune", str(ours), "--keep", "1"]) == 0
-    assert sorted(p.name for p in ours.iterdir()) == ["llama-9steps", f"{kind}-8steps"]
-    with pytest.raises(ConfigError, match="is never deleted"):
-        main(["prune", str(ours), "--keep", "0"])
-    shard = tree(ours / f"{kind}-8steps") / "__0_0.distcp"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match=f"{kind}-8steps"):
-        main(["verify", str(ours)])
-    with pytest.raises(ConfigError, match="invalid choice"):
-        main(["lst", str(ours)])
-    with pytest.raises(CheckpointError, match="nowhere"):
-        main(["ls", str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize("folder", ["", " ", "runs", "runs/first", "runs/first/llama_v2-4steps", "file"])
+def test_a_model_is_not_written_among_checkpoints(
+    folder: str, llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(llama[0], tmp_path / "runs" / "first")
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    words = ["export", "runs/first", folder]
+    for verb in (words, [*words, "--overwrite", "1"], ["convert", str(llama[0]), folder]):
+        with pytest.raises(ConfigError, match="give a folder for the model"):
+            main(verb)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (
+        main(["export", "runs/first", "runs/first/llama_v2-4steps/hf"]) == 0
+    )  # where --checkpoint_type full writes it
 
 
 def test_the_verbs_from_s3_to_s3(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -195,7 +196,7 @@ def test_the_verbs_from_s3_to_s3(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_weights_alone_are_not_resumed_from(llama: tuple[Path, Path]) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="--pretrained_checkpoint_file"):
-        find(llama[1]).load(gather_state(model, torch.optim.AdamW(model.parameters())))
+        open_verified(llama[1]).load(gather_state(model, torch.optim.AdamW(model.parameters())))
 
 
 def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,8 +224,7 @@ def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(ConfigError, match=r"has no config.json beside it; .* --model "):
         main(["import", str(tmp_path / "old"), str(tmp_path / "new")])
     assert main(["import", str(tmp_path / "old"), str(tmp_path / "new"), "--model", str(tmp_path / "theirs")]) == 0
-    (path,) = (tmp_path / "new").iterdir()
-    assert path.name.endswith("-70steps")
+    (path,) = (tmp_path / "new").glob("*-70steps")
     assert open_checkpoint(path).meta["imported"]["resume_from_sequence_number"] == 560
     assert main(["export", str(path), str(tmp_path / "newer")]) == 0
     assert torch.equal(expected_logits(tmp_path / "newer"), expected)
@@ -246,26 +246,80 @@ def test_a_conversion_that_is_refused_replaces_nothing(tmp_path: Path, target: s
     assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
 
 
-def test_an_import_replaces_no_checkpoint_unasked(tmp_path: Path) -> None:
+def test_an_import_replaces_no_checkpoint(tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path / "theirs")
     path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    words = ["import", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--step", "4"]
-    before = (path / "COMMITTED").read_bytes()
-    with pytest.raises(ConfigError, match=r"llama_v2-4steps .*--overwrite 1"):
-        main(words)
-    path.rename(tmp_path / "ours" / ".llama_v2-4steps.0123abcd.replaced")  # as a replacement that was cut short
-    with pytest.raises(ConfigError, match="llama_v2-4steps"):
-        main(words)
-    assert path.is_dir(), "it has its name back"
-    training = CheckpointManager([Policy(str(tmp_path / "ours"), 1, 0)], model_type="llama_v2")
-    training.lock()
-    with pytest.raises(CheckpointError, match=r"is in use by .*; give another folder, or wait"):
-        main([*words, "--overwrite", "1"])
-    training.close()
-    assert (path / "COMMITTED").read_bytes() == before
-    assert main([*words, "--overwrite", "1"]) == 0
-    assert "imported" in open_checkpoint(path).meta
-    assert [each.name for each in (tmp_path / "ours").iterdir()] == [path.name]
+    words = ["import", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--step"]
+    before = {file: file.read_bytes() for file in (tmp_path / "ours").rglob("*") if file.is_file()}
+    with pytest.raises(ConfigError, match=r"llama_v2-4steps is a committed checkpoint; give another --step"):
+        main([*words, "4"])
+    with (
+        owning(tmp_path / "ours"),
+        pytest.raises(CheckpointError, match=r"is in use by .*; give another folder, or wait"),
+    ):
+        main([*words, "3"])
+    assert main([*words, "3"]) == 0
+    assert {file: file.read_bytes() for file in before} == before
+    found = open_checkpoint(tmp_path / "ours")
+    assert (found.step, found.meta["imported"]["from"]) == (3, str(tmp_path / "theirs"))
+    assert found.folder.location == str(path.parent)
+
+
+@pytest.mark.parametrize("step", ["-1", "99999999999999999999", "1000000000000001", "9" * 30, "many"])
+def test_a_step_that_no_run_reaches_is_refused(step: str, llama: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--step") as refused:
+        main(["import", str(llama[0]), str(tmp_path / "ours"), "--step", step])
+    assert len(str(refused.value)) < 200
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [("file", "is a file"), ("", "names no location"), ("best", "cannot be a run's folder"),
+     ("runs", "holds the checkpoints of runs"), ("runs/first/llama_v2-4steps", "is one checkpoint")],
+)  # fmt: skip
+def test_weights_are_imported_into_a_run_only(
+    target: str, kind: str, llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(llama[0], tmp_path / "runs" / "first")
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=kind) as refused:
+        main(["import", str(llama[0]), target])
+    assert "\n" not in str(refused.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("config", ["{", "", "[" * 100_000])
+def test_weights_with_a_broken_configuration_are_not_converted(
+    config: str, llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes((llama[0] / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON") as refused:
+        main(["convert", str(tmp_path), str(tmp_path / "out")])
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+class Command:
+    """An object that runs a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+def test_nobody_is_advised_to_run_the_code_in_a_file(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_bytes((llama[0] / "config.json").read_bytes())
+    torch.save({"lm_head.weight": torch.ones(2), "other": Command()}, tmp_path / "theirs" / "pytorch_model.bin")
+    for verb in ("convert", "import"):
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read .*system") as refused:
+            main([verb, str(tmp_path / "theirs"), str(tmp_path / "out")])
+        assert not (tmp_path / "out").exists()
+        assert "weights_only" not in str(refused.value)
+        assert "\n" not in str(refused.value)
 
 
 def test_sizes_as_people_say_them() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import smp_train
-from smp_train.checkpoints import open_checkpoint
 from smp_train.checkpoints.cli import main
+from smp_train.checkpoints.find import open_checkpoint
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.divergence import roll_back
 from smp_train.errors import CheckpointError
@@ -48,8 +48,8 @@ def damaged(theirs: Path, folder: Path) -> str:
 
 def part(theirs: Path, folder: Path) -> str:
     """Save the first half of every tensor, as one of two ranks does to its node's own disk."""
-    main(["import", str(theirs), str(folder / "whole"), "--step", "4"])
-    whole = open_checkpoint(folder / "whole" / STEP)
+    main(["import", str(theirs), str(folder.parent / "whole"), "--step", "4"])
+    whole = open_checkpoint(folder.parent / "whole" / STEP)
     halves = {name: torch.ones(shape[0] // 2, *shape[1:]) for name, shape in shapes(whole.entries()[0]).items()}
     meta = {"model_config": whole.meta["model_config"], "node_local": {"world_size": 2, "rank": 0}}
     manager(folder).save(4, {"model": halves}, meta)

@@ -12,8 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +33,7 @@ _NORM = re.compile(r"(?:norm\w*|ln_\w+)\.weight$")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class FlatPart:
+class FlatPart(NamedTuple):
     """A rank's part of a flat parameter, without padding, and its offset in that parameter."""
 
     offset: int
@@ -100,126 +98,120 @@ def joined_tensors(
 ) -> dict[str, Any]:
     """Return model and optimizer of all ranks under the names of a sharded checkpoint.
 
-    Args:
-        contents: the model and optimizer that each rank holds.
-        kind: transformers' name of the model family.
-        shapes: full shapes by parameter name.
-
-    Raises `CheckpointError` if the contents do not fit one model of these shapes.
+    ``contents`` are those that each rank holds, ``shapes`` the full shapes by parameter name, and ``kind`` is
+    transformers' name of the family. Raises `CheckpointError` if the contents do not fit one model of these shapes.
     """
-    model = _RankContents(contents, kind, shapes)
-    first = model.parameters[0]
-    names = [name for name in first if not is_flat(name)]
+    parameters = [{canonical_name(name): value for name, value in rank["model"].items()} for rank in contents]
+    states = [rank["optimizer"]["state"] for rank in contents]
+    groups = [list(group["params"]) for group in contents[0]["optimizer"]["param_groups"]]
+    names = [name for name in parameters[0] if not is_flat(name)]
     if is_transformed(names, kind):
         raise CheckpointError(SMP_SLICES)
     # `HubReader` refuses tensors of unknown names, except buffers and tied weights.
-    unknown = {f"model.{name}": first[name] for name in names if name not in shapes and _is_tensor(first[name])}
-    group_sizes = {name: model.shard_group_size(name) for name in names if name in shapes}
-    slices = {
-        f"model.{name}": JoinedTensor(model.pieces(name)[:size], shapes[name]) for name, size in group_sizes.items()
+    tensors = {f"model.{name}": parameters[0][name] for name in names if name not in shapes}
+    tensors = {key: value for key, value in tensors.items() if _is_tensor(value)}
+    # Each parameter of the optimizer: the names of the model's parameters in it, and its parts by rank.
+    units = {
+        name: ([name], _shard_group(name, [rank.get(name) for rank in parameters], math.prod(shapes[name])))
+        for name in names
+        if name in shapes
     }
-    # FSDP1 that shards nothing stores parameters by name, but the optimizer's state of flat parameters.
-    per_parameter = sum(map(len, model.groups)) == len(slices) or len(names) < len(first)
-    if slices and per_parameter:
-        return unknown | slices | model.moments_of_slices(group_sizes)
-    return unknown | slices | model.flat_tensors()
-
-
-class _RankContents:
-    """Parameters by name and optimizer states by number of each rank."""
-
-    def __init__(self, contents: Sequence[dict[str, Any]], kind: str, shapes: Mapping[str, Sequence[int]]) -> None:
-        self.kind, self.shapes = kind, shapes
-        self.parameters = [{canonical_name(name): value for name, value in rank["model"].items()} for rank in contents]
-        self.states: list[dict[int, dict[str, Any]]] = [rank["optimizer"]["state"] for rank in contents]
-        self.groups = [list(group["params"]) for group in contents[0]["optimizer"]["param_groups"]]
-        self.config = getattr(contents[0].get(MODEL_CONFIG), "state", ())
-
-    def pieces(self, name: str) -> list[Any]:
-        """Return each rank's piece of a parameter."""
-        return [parameters.get(name) for parameters in self.parameters]
-
-    def shard_group_size(self, name: str) -> int:
-        """Return how many ranks together hold a parameter once; further ranks hold replicas."""
-        lengths = [piece.numel() for piece in self.pieces(name)]
-        whole = math.prod(self.shapes[name])
-        for number, length in enumerate(itertools.accumulate(lengths), 1):
-            if length == whole and (number == len(lengths) or lengths[number] == lengths[0]):
-                return number
-        raise CheckpointError(f"{name} has {whole} numbers here, and {sum(lengths)} on {len(lengths)} ranks there")
-
-    def moments_of_slices(self, group_sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Return the moments and steps of parameters that are stored by name."""
-        tensors: dict[str, Any] = {}
-        for name, number in self._optimizer_numbers(list(group_sizes)).items():
-            states = [state.get(number, {}) for state in self.states[: group_sizes[name]]]
-            for moment in _MOMENTS:
-                pieces = [state[moment] for state in states if moment in state]
-                if sum(piece.numel() for piece in pieces) == math.prod(self.shapes[name]):
-                    tensors[f"optimizer.state.{name}.{moment}"] = JoinedTensor(pieces, self.shapes[name])
-            # A rank with an empty slice does not count steps.
-            step = next((state["step"] for state in states if "step" in state and state["exp_avg"].numel()), None)
-            if step is not None:
-                tensors[f"optimizer.state.{name}.step"] = _step(step)
-        return tensors
-
-    def _optimizer_numbers(self, names: list[str]) -> dict[str, int]:
-        """Return the optimizer's number of each parameter, from the sample's two rules for weight decay of norms."""
-        state, sizes = self.states[0], {name: self.parameters[0][name].numel() for name in names}
-        for norms in (True, False) if self.kind in ("llama", "gpt_neox") else (False, True):
-            decay = [name for name in names if not name.endswith(".bias") and not (norms and _NORM.search(name))]
-            order = [decay, [name for name in names if name not in decay]] if len(self.groups) > 1 else [names]
-            if list(map(len, order)) == list(map(len, self.groups)):
-                numbers = dict(zip(itertools.chain(*order), itertools.chain(*self.groups), strict=True))
-                if all(n not in state or state[n]["exp_avg"].numel() == sizes[name] for name, n in numbers.items()):
-                    return numbers
-        raise CheckpointError("the optimizer's groups are not those of the sample: which moment is whose is not known")
-
-    def flat_tensors(self) -> dict[str, Any]:
-        """Return the parameters, moments and steps in flat parameters; without flat parameters, moments and steps."""
-        order = flat_order(self.kind, self.shapes)
-        flats = [name for name in self.parameters[0] if is_flat(name)]
-        if flats and any(".experts." in name for name in order):
-            self._check_expert_order()
-        layers = dict.fromkeys(f"{layer[0]}_flat_param" for name in order if (layer := _LAYER.match(name)))
-        units = _names_in_units(flats or ["_flat_param", *layers], order)
-        numbers = list(itertools.chain(*self.groups))
+    for name, (_, parts) in units.items():
+        tensors[f"model.{name}"] = JoinedTensor(list(parts.values()), shapes[name])
+    if units and (sum(map(len, groups)) == len(units) or len(names) < len(parameters[0])):
+        numbers = _optimizer_numbers({name: parameters[0][name].numel() for name in units}, groups, states[0], kind)
+    else:  # FSDP1 that shards nothing stores parameters by name, but the optimizer's state of flat parameters
+        units = _flat_units(parameters, kind, shapes, getattr(contents[0].get(MODEL_CONFIG), "state", ()))
+        numbers = list(itertools.chain(*groups))
         if len(numbers) != len(units):
             raise CheckpointError(
                 f"its optimizer has {len(numbers)} parameters where {len(units)} flat ones are expected: which moment "
                 "is whose is not known (another --num_layers or --tie_word_embeddings?)"
             )
-        tensors: dict[str, Any] = {}
-        for number, (flat, names) in zip(numbers, units.items(), strict=True):
-            whole = sum(math.prod(self.shapes[name]) for name in names)
-            parts = _ordered_parts(flat, self.pieces(flat), whole) if flats else {0: None}
-            states = [self.states[rank].get(number, {}) for rank in parts]
-            pieces = {"model.{}": list(parts.values())} if flats else {}
-            for moment in _MOMENTS:
-                moments = [state[moment] for state in states if moment in state]
-                lengths = [part.numel() for part in moments]
-                if moments and (len(set(lengths)) > 1 or len(moments) < len(parts) or sum(lengths) < whole):
-                    raise CheckpointError(f"{flat} has {whole} numbers, and {moment} parts of {lengths}")
-                pieces |= {f"optimizer.state.{{}}.{moment}": moments} if moments else {}
-            start = 0
-            for name in names:
-                shape = self.shapes[name]
-                tensors |= {form.format(name): JoinedTensor(slices, shape, start) for form, slices in pieces.items()}
-                if "step" in states[0]:
-                    tensors[f"optimizer.state.{name}.step"] = _step(states[0]["step"])
-                start += math.prod(shape)
-        return tensors
+    for number, (unit, (names, parts)) in zip(numbers, units.items(), strict=True):
+        unit_states = [states[rank].get(number, {}) for rank in parts]
+        tensors |= _unit_tensors(unit, {name: shapes[name] for name in names}, list(parts.values()), unit_states)
+    return tensors
 
-    def _check_expert_order(self) -> None:
-        """Raise `CheckpointError` unless transformers 4 wrote the experts: transformers 5 stacks them by kind."""
-        # `transformers_version` does not help: it names the version that wrote config.json.
-        has_4 = "torch_dtype" in self.config or ("rope_theta" in self.config and "rope_parameters" not in self.config)
-        if not has_4:
-            version = "is of transformers 5" if "rope_parameters" in self.config else "does not show transformers 4"
-            raise CheckpointError(
-                f"its model_config {version}, and transformers 5 stores experts in another order, which flat "
-                "parameters do not show; have that program save a sharded checkpoint"
-            )
+
+def _unit_tensors(
+    unit: str, shapes: Mapping[str, Sequence[int]], parts: Sequence[Any], states: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the tensors in one parameter of the optimizer: weights, moments and steps, with their names as keys."""
+    flat, whole = is_flat(unit), sum(map(math.prod, shapes.values()))
+    slices = {"model.{}": parts} if None not in parts else {}
+    for moment in _MOMENTS:
+        moments = [state[moment] for state in states if moment in state]
+        lengths = [part.numel() for part in moments]
+        # Moments of flat parameters are padded to equal lengths.
+        if flat and moments and (len(set(lengths)) > 1 or len(moments) < len(parts) or sum(lengths) < whole):
+            raise CheckpointError(f"{unit} has {whole} numbers, and {moment} parts of {lengths}")
+        if moments and (flat or sum(lengths) == whole):
+            slices[f"optimizer.state.{{}}.{moment}"] = moments
+    # A rank with an empty part does not count steps.
+    step = next((state["step"] for state in states if "step" in state and state["exp_avg"].numel()), None)
+    tensors: dict[str, Any] = {}
+    start = 0
+    for name, shape in shapes.items():
+        tensors |= {form.format(name): JoinedTensor(slices[form], shape, start) for form in slices}
+        if step is not None:
+            tensors[f"optimizer.state.{name}.step"] = step if _is_tensor(step) else torch.tensor(float(step))
+        start += math.prod(shape)
+    return tensors
+
+
+def _shard_group(name: str, pieces: Sequence[Any], whole: int) -> dict[int, Any]:
+    """Return the pieces of the first ranks that together hold a parameter once; further ranks hold replicas."""
+    lengths = [piece.numel() for piece in pieces]
+    for count, length in enumerate(itertools.accumulate(lengths), 1):
+        if length == whole and (count == len(lengths) or lengths[count] == lengths[0]):
+            return dict(enumerate(pieces[:count]))
+    raise CheckpointError(f"{name} has {whole} numbers here, and {sum(lengths)} on {len(lengths)} ranks there")
+
+
+def _optimizer_numbers(
+    sizes: Mapping[str, int], groups: Sequence[list[int]], state: Mapping[int, dict[str, Any]], kind: str
+) -> list[int]:
+    """Return the optimizer's number of each parameter, by the sample's two rules for weight decay of norms.
+
+    ``sizes`` and ``state`` are rank 0's.
+    """
+    for norms in (True, False) if kind in ("llama", "gpt_neox") else (False, True):
+        decay = [name for name in sizes if not name.endswith(".bias") and not (norms and _NORM.search(name))]
+        order = [decay, [name for name in sizes if name not in decay]] if len(groups) > 1 else [list(sizes)]
+        if list(map(len, order)) == list(map(len, groups)):
+            numbers = dict(zip(itertools.chain(*order), itertools.chain(*groups), strict=True))
+            if all(n not in state or state[n]["exp_avg"].numel() == sizes[name] for name, n in numbers.items()):
+                return [numbers[name] for name in sizes]
+    raise CheckpointError("the optimizer's groups are not those of the sample: which moment is whose is not known")
+
+
+def _flat_units(
+    parameters: Sequence[dict[str, Any]], kind: str, shapes: Mapping[str, Sequence[int]], config: Any
+) -> dict[str, tuple[list[str], dict[int, Any]]]:
+    """Return the names and parts of each flat parameter. Without flat parameters rank 0 has no part of each unit."""
+    order = flat_order(kind, shapes)
+    flats = [name for name in parameters[0] if is_flat(name)]
+    if flats and any(".experts." in name for name in order):
+        _check_expert_order(config)
+    layers = dict.fromkeys(f"{layer[0]}_flat_param" for name in order if (layer := _LAYER.match(name)))
+    units = {}
+    for flat, names in _names_in_units(flats or ["_flat_param", *layers], order).items():
+        whole = sum(math.prod(shapes[name]) for name in names)
+        pieces = [rank.get(flat) for rank in parameters]
+        units[flat] = (names, _ordered_parts(flat, pieces, whole) if flats else {0: None})
+    return units
+
+
+def _check_expert_order(config: Any) -> None:
+    """Raise `CheckpointError` unless transformers 4 wrote the experts: transformers 5 stacks them by kind."""
+    # `transformers_version` does not help: it names the version that wrote config.json.
+    if not ("torch_dtype" in config or ("rope_theta" in config and "rope_parameters" not in config)):
+        version = "is of transformers 5" if "rope_parameters" in config else "does not show transformers 4"
+        raise CheckpointError(
+            f"its model_config {version}, and transformers 5 stores experts in another order, which flat parameters do "
+            "not show; have that program save a sharded checkpoint"
+        )
 
 
 def _names_in_units(flats: Iterable[str], order: Sequence[str]) -> dict[str, list[str]]:
@@ -258,10 +250,6 @@ def _ordered_parts(flat: str, pieces: Sequence[Any], whole: int) -> dict[int, An
             "ranks are missing, or it is of another model: --num_layers, --hidden_width, --vocab_size)"
         )
     return {rank: tensor for _, (rank, tensor) in sorted(by_offset.items())}
-
-
-def _step(value: Any) -> Any:
-    return value if _is_tensor(value) else torch.tensor(float(value))
 
 
 def _is_tensor(value: Any) -> bool:

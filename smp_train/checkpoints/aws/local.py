@@ -12,12 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from smp_train.checkpoints.aws.flat import MODEL_CONFIG, FlatPart, StoredTensor
+from smp_train.checkpoints.dcp import pickled
 from smp_train.checkpoints.dcp.storage import Reader
 from smp_train.checkpoints.dcp.trees import PlainLoadPlanner, plain_value, saved_entries
 from smp_train.errors import CheckpointError, first_line
@@ -63,14 +65,13 @@ def _rebuild(function: Callable[..., Any], kind: Any, args: tuple[Any, ...], sta
     return FlatPart(offset, shard["tensor"])
 
 
-class _Unpickler(pickle._Unpickler):
+class _Unpickler(pickled.Unpickler):
     """Builds tensors and plain values; replaces every other object by a placeholder.
 
     torch's ``weights_only`` refuses these files: they contain FSDP1's ShardedTensors and a configuration.
     """
 
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(pickled.Unpickler.dispatch)
     KNOWN: Mapping[tuple[str, str], Any] = {
         ("collections", "OrderedDict"): OrderedDict,
         ("torch", "Size"): torch.Size,
@@ -91,31 +92,19 @@ class _Unpickler(pickle._Unpickler):
         if isinstance(self.stack[-1], _Inert):
             self.stack[-1].state = state
 
-    def load_newobj(self) -> None:
-        """Push a placeholder for an object that is built without its constructor."""
-        del self.stack[-2:]
-        self.stack.append(_Inert())
+    def load_newobj(self, operands: int = 2) -> None:
+        """Replace a class and its arguments by a placeholder for an object that is built without its constructor."""
+        self.stack[-operands:] = [_Inert()]
 
-    def load_newobj_ex(self) -> None:
-        """Push a placeholder, as `load_newobj` does."""
-        del self.stack[-3:]
-        self.stack.append(_Inert())
-
-    del dispatch[pickle.BYTEARRAY8[0]]  # this opcode allocates any length it names; torch.save never writes it
-    dispatch |= {pickle.BUILD[0]: load_build, pickle.NEWOBJ[0]: load_newobj, pickle.NEWOBJ_EX[0]: load_newobj_ex}
-
-
-class _Pickle:
-    """Stands in for the pickle module in `torch.load`."""
-
-    Unpickler = _Unpickler
-    __name__ = "pickle"
+    dispatch |= {pickle.BUILD[0]: load_build, pickle.NEWOBJ[0]: load_newobj}
+    dispatch[pickle.NEWOBJ_EX[0]] = partial(load_newobj, operands=3)
 
 
 class InertLoadPlanner(PlainLoadPlanner):
     """Unpickles every object that is not a tensor or plain value as a placeholder."""
 
-    unpickle = staticmethod(partial(torch.load, map_location="cpu", weights_only=False, pickle_module=_Pickle))
+    _PICKLE_MODULE = SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
+    unpickle = staticmethod(partial(torch.load, map_location="cpu", weights_only=False, pickle_module=_PICKLE_MODULE))
 
 
 def read_rank_file(path: Any) -> dict[str, Any]:

@@ -7,14 +7,14 @@ such a chunk becomes a request for a slice of the saved chunk, so tensors load o
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -42,8 +42,7 @@ _WEIGHT = "model.{}"
 _TIED = re.compile(r"(?:^|\.)(?:lm_head|embed_out|embed_tokens|embed_in)\.weight$")
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """One DCP tree: the tensor and expert rank that wrote it, and its reader."""
 
     ranks: Ranks
@@ -90,33 +89,19 @@ class TensorReader(_MetadataFirstReader):
         return _completed()
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Origin of a renamed chunk: it begins at ``start`` within the saved chunk ``index`` of a reader."""
-
-    reader: Reader
-    index: MetadataIndex
-    start: tuple[int, ...]
-
-
-_Slices = list[tuple[ReadItem, list[int], list[int]]]
-"""Requests for slices of one saved chunk: the original request, offset within the chunk, lengths."""
-_Answers = list[tuple[ReadItem, tuple[slice, ...]]]
-"""The original requests that one merged request answers, each with its slice of the result."""
-
-
 class _RenamedReader(_MetadataFirstReader):
     """Reads tensors that consist of parts of other readers' chunks."""
 
     def __init__(self) -> None:
-        self._sources: dict[MetadataIndex, _Source] = {}
+        self._sources: dict[MetadataIndex, tuple[Reader, MetadataIndex, tuple[int, ...]]] = {}
+        """Of each chunk: the other reader, its saved chunk, and the offset within that chunk."""
         self._chunks: dict[str, tuple[TensorProperties, list[ChunkStorageMetadata]]] = {}
 
     def _add_block(
         self, key: str, offset: Sequence[int], size: Sequence[int],
         reader: Reader, source_key: str, source_offset: Sequence[int], entry: Any,
     ) -> None:  # fmt: skip
-        """Add a block of the tensor ``key``, as far as it lies in the chunks of another reader's ``entry``.
+        """Add a block of the tensor ``key``, restricted to the saved chunks of another reader's ``entry``.
 
         Either offset may have additional leading dimensions, in which the block has size 1.
         """
@@ -131,7 +116,7 @@ class _RenamedReader(_MetadataFirstReader):
             if any(length <= 0 for length in common) or index in self._sources:  # apart, or another rank's replica
                 continue
             start = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
-            self._sources[index] = _Source(reader, MetadataIndex(source_key, chunk.offsets), start)
+            self._sources[index] = (reader, MetadataIndex(source_key, chunk.offsets), start)
             chunks = self._chunks.setdefault(key, (entry.properties, []))[1]
             chunks.append(ChunkStorageMetadata(target, torch.Size(_with_dims(common, dims, 1))))
 
@@ -144,17 +129,16 @@ class _RenamedReader(_MetadataFirstReader):
         self._metadata = Metadata(entries, storage_meta=StorageMeta())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Request each saved chunk once: a reader loads the whole chunk for every request."""
-        slices: dict[Reader, dict[MetadataIndex, _Slices]] = {}
+        """Request each saved chunk once from the other readers."""
+        planners: dict[Reader, _ChunkPlanner] = {}
         for item in plan.items:
-            source = self._sources[item.storage_index]
-            dims = len(source.start)
-            offsets, size = _with_dims(item.storage_offsets, dims, 0), _with_dims(item.lengths, dims, 1)
-            offset = [a + b for a, b in zip(source.start, offsets, strict=True)]
-            slices.setdefault(source.reader, {}).setdefault(source.index, []).append((item, offset, size))
-        for reader, chunks in slices.items():
-            requests = dict(itertools.starmap(_merged_request, chunks.items()))
-            reader.read_data(LoadPlan(list(requests)), _MergedPlanner(planner, requests)).wait()
+            reader, index, start = self._sources[item.storage_index]
+            offsets, size = _with_dims(item.storage_offsets, len(start), 0), _with_dims(item.lengths, len(start), 1)
+            offset = [a + b for a, b in zip(start, offsets, strict=True)]
+            chunk_planner = planners.setdefault(reader, _ChunkPlanner(planner))
+            chunk_planner.slices.setdefault(index, []).append((item, offset, size))
+        for reader, chunk_planner in planners.items():
+            reader.read_data(chunk_planner.requests(), chunk_planner).wait()
         return _completed()
 
 
@@ -163,48 +147,41 @@ def _with_dims(values: Sequence[int], dims: int, fill: int) -> list[int]:
     return [*[fill] * dims, *values][len(values) :]
 
 
-def _merged_request(index: MetadataIndex, slices: _Slices) -> tuple[ReadItem, _Answers]:
-    """Return one request that covers all requested slices of a saved chunk, and the slice for each original request."""
-    low = [min(offsets) for offsets in zip(*(offset for _, offset, _ in slices), strict=True)]
-    ends = ([a + n for a, n in zip(offset, size, strict=True)] for _, offset, size in slices)
-    high = [max(last) for last in zip(*ends, strict=True)]
-    lengths = torch.Size(end - begin for begin, end in zip(low, high, strict=True))
-    merged = replace(slices[0][0], storage_index=index, storage_offsets=torch.Size(low), lengths=lengths)
-    return merged, [
-        (item, tuple(slice(a - begin, a - begin + n) for a, n, begin in zip(offset, size, low, strict=True)))
-        for item, offset, size in slices
-    ]
+class _ChunkPlanner(DefaultLoadPlanner):
+    """Requests each saved chunk once, because a reader loads the whole chunk for every request.
 
+    ``slices`` has by saved chunk the original requests, each with offset and size of its slice of the chunk.
+    """
 
-class _MergedPlanner(LoadPlanner):
-    """The planner of a merged request: it fills the original requests from the tensor that was read."""
+    def __init__(self, planner: LoadPlanner) -> None:
+        super().__init__()
+        self._planner = planner
+        self.slices: dict[MetadataIndex, list[tuple[ReadItem, list[int], list[int]]]] = {}
 
-    def __init__(self, planner: LoadPlanner, requests: dict[ReadItem, _Answers]) -> None:
-        self._planner, self._requests = planner, requests
+    def requests(self) -> LoadPlan:
+        """Return a request per saved chunk, for the smallest block with all slices."""
+        items = []
+        for index, slices in self.slices.items():
+            low = [min(offsets) for offsets in zip(*(offset for _, offset, _ in slices), strict=True)]
+            ends = ([a + n for a, n in zip(offset, size, strict=True)] for _, offset, size in slices)
+            lengths = torch.Size(max(last) - begin for last, begin in zip(zip(*ends, strict=True), low, strict=True))
+            first = slices[0][0]
+            items.append(replace(first, storage_index=index, storage_offsets=torch.Size(low), lengths=lengths))
+        return LoadPlan(items)
 
-    def resolve_tensor(self, merged: ReadItem) -> torch.Tensor:
-        """Return the memory to fill: the original request's own memory if there is only one."""
-        (item, _), *more = self._requests[merged]
-        target = self._planner.resolve_tensor(item)
-        return torch.empty(merged.lengths, dtype=target.dtype) if more else target.view(merged.lengths)
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return memory for a block."""
+        original = self.slices[read_item.storage_index][0][0]
+        return torch.empty(read_item.lengths, dtype=self._planner.resolve_tensor(original).dtype)
 
-    def commit_tensor(self, merged: ReadItem, tensor: torch.Tensor) -> None:
-        """Copy the slices to the original requests, unless the only request's memory was filled directly."""
-        answers = self._requests[merged]
-        if len(answers) == 1:
-            item = answers[0][0]
-            self._planner.commit_tensor(item, tensor.view(item.lengths))
-            return
-        for item, within in answers:
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Copy the slices of a block to the original requests."""
+        for item, offset, size in self.slices[read_item.storage_index]:
+            starts = [a - begin for a, begin in zip(offset, read_item.storage_offsets, strict=True)]
+            block = tensor[tuple(slice(a, a + n) for a, n in zip(starts, size, strict=True))]
             target = self._planner.resolve_tensor(item).detach()
-            target.copy_(tensor[within].view(target.shape))
+            target.copy_(block.view(target.shape))
             self._planner.commit_tensor(item, target)
-
-    def _not_called(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise NotImplementedError: the plan is made, and only tensors are read."""
-        raise NotImplementedError
-
-    set_up_planner = create_local_plan = create_global_plan = finish_plan = load_bytes = _not_called
 
 
 class HubReader(_RenamedReader):

@@ -54,14 +54,16 @@ class AwsCheckpoint(Checkpoint):
     """A checkpoint of AWS's sample, readable under the hub's names on any mesh.
 
     ``meta["imported"]`` holds its plain values: counters, learning-rate schedule, the sample's settings.
+
+    Attributes:
+        folders: sub-folders of the trees; empty for a checkpoint of files.
+        rank_files: number of files ``<rank>.pt``.
+        local_trees: whether the trees hold local tensors of FSDP1 rather than sharded tensors.
     """
 
     folders: tuple[str, ...] = ()
-    """Sub-folders of its trees; empty for a checkpoint of files."""
     rank_files: int = 0
-    """The number of files ``<rank>.pt``."""
     local_trees: bool = False
-    """Whether the trees hold local tensors of FSDP1 rather than sharded tensors."""
     has_moments: bool = False
     config: Any = field(default=None, repr=False, compare=False)
 
@@ -79,6 +81,10 @@ class AwsCheckpoint(Checkpoint):
         """Return the reader of the tree in a sub-folder."""
         return _tree_reader(self.folder, self.name, part, self.folder.sizes(self.name))
 
+    def model_config(self) -> Any:
+        """Return the configuration of the run's model."""
+        return self.config
+
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` in place, as `Checkpoint.load` does; without saved moments AdamW's stay unchanged."""
         with ExitStack() as open_files:
@@ -90,30 +96,23 @@ class AwsCheckpoint(Checkpoint):
                 state = {"model": state["model"]}
             load_state(state, self._translated(trees, state, saver), self.path, load=saver.load)
 
-    def model_config(self) -> Any:
-        """Return the configuration of the run's model."""
-        return self.config
-
     def _trees(self, state: dict[str, Any], saver: Saver, files: ExitStack) -> tuple[dict[str, Any], list[Tree]]:
         """Return the state under the names that the checkpoint uses, and the checkpoint's trees. Not collective."""
-        if self.rank_files or self.local_trees:
-            if len(set(Ranks.of_folders(self.folders).values())) > 1:
-                raise CheckpointError(flat.SMP_SLICES)
-            if self.local_trees:
-                contents = [local.rank_contents_of_tree(self.reader(part)) for part in sorted(self.folders, key=_shard)]
-            else:
-                paths = [place(self.path) / f"{rank}.pt" for rank in range(self.rank_files)]
-                contents = [local.read_rank_file(path) for path in paths]
-            state = _state_under(state, [f"model.{canonical_name(name)}" for name in contents[0]["model"]])
-            shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
-            tensors = flat.joined_tensors(contents, self.config.model_type, shapes)
-        elif self.folders:
+        if self.folders and not self.local_trees:
             trees = self._readers()
             return _state_under(state, list(saved_entries(trees[0].reader))), trees
-        else:
+        if not self.folders and not self.rank_files:
             weights = WeightFiles(place(self.path) / FULL, files)
             tensors = {f"model.{name}": weights.tensor(name)[...] for name in weights.files}
-            state = _state_under(state, list(tensors))
+            return _state_under(state, list(tensors)), [Tree(Ranks(), TensorReader(tensors))]
+        if len(set(Ranks.of_folders(self.folders).values())) > 1:
+            raise CheckpointError(flat.SMP_SLICES)
+        in_order = sorted(self.folders, key=_shard)
+        contents = [local.rank_contents_of_tree(self.reader(part)) for part in in_order]
+        contents = contents or _read_rank_files(self.folder, self.name, self.rank_files)
+        state = _state_under(state, [f"model.{canonical_name(name)}" for name in contents[0]["model"]])
+        shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
+        tensors = flat.joined_tensors(contents, self.config.model_type, shapes)
         return state, [Tree(Ranks(), TensorReader(tensors))]
 
 
@@ -131,69 +130,64 @@ def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsC
     An incomplete checkpoint is skipped with a warning. It raises `CheckpointError` if ``strict`` is set, if
     ``location`` names it, or if no checkpoint is complete. Returns None if the location holds no checkpoint.
     """
-    folder, names = on_main("cannot resume", lambda: _candidates(normal(location)))
-    storage = open_folder(folder)
-    for name in names:
-        label = os.path.join(folder, name)
-        facts = on_main(f"cannot read {label}", partial(_inspect, storage, name, config))
+    paths = on_main("cannot resume", lambda: _paths(normal(location)))
+    for path in paths:
+        parent, name = parent_of(path)
+        folder = open_folder(parent)
+        facts = on_main(f"cannot read {path}", partial(_inspect, folder, name, config))
         if not isinstance(facts, str):
-            return AwsCheckpoint(path=label, folder=storage, name=name, config=config, **facts)
-        problem = f"{label}, of SMP's sample scripts, is not whole: {facts}"
-        if strict or label == normal(location):
+            return AwsCheckpoint(path=path, folder=folder, name=name, config=config, **facts)
+        problem = f"{path}, of SMP's sample scripts, is not whole: {facts}"
+        if strict or path == normal(location):
             raise CheckpointError(problem)
         logger.warning("%s; trying the next older one", problem, extra=ALL_RANKS)
-    if names:
-        raise CheckpointError(f"no checkpoint of SMP's sample scripts in {folder} is whole; {label}: {facts}")
+    if paths:
+        raise CheckpointError(f"no checkpoint of SMP's sample scripts in {location} is whole; {path}: {facts}")
     return None
 
 
-def is_checkpoint(location: str) -> bool:
-    """Return whether a location is one checkpoint of AWS's sample, complete or not. Not collective."""
-    folder, name = parent_of(normal(location))
-    return bool(name) and _is_aws_checkpoint(open_folder(folder), name)
+def checkpoint_paths(location: str) -> list[str]:
+    """Return the paths of AWS's checkpoints at a location, newest first: itself or those in it. Not collective.
+
+    A folder with pytorch_model.bin is a checkpoint of AWS only in a folder of checkpoints: other models look the same.
+    """
+    paths = _paths(normal(location))
+    if paths == [normal(location)] and open_folder(location).storage.exists(FULL):
+        return []
+    return paths
 
 
-def has_trees(location: str) -> bool:
-    """Return whether a location holds DCP trees or rank files, not only weights. Not collective."""
-    folder, name = parent_of(normal(location))
-    return is_checkpoint(location) and FULL not in open_folder(folder).sizes(name)
-
-
-def checkpoint_names(folder: str) -> list[str]:
-    """Return the names of AWS's checkpoints in a folder, newest first. Not collective."""
-    return _candidates(normal(folder))[1]
-
-
-def _candidates(location: str) -> tuple[str, list[str]]:
-    """Return (folder, names of AWS's checkpoints in it, newest first); one name if a location is a checkpoint."""
-    if is_checkpoint(location):
-        folder, name = parent_of(location)
-        return folder, [name]
-    storage = open_folder(location)
-    matches = [(_NAME.fullmatch(name), name) for name in storage.storage.level()[1]]
+def _paths(location: str) -> list[str]:
+    parent, name = parent_of(location)
+    if name and _files(open_folder(parent), name):
+        return [location]
+    folder = open_folder(location)
+    matches = [(_NAME.fullmatch(name), name) for name in folder.storage.level()[1]]
     steps = [(int(match["step"]), name) for match, name in matches if match is not None]
-    return location, [name for _, name in sorted(steps, reverse=True) if _is_aws_checkpoint(storage, name)]
+    return [os.path.join(location, name) for _, name in sorted(steps, reverse=True) if _files(folder, name)]
 
 
-def _is_aws_checkpoint(storage: RunFolder, name: str) -> bool:
-    files = storage.sizes(name)
-    if {COMMITTED, BEGUN, META} & set(files):
-        return False
-    if FULL in files or any(map(_RANK_FILE.fullmatch, files)):
-        return True
-    return any(Ranks.of_folder(folder) for folder in _tree_folders(files))
+def _files(folder: RunFolder, name: str) -> dict[str, int]:
+    """Return the size of each file of a checkpoint of AWS's sample; empty for anything else."""
+    files = folder.sizes(name)
+    known = FULL in files or any(map(_RANK_FILE.fullmatch, files)) or any(map(Ranks.of_folder, _tree_folders(files)))
+    return files if known and not {COMMITTED, BEGUN, META} & set(files) else {}
 
 
 def _tree_folders(files: Mapping[str, int]) -> list[str]:
     """Return the sub-folders of the DCP trees among files."""
-    of_tree = (file for file in files if posixpath.basename(file) == METADATA or file.endswith(".distcp"))
-    return sorted(set(map(posixpath.dirname, of_tree)))
+    of_trees = (file for file in files if posixpath.basename(file) == METADATA or file.endswith(".distcp"))
+    return sorted(set(map(posixpath.dirname, of_trees)))
 
 
-def _tree_reader(storage: RunFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
+def _tree_reader(folder: RunFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
     # A shard rank's tree may refer to tensors in other shard ranks' trees, so the reader knows all files.
     relative = {posixpath.relpath(file, part or "."): size for file, size in files.items()}
-    return TreeReader(storage.storage, posixpath.normpath(posixpath.join(name, part)), relative)
+    return TreeReader(folder.storage, posixpath.normpath(posixpath.join(name, part)), relative)
+
+
+def _read_rank_files(folder: RunFolder, name: str, count: int) -> list[dict[str, Any]]:
+    return [local.read_rank_file(place(folder.location) / name / f"{rank}.pt") for rank in range(count)]
 
 
 def _shard(folder: str) -> int:
@@ -201,29 +195,28 @@ def _shard(folder: str) -> int:
     return parsed[1] if parsed else 0
 
 
-def _inspect(storage: RunFolder, name: str, config: Any) -> dict[str, Any] | str:
+def _inspect(folder: RunFolder, name: str, config: Any) -> dict[str, Any] | str:
     """Return the fields of an `AwsCheckpoint`, or the reason why the checkpoint is incomplete."""
-    files = storage.sizes(name)
+    files = folder.sizes(name)
     folders = _tree_folders(files)
     ranks = sorted(int(match[1]) for match in map(_RANK_FILE.fullmatch, files) if match is not None)
     recorded: dict[str, Any] = {}
     transformed = has_moments = local_trees = False
     try:
         if folders:
-            _check_trees(storage, name, folders, files)
-            reader = _tree_reader(storage, name, folders[0], files)
+            _check_trees(folder, name, folders, files)
+            reader = _tree_reader(folder, name, folders[0], files)
             recorded, saved = plain_values(reader), saved_entries(reader)
             has_moments, local_trees = any(map(MOMENTS.fullmatch, saved)), local.is_local(saved)
             keys = (key for key in saved if key.startswith(MODEL_PREFIXES[:2]))
             names = [key.removeprefix("app.").removeprefix("model.") for key in keys]
             transformed = is_transformed([name for name in names if not flat.is_flat(name)], config.model_type)
         elif ranks:
-            if is_s3(storage.location):
+            if is_s3(folder.location):
                 raise CheckpointError("files of single ranks are not read from S3: copy them to a folder")
             if ranks != list(range(len(ranks))):
                 raise CheckpointError(f"files of ranks {ranks} are there, and not of those between")
-            contents = [local.read_rank_file(place(storage.location) / name / f"{rank}.pt") for rank in ranks]
-            recorded, has_moments = local.plain_values(contents[0]), True
+            recorded, has_moments = local.plain_values(_read_rank_files(folder, name, len(ranks))[0]), True
     except CheckpointError as failure:
         return str(failure)
     match = _NAME.fullmatch(name)
@@ -235,24 +228,24 @@ def _inspect(storage: RunFolder, name: str, config: Any) -> dict[str, Any] | str
     if transformed:
         meta["names"] = SMP_NAMES
     if FULL in files and CONFIG in files:
-        meta["model_config"] = json.loads(storage.read(name, CONFIG))
+        meta["model_config"] = json.loads(folder.read(name, CONFIG))
     return {
         "meta": meta, "marker": Marker(step, config.model_type, 0, {}), "folders": tuple(folders),
         "has_moments": has_moments, "rank_files": len(ranks), "local_trees": local_trees,
     }  # fmt: skip
 
 
-def _check_trees(storage: RunFolder, name: str, folders: list[str], files: Mapping[str, int]) -> None:
+def _check_trees(folder: RunFolder, name: str, parts: list[str], files: Mapping[str, int]) -> None:
     """Raise `CheckpointError` if a tree, index or file is missing, or a file is shorter than its index requires."""
-    ranks = Ranks.of_folders(folders)
-    for folder in folders:
-        if folder not in ranks:
-            raise CheckpointError(f"{folder} is of no tensor and expert rank")
-        if posixpath.join(folder, METADATA) not in files:
-            raise CheckpointError(f"{posixpath.join(folder, METADATA)} is missing")
-        _tree_reader(storage, name, folder, files).preload()
-    writers = {(writer.tensor, writer.expert, _shard(folder)) for folder, writer in ranks.items()}
-    degrees = ranks[folders[0]]
+    ranks = Ranks.of_folders(parts)
+    for part in parts:
+        if part not in ranks:
+            raise CheckpointError(f"{part} is of no tensor and expert rank")
+        if posixpath.join(part, METADATA) not in files:
+            raise CheckpointError(f"{posixpath.join(part, METADATA)} is missing")
+        _tree_reader(folder, name, part, files).preload()
+    writers = {(writer.tensor, writer.expert, _shard(part)) for part, writer in ranks.items()}
+    degrees = ranks[parts[0]]
     shards = range(1 + max(shard for _, _, shard in writers))
     for writer in itertools.product(range(degrees.tensors), range(degrees.experts), shards):
         if writer not in writers:

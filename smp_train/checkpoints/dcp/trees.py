@@ -21,6 +21,7 @@ from smp_train.checkpoints.dcp.storage import Reader, TreeWriter
 from smp_train.checkpoints.state import State, present
 from smp_train.distributed.agree import ALL_RANKS, group, is_alone, unless
 from smp_train.errors import CheckpointError, first_few
+from smp_train.models.weight_files import load_plain
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
     DCP sends all plans through rank 0, which would change nothing: a million requests at 512 ranks.
     """
 
-    unpickle = staticmethod(partial(torch.load, weights_only=True))
+    unpickle = staticmethod(load_plain)
 
     def create_local_plan(self) -> dcp.LoadPlan:
         """Make this rank's plan from the chunks that it needs, and return an empty plan to send."""

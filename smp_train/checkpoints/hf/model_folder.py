@@ -17,6 +17,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,9 +27,10 @@ from torch import Tensor
 from smp_train import storage
 from smp_train.checkpoints.hf.card import CARD_FILE, is_our_card
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
+from smp_train.models.hf_weights import NOT_WEIGHTS
 from smp_train.models.hugging_face import ADAPTER_FILE, CONFIG_FILE, GENERATION_FILE
 from smp_train.models.streamed import FORMAT_DTYPES
-from smp_train.models.weight_files import INDEXES, NOT_MODEL_FILES, PICKLED, SAFETENSORS
+from smp_train.models.weight_files import INDEXES, NOT_MODEL_FILES, PICKLED, SAFETENSORS, Block, WeightFiles
 from smp_train.storage import Storage
 from smp_train.storage.paths import names_in, place
 
@@ -59,6 +61,23 @@ class LazyTensors(NamedTuple):
     def nbytes(self) -> int:
         """Size in bytes of all tensors."""
         return sum(value.nbytes for value in self.tensors.values())
+
+
+def stored_tensors(files: WeightFiles, dtype: torch.dtype | None) -> list[LazyTensors]:
+    """Return the tensors in weight files, those of floating point in ``dtype`` if it is not None."""
+    items = []
+    for name in files.files:
+        if not NOT_WEIGHTS.search(name):
+            block = files.tensor(name)
+            stored = block[(slice(0, 0),) * len(block.get_shape()) or ...].dtype
+            to = dtype if dtype is not None and stored.is_floating_point else stored
+            tensors = {name: torch.empty(block.get_shape(), dtype=to, device="meta")}
+            items.append(LazyTensors(tensors, partial(_read_block, name, block, to)))
+    return items
+
+
+def _read_block(name: str, block: Block, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: block[...].to(dtype)}
 
 
 class ModelFolder:
