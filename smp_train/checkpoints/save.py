@@ -297,6 +297,7 @@ class CheckpointManager:
         folder, name, meta = attempt.folder, attempt.name, attempt.meta
 
         def commit() -> None:
+            self._check_owner()  # a job that has taken over may have deleted the attempt's files
             files = _all_files(attempt, shares)
             if not attempt.target.node_local:
                 for file, content in self.tokenizer.items():
