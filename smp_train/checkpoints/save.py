@@ -27,7 +27,7 @@ from smp_train.checkpoints.format import (
 )
 from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local_part
 from smp_train.checkpoints.owner import Ownership
-from smp_train.checkpoints.saver import HUGGING_FACE, Pending, Records, Saver
+from smp_train.checkpoints.saver import HUGGING_FACE, Records, Saver
 from smp_train.distributed import heartbeat
 from smp_train.distributed.agree import alone, here, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
@@ -117,7 +117,8 @@ class CheckpointManager:
         self.best: int | None = None
         """A step whose checkpoint no policy deletes."""
         self._writer = BackgroundWriter()
-        self._pending: Pending | None = None
+        self._pending: Any = None
+        """The save under way: a `Background`, or a backend's."""
         self._saved: list[Saved] = []
         self._unanswered: set[str] = set()
         """Attempts whose COMMITTED was sent and not answered."""
@@ -234,7 +235,7 @@ class CheckpointManager:
                 failure = error  # the ranks that do not have it learn of it at the commit
             return self._commit(target, attempt, request, lambda: unless(failure, records))
 
-    def _begin_in_backend(self, target: Target, request: Request) -> Pending:
+    def _begin_in_backend(self, target: Target, request: Request) -> Any:
         """Let the backend copy the state and write it in the background; collective."""
         attempt = self._begin(target, request)
 
