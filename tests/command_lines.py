@@ -68,7 +68,7 @@ LINES: dict[str, Line] = {
             "dataset": ["allenai/c4"], "dataset_config_name": "en", "tokenizer": "hf-internal-testing/llama-tokenizer",
             "sharding_strategy": "full_shard", "sm_activation_offloading": True,
         },
-        refused="--dataset", off="--dataset None --dataset_config_name None --tokenizer None",
+        refused="--streaming", off="--dataset None --dataset_config_name None --tokenizer None",
     ),
     "001": Line(
         "--model_name=llama2_7b --ckpt_load_path=/fsx/llama2/pretrain/ckpt --ckpt_save_path=/fsx/llama2/pretrain/ckpt "

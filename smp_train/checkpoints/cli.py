@@ -211,8 +211,9 @@ def _dtype(options: argparse.Namespace) -> Any:
 
 def convert(options: argparse.Namespace) -> None:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
-    from smp_train.checkpoints.hf import model_folder, tokenizer
+    from smp_train.checkpoints.hf import model_folder
     from smp_train.checkpoints.pretrained import kind_of
+    from smp_train.models import tokenizer
     from smp_train.models.weight_files import WeightFiles
 
     _operand(options.source, "weights")
@@ -250,9 +251,9 @@ def import_weights(options: argparse.Namespace) -> None:
 
     from smp_train.checkpoints.pretrained import load_weights
     from smp_train.checkpoints.save import CheckpointManager, Policy
-    from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
     from smp_train.models.configuration import changes_from
+    from smp_train.models.hub_state import gather_state
     from smp_train.models.resolve import beside, resolve
 
     _operand(options.source, "weights")
@@ -293,12 +294,8 @@ def import_weights(options: argparse.Namespace) -> None:
         "model_config": spec.config.to_dict(), "tokens": 0,
         "imported": {"from": redacted(str(source)), **({} if sample is None else sample.meta["imported"])},
     }  # fmt: skip
-    owner = Ownership([target.folder])
-    try:
-        owner.acquire()
-    except CheckpointError as error:
-        used = str(error).partition(";")[0]
-        raise CheckpointError(f"{used}; give another folder, or wait until that job has ended") from None
+    owner = Ownership([target.folder], advice="give another folder, or wait until that job has ended")
+    owner.acquire()
     manager = CheckpointManager(
         [Policy(parent, 0, 0)], run_name=run_name, model_type=spec.model_type, owner=owner, generation=owner.generation
     )
@@ -341,7 +338,7 @@ def prune(options: argparse.Namespace) -> None:
         owner, alive, _ = look_at_owner(folder, Job())
         if alive is False:
             generations = [newest_claim(folder)[0], *(checkpoint.generation for checkpoint in committed)]
-            for line in folder.sweep(max(generations) + 1):
+            for line in folder.sweep(max(generations) + 2):
                 print(line)
         else:
             print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")

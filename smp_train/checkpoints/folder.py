@@ -192,8 +192,8 @@ class RunFolder:
             if entries.keys() != {BEGUN}:
                 self.storage.delete_folder(name, but=BEGUN)
                 lines.append(f"deleted the files of {name}, which an interrupted save or deletion left")
-            elif began < generation - 1:
-                self.delete(name)
+            if began < generation - 1:
+                self.storage.delete(f"{name}/{BEGUN}")
         for file, entry in self.storage.level()[0].items():
             if file.startswith(PROBE) and now - entry.modified >= PROBE_SECONDS:
                 self.storage.delete(file)

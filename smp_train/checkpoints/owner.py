@@ -133,8 +133,9 @@ def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | Non
 class Ownership:
     """Ownership of one run's checkpoints in all its folders, from `acquire` until `release` or the process' end."""
 
-    def __init__(self, folders: Sequence[RunFolder], job: Job | None = None) -> None:
-        self.folders, self.job = folders, job or Job.current()
+    def __init__(self, folders: Sequence[RunFolder], job: Job | None = None, advice: str = ADVICE) -> None:
+        """``advice`` is the remedy in the message if another job owns the run."""
+        self.folders, self.job, self._advice = folders, job or Job.current(), advice
         self.restarted = False
         """Whether the former owner was an earlier start of this job."""
         self._claim: Any = None
@@ -209,7 +210,7 @@ class Ownership:
                     break
                 if alive or (last_age is not None and age < last_age):  # touched since
                     raise InUse(
-                        f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {ADVICE}"
+                        f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {self._advice}"
                     )
                 if last_age is None:
                     logger.warning(

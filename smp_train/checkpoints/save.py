@@ -29,10 +29,10 @@ from smp_train.checkpoints.format import (
 from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local_part
 from smp_train.checkpoints.owner import Ownership
 from smp_train.checkpoints.saver import HUGGING_FACE, Pending, Records, Saver
-from smp_train.checkpoints.state import present
 from smp_train.distributed import heartbeat
 from smp_train.distributed.agree import alone, here, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.hub_state import present
 from smp_train.storage import wait_for
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
 from smp_train.checkpoints.dcp.planner import SavePlanner
 from smp_train.checkpoints.owner import Owner
-from smp_train.checkpoints.state import present
 from smp_train.errors import CheckpointError, SmpTrainError
+from smp_train.models.hub_state import present
 from smp_train.storage import base
 from tests.checkpoint_files import flipped, tree
 from tests.harness import RankFailed, run, same_message

@@ -50,7 +50,7 @@ def test_trains(name: str, tmp_path: Path) -> None:
         assert command.err == ""
         assert "Batch 2 Loss: " in command.out
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 2
-    assert list(tmp_path.glob("ck/*-2steps/COMMITTED"))
+    assert list(tmp_path.glob("ck/*/*-2steps/COMMITTED"))
 
 
 @pytest.mark.parametrize("name", core([name for name, line in LINES.items() if line.refused], CORE.__contains__))
@@ -72,5 +72,5 @@ def test_evaluation_only(tmp_path: Path) -> None:
         assert command.code() == 0, command.err
     assert "Batch 2 Validation loss: " in command.out
     assert " Loss: " not in command.out
-    assert len(list(tmp_path.glob("ck/*steps"))) == 1
+    assert len(list(tmp_path.glob("ck/*/*steps"))) == 1
     assert any("Finished: step 2" in line for line in trained)

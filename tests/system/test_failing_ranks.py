@@ -90,7 +90,7 @@ def test_arguments(changes: dict[str, Any], message: str, tmp_path: Path) -> Non
 def test_a_missing_folder(tmp_path: Path) -> None:
     lines = refused(tmp_path, DATA, **data(tmp_path, training_dir=tmp_path / "nowhere"))
     assert len(lines) <= 2
-    assert all("nowhere: no such data folder" in line for line in lines)
+    assert all("nowhere: no such file or folder" in line for line in lines)
 
 
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:

@@ -174,5 +174,5 @@ def test_slow_steps_that_are_no_hang_and_one_that_is(tmp_path: Path) -> None:
     harness.run(train_slowly, 2, words)
     lines = [line for line in log(tmp_path).splitlines() if "no progress" in line]
     assert len(lines) == 1, lines
-    assert re.search(r"rank 1 on \S+ is in step 15, reading data, at slow_check \(test_hangs", lines[0])
+    assert re.search(r"rank 1 on \S+ is in step 15, reading data, at slow_data \(test_hangs", lines[0])
     assert "The run goes on" in log(tmp_path)

@@ -17,10 +17,10 @@ from smp_train.checkpoints.dcp.storage import TreeReader
 from smp_train.checkpoints.find import open_checkpoint, open_verified
 from smp_train.checkpoints.hf.export import export
 from smp_train.checkpoints.listing import in_bytes
-from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hf_weights import load_pretrained
+from smp_train.models.hub_state import gather_state
 from smp_train.models.resolve import resolve
 from smp_train.saving import write_model
 from tests.checkpoint_files import manager, owning
