@@ -168,8 +168,9 @@ def verify(options: argparse.Namespace) -> None:
     damaged = []
     for folder, name in checkpoints:
         problem, _ = _verify(folder, name)
-        print(f"{name}: {problem or 'intact'}")
-        damaged += [name] * bool(problem)
+        label = f"{os.path.basename(folder.location)}/{name}" if location.kind == "runs" else name
+        print(f"{label}: {problem or 'intact'}")
+        damaged += [label] * bool(problem)
     if damaged:
         raise CheckpointError(f"{len(damaged)} of {len(checkpoints)} damaged in {location.path}: {', '.join(damaged)}")
 
