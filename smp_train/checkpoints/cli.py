@@ -168,8 +168,9 @@ def verify(options: argparse.Namespace) -> None:
     damaged = []
     for folder, name in checkpoints:
         problem, _ = _verify(folder, name)
-        print(f"{name}: {problem or 'intact'}")
-        damaged += [name] * bool(problem)
+        label = f"{os.path.basename(folder.location)}/{name}" if location.kind == "runs" else name
+        print(f"{label}: {problem or 'intact'}")
+        damaged += [label] * bool(problem)
     if damaged:
         raise CheckpointError(f"{len(damaged)} of {len(checkpoints)} damaged in {location.path}: {', '.join(damaged)}")
 
@@ -210,8 +211,9 @@ def _dtype(options: argparse.Namespace) -> Any:
 
 def convert(options: argparse.Namespace) -> None:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
-    from smp_train.checkpoints.hf import model_folder, tokenizer
+    from smp_train.checkpoints.hf import model_folder
     from smp_train.checkpoints.pretrained import kind_of
+    from smp_train.models import tokenizer
     from smp_train.models.weight_files import WeightFiles
 
     _operand(options.source, "weights")
@@ -249,9 +251,9 @@ def import_weights(options: argparse.Namespace) -> None:
 
     from smp_train.checkpoints.pretrained import load_weights
     from smp_train.checkpoints.save import CheckpointManager, Policy
-    from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
     from smp_train.models.configuration import changes_from
+    from smp_train.models.hub_state import gather_state
     from smp_train.models.resolve import beside, resolve
 
     _operand(options.source, "weights")

@@ -21,13 +21,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from smp_train.checkpoints.background import leaves
 from smp_train.checkpoints.dcp.planner import SavePlanner
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.owner import owner_of
-from smp_train.checkpoints.state import gather_state, present
+from smp_train.distributed.host_copy import leaves
 from smp_train.errors import CheckpointError, SmpTrainError
+from smp_train.models.hub_state import gather_state, present
 from smp_train.storage import base, patience
 from tests.checkpoint_files import committed, contents, flipped, keys, manager, names, owner, resumed
 from tests.harness import RankFailed, run, same_message

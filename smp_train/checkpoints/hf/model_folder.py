@@ -13,12 +13,10 @@ import json
 import logging
 import os
 import re
-import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -30,16 +28,13 @@ from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from smp_train.models.hf_weights import NOT_WEIGHTS
 from smp_train.models.hugging_face import ADAPTER_FILE, CONFIG_FILE, GENERATION_FILE
 from smp_train.models.streamed import FORMAT_DTYPES
+from smp_train.models.tokenizer import TOKENIZER_FILES
 from smp_train.models.weight_files import INDEXES, NOT_MODEL_FILES, PICKLED, SAFETENSORS, Block, WeightFiles
 from smp_train.storage import Storage
 from smp_train.storage.paths import names_in, place
 
 ENTRY_FILES = (CONFIG_FILE, ADAPTER_FILE)
 """Files by which a model, or an adapter, is opened."""
-TOKENIZER_FILES = frozenset({
-    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-})  # fmt: skip
 SHARD_BYTES = 5_000_000_000
 MOVING = ".moving"
 """File in ``previous-<n>`` while files are moved there."""
@@ -146,14 +141,6 @@ class ModelFolder:
                         raise CheckpointError(f"{key} is {list(value.shape)}, {list(expected.shape)} was announced")
                     file.write(value.reshape(-1).view(torch.uint8).numpy().data)
                 yield item.nbytes
-
-
-def saved_files(save: Callable[[str], Any]) -> dict[str, bytes]:
-    """Return by name the small files that ``save`` writes to a folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        save(folder)
-        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def _shards(items: Iterable[LazyTensors], shard_bytes: int) -> list[list[LazyTensors]]:
