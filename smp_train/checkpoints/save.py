@@ -282,20 +282,11 @@ class CheckpointManager:
         shares = gather(f"cannot save {path}", lambda: (here(""), records()))
 
         def commit() -> None:
-<<<<<<< HEAD
             self._check_owner()  # a job that has taken over may have deleted the attempt's files
-            files = _all_files(attempt, shares)
-            if not attempt.target.node_local:
-                for file, content in self.tokenizer.items():
-                    files[TOKENIZER + file] = folder.put(name, TOKENIZER + file, content)
-            files[META] = folder.put(name, META, json.dumps(meta, indent=1).encode())
-            marker = Marker(meta["step"], self.model_type, self.generation, files, time.time())
-=======
             files = _all_files(folder, attempt, shares)
             for file, content in self.tokenizer.items() if not target.node_local else ():
                 files[TOKENIZER + file] = folder.put(attempt, TOKENIZER + file, content)
             files[META] = folder.put(attempt, META, json.dumps(request.meta, indent=1).encode())
->>>>>>> k27
             self.on_stage("commit")
             self._check_owner()
             if not folder.storage.exists(f"{attempt}/{BEGUN}"):

@@ -154,7 +154,7 @@ def resume(folder: str, layouts: list[str], sources: list[str]) -> dict[tuple[st
 
 
 def same_on_all(results: list[Any]) -> Any:
-    assert all(result == results[0] for result in results)
+    assert results == [results[0]] * len(results)
     return results[0]
 
 
