@@ -37,7 +37,9 @@ def found(folder: str, mesh: Any = MESH) -> Any:
     """Return the checkpoint that a start goes on from."""
     far = open_folder(f"{folder}/far/run")
     candidates = tuple(Candidate(*each[:2], far.location, each.name) for each in far.committed())
-    args = SimpleNamespace(strict_resume=0, evaluate_only=0, checkpoint_dir=folders(folder), resume_from_checkpoint=folder)
+    args = SimpleNamespace(
+        strict_resume=0, evaluate_only=0, checkpoint_dir=folders(folder), resume_from_checkpoint=folder
+    )
     return look_for_checkpoint(cast(Any, args), cast(Any, None), Start("run", True, candidates), mesh)[0]
 
 
@@ -152,9 +154,8 @@ def committing(folder: str) -> tuple[int, int]:
 
 def test_there_is_always_a_step_that_all_ranks_have(tmp_path: Path) -> None:
     assert same_on_all(run(committing, 2, str(tmp_path))) == (1, 2)
-    for rank in ("rank00000", "rank00001"):
-        assert committed(tmp_path / "near" / "run" / rank) == ["m-2steps-2"], "the first attempt failed on one rank"
-        assert names(tmp_path / "near" / "run" / rank) == ["m-2steps-2"]
+    for rank, attempts in (("rank00000", ["m-2steps-2", "m-2steps"]), ("rank00001", ["m-2steps"])):
+        assert committed(tmp_path / "near" / "run" / rank) == attempts, "the first attempt failed on rank 1"
 
 
 @pytest.mark.slow
