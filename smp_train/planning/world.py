@@ -26,9 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from smp_train import losses
 from smp_train.arguments import Arguments
 from smp_train.backends.native import NativeBackend
-from smp_train.checkpoints.background import local_bytes
 from smp_train.distributed import Runtime
 from smp_train.distributed.dtensor import local_tensor
+from smp_train.distributed.host_copy import local_bytes
 from smp_train.distributed.host_memory import pinned_bytes
 from smp_train.errors import ConfigError, one_line
 from smp_train.models.hub_state import gather_state, present
