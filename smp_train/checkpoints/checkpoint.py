@@ -197,7 +197,7 @@ def verified(folder: RunFolder, name: str) -> Checkpoint:
         damage = folder.storage.read_if_there(f"{name}/{DAMAGED}")
         if damage is not None:
             cause = " ".join(damage.decode(errors="replace").split())
-            return f"checkpoint {path} is damaged: {cause} (file {DAMAGED}; delete it if the checkpoint was repaired)"
+            return f"{cause} (file {DAMAGED}; delete it if the checkpoint has been repaired)"
         try:
             return opened(folder, name)
         except Damaged as error:
