@@ -41,7 +41,9 @@ class Joined:
         """Return a sample of the source that ``index`` falls into."""
         number = bisect.bisect_right(self.starts, index) - 1
         sample = self.sources[number].sample(index - self.starts[number], key, named=named)
-        return sample._replace(name=f"{self.locations[number]}/{sample.name}") if named else sample
+        if named:
+            sample.name = f"{self.locations[number]}/{sample.name}"
+        return sample
 
 
 class BlendOrder:

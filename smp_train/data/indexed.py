@@ -53,8 +53,9 @@ class TrainingData(Loader):
         return epochs, indices if self.end is None else np.where(positions < self.end, indices, FILLER)
 
     def _samples(self, epochs: list[int], indices: list[int], named: bool) -> list[Sample]:
+        sample, seed = self.samples.sample, self.order.seed
         return [
-            self.samples.sample(index, (self.order.seed, epoch, index), named=named)
+            sample(index, (seed, epoch, index), named=named)
             for epoch, index in zip(epochs, indices, strict=True)
             if index != FILLER
         ]
@@ -67,7 +68,7 @@ class TrainingData(Loader):
         # The order is computed for many steps at once: NumPy costs more per call than per element. The first calls are
         # for few steps, so that the first batch does not wait.
         rows_of_step = self.micro_batch * self.accumulation
-        steps, most = max(1, 256 // rows_of_step), max(1, 4096 // rows_of_step)
+        steps, most = max(1, 256 // rows_of_step), max(1, 16384 // rows_of_step)
         self._use_device()
         while self.end is None or consumed < self.end:
             if self.end is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class Piece(NamedTuple):
     """The tokens of the row after ``end`` are in no sample (--long truncate)."""
 
 
-class Sample(NamedTuple):
+@dataclass(slots=True)
+class Sample:
     """What a run trains on at one position."""
 
     row: Row
@@ -225,7 +227,7 @@ class Samples:
         self.fingerprint = hashlib.blake2b(f"{source.fingerprint} {self.layout}".encode(), digest_size=16).hexdigest()
         self._tables: Sequence[Table] = []
         self._offsets: Any = None
-        self._size = len(source)
+        self._of_whole_rows, self._size = False, len(source)
         if short == "concat":
             self._offsets = source if hasattr(source, "find_token") else _SummedLengths(source)
             self._size = max(0, self._offsets.tokens - 2) // seq_len + 1
@@ -235,6 +237,8 @@ class Samples:
             self._tables = tables
             self._table_starts = list(accumulate((table["bounds"].size - 1 for table in tables), initial=0))
             self._size = self._table_starts[-1]
+        else:
+            self._of_whole_rows = True
 
     def __len__(self) -> int:
         return self._size
@@ -242,43 +246,42 @@ class Samples:
     def last_shard(self) -> range:
         """Return the samples of the last shard; all samples if a sample may combine rows of several shards."""
         shards = [rows for rows in self.source.shards or [] if rows]
-        return shards[-1] if shards and not self._tables and self._offsets is None else range(len(self))
+        return shards[-1] if shards and self._of_whole_rows else range(len(self))
 
     def sample(self, index: int, key: object = "", *, named: bool = True) -> Sample:
         """Return a sample; ``key`` decides the part that --long crop takes. Raises DataError for damaged data."""
-        if not 0 <= index < self._size:
-            raise IndexError(f"sample {index} of {self._size}")
-        if self._offsets is None and not self._tables:
+        if self._of_whole_rows:
             row = self.source.row(index)
             if row.input_ids.size <= self.seq_len:
                 return Sample(row, self.source.name(index) if named else "")
+            begin, end = window(row, self.source.name(index), self.seq_len, self.long, key)
+            return join([self._piece(index, begin, end - begin, named)])
+        if not 0 <= index < self._size:
+            raise IndexError(f"sample {index} of {self._size}")
         pieces: list[Piece] = []
-
-        def add(number: int, begin: int, most: int) -> int:
-            """Add up to ``most`` tokens of a row; return the row's length."""
-            row = self.source.row(number)
-            end = min(begin + most, row.input_ids.size)
-            cut = self.long == "truncate" and end < row.input_ids.size
-            pieces.append(Piece(row, self.source.name(number) if named else "", begin, end, cut))
-            return row.input_ids.size
-
         if self._offsets is not None:
             begin = index * self.seq_len
             end = min(begin + self.seq_len, self._offsets.tokens)
             number, start = self._offsets.find_token(begin)
             while start < end:
                 first = max(begin - start, 0)
-                start += add(number, first, end - start - first)
+                pieces.append(self._piece(number, first, end - start - first, named))
+                start += pieces[-1].row.input_ids.size
                 number += 1
-        elif self._tables:
+        else:
             number = bisect.bisect_right(self._table_starts, index) - 1
             table, sample = self._tables[number], index - self._table_starts[number]
             for piece in range(*table["bounds"][sample : sample + 2].tolist()):
-                add(number * TABLE_ROWS + int(table["rows"][piece]), int(table["begins"][piece]), self.seq_len)
-        else:
-            begin, end = window(row, self.source.name(index), self.seq_len, self.long, key)
-            add(index, begin, end - begin)
+                row_number = number * TABLE_ROWS + int(table["rows"][piece])
+                pieces.append(self._piece(row_number, int(table["begins"][piece]), self.seq_len, named))
         return join(pieces, packed=self.short == "pack")
+
+    def _piece(self, number: int, begin: int, most: int, named: bool) -> Piece:
+        """Return up to ``most`` tokens of a row, from token ``begin`` on."""
+        row = self.source.row(number)
+        end = min(begin + most, row.input_ids.size)
+        cut = self.long == "truncate" and end < row.input_ids.size
+        return Piece(row, self.source.name(number) if named else "", begin, end, cut)
 
 
 def check_layout(long: str, short: str) -> None:

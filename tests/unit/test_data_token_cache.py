@@ -373,7 +373,7 @@ def test_faults_under_the_reader(tmp_path, monkeypatch):
     source = opened(tmp_path)
     check_rows(source, rows)
     with monkeypatch.context() as patch:
-        patch.setattr(token_file.os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+        patch.setattr(token_file.os, "pread", lambda *_: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
         with pytest.raises(DataError, match=r"\.tok: cannot be read \(Stale file handle\)"):
             source.row(1)
     (tok,) = (tmp_path / FOLDER_NAME).glob("*.tok")
