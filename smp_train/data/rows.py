@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from smp_train.data.text import Completions, Texts
 from smp_train.data.token_rows import TokenRows
 from smp_train.data.tokenizer import load_for_chats, load_with_end
 from smp_train.errors import ConfigError, DataError
+
+T = TypeVar("T")
 
 ANY_VOCABULARY = 1 << 31
 ROWS_VERSION = 1
@@ -97,8 +100,10 @@ def read_rows(
     Malformed records go to ``bad``. Raises DataError where the file is damaged, after the rows before the damage.
     """
     labelled: bool | None = None
-    for numbers, group in _groups(records(file, maker.kind.fields, first=first, step=step, copy=copy, tick=tick)):
-        for number, row in zip(numbers, maker.rows(group), strict=True):
+    damage: list[DataError] = []
+    numbered = _until_damage(records(file, maker.kind.fields, first=first, step=step, copy=copy, tick=tick), damage)
+    for group in grouped(numbered, GROUP_BYTES):
+        for (_, number, _), row in zip(group, maker.rows([record for _, _, record in group]), strict=True):
             if isinstance(row, Row):
                 labelled = row.labels is not None if labelled is None else labelled
                 if labelled == (row.labels is not None):
@@ -108,25 +113,36 @@ def read_rows(
                 row = Problem(f"has {has}, but earlier rows have {had}; give all rows of a file {LABELS}, or no row")
             if row is not None:
                 bad.add(file, number, row)
+    for error in damage:
+        raise error
 
 
-def _groups(numbered: Iterable[tuple[int, int, Record]]) -> Iterator[tuple[list[int], list[Record]]]:
-    """Yield (numbers, records) in groups of `GROUP_BYTES`."""
-    numbers: list[int] = []
-    group: list[Record] = []
-    size = 0
+def _until_damage(numbered: Iterable[T], damage: list[DataError]) -> Iterator[T]:
     try:
-        for _, number, record in numbered:
-            numbers.append(number)
-            group.append(record)
-            size += size_of(record)
-            if size >= GROUP_BYTES:
-                yield numbers, group
-                numbers, group, size = [], [], 0
-    except DataError:
-        yield numbers, group
-        raise
-    yield numbers, group
+        yield from numbered
+    except DataError as error:
+        damage.append(error)
+
+
+def size_of_last(entry: Any) -> int:
+    """Return the approximate size of an entry that ends with a record."""
+    return size_of(entry[-1])
+
+
+def grouped(
+    entries: Iterable[T], most_size: float, most: int = sys.maxsize, size: Callable[[T], float] = size_of_last
+) -> Iterator[list[T]]:  # fmt: skip
+    """Yield the entries in groups; a group ends when its size reaches ``most_size``, or at ``most`` entries."""
+    group: list[T] = []
+    total = 0.0
+    for entry in entries:
+        group.append(entry)
+        total += size(entry)
+        if total >= most_size or len(group) == most:
+            yield group
+            group, total = [], 0.0
+    if group:
+        yield group
 
 
 def size_of(record: Any) -> int:

@@ -20,7 +20,7 @@ from smp_train.data.bad_records import BadRecords
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.order import permute
 from smp_train.data.readers import Record, records
-from smp_train.data.rows import GROUP_BYTES, RowMaker, size_of
+from smp_train.data.rows import GROUP_BYTES, RowMaker, grouped
 from smp_train.data.samples import Piece, Sample, join, window
 from smp_train.data.source import Problem, Row
 from smp_train.errors import DataError
@@ -31,8 +31,9 @@ FEWEST_STREAMS, MOST_STREAMS = 32, 256
 """Streams of a large data set in few files, and in many."""
 STREAM_BYTES = 1 << 20
 """Least bytes per stream."""
-FEWEST_JUDGED = 10_000
-"""Until a stream's epoch ends, bad records are judged as a share of at least this many records."""
+FEWEST_JUDGED, FEWEST_RECORDS = 10_000, 1000
+"""Bad records are judged as a share of at least so many records before a stream's epoch ends, and at its end: one early
+bad record does not stop the run."""
 
 
 class Cursor(NamedTuple):
@@ -75,8 +76,7 @@ class Reading:
     long: str = "split"
     epochs: int | None = None
     """Epochs after which each stream ends; None: streams never end."""
-    max_bad: float | None = None
-    bad: BadRecords = field(default_factory=lambda: BadRecords(skip=False))
+    bad: BadRecords = field(default_factory=BadRecords)
 
     def name(self, part: FilePart, number: int) -> str:
         """Return the name of a record, unique among all sources."""
@@ -206,7 +206,8 @@ class Stream:
                 part = self.parts[order[turn]]
                 fields = self.reading.sources[part.source].kind.fields
                 remaining = records(part.file, fields, first=part.first + block * part.step, step=part.step)
-                while size := len(contents := _take(remaining, BLOCK_RECORDS, BLOCK_BYTES)):
+                for contents in grouped(remaining, BLOCK_BYTES, BLOCK_RECORDS):
+                    size = len(contents)
                     permuted = self._permutation(size, f"epoch {epoch} part {order[turn]} block {block}")
                     turns = range(first_record, size)
                     yield part, [(Cursor(epoch, turn, block, n), *contents[permuted[n]][1:]) for n in turns]
@@ -225,12 +226,11 @@ class Stream:
                 if not rows:
                     path = self.parts[0].file.shown
                     raise DataError(f"{path}: a stream found no record in it; use --streaming 0 for a set this small")
-                reading.bad.judge(reading.max_bad, reading.bad.read)
+                reading.bad.judge(max(reading.bad.read, FEWEST_RECORDS))
                 rows = 0
                 continue
             part, entries = block
-            remaining = iter(entries)
-            while group := _take(remaining, len(entries), GROUP_BYTES):
+            for group in grouped(entries, GROUP_BYTES):
                 pieces: list[tuple[Cursor, Piece]] = []
                 made = reading.rows(part, [(number, record) for _, number, record in group])
                 for (cursor, number, _), row in zip(group, made, strict=True):
@@ -247,14 +247,4 @@ class Stream:
                         truncated = reading.long == "truncate" and end < row.input_ids.size
                         pieces.append((cursor, Piece(row, name, begin, end, truncated)))
                 yield pieces
-            reading.bad.judge(reading.max_bad, max(reading.bad.read, FEWEST_JUDGED))
-
-
-def _take(remaining: Iterator[tuple], most: int, most_bytes: int) -> list[tuple]:
-    """Return the next entries, which end with a record, up to a number of entries or a size."""
-    entries: list[tuple] = []
-    size = 0
-    while len(entries) < most and size < most_bytes and (entry := next(remaining, None)):
-        entries.append(entry)
-        size += size_of(entry[-1])
-    return entries
+            reading.bad.judge(max(reading.bad.read, FEWEST_JUDGED))

@@ -7,39 +7,26 @@ consumed and the cursor of each stream, which the ranks put together when they s
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from smp_train import distributed
-from smp_train.data.bad_records import BadRecords
 from smp_train.data.batch import Batch, collate
-from smp_train.data.files import FileSet
 from smp_train.data.loader import Loader, change_data, refuse_changed
-from smp_train.data.rows import Recipe
 from smp_train.data.samples import Sample
 from smp_train.data.source import Row, Source
 from smp_train.data.stream import BEGIN, Cursor, FilePart, Reading, Stream, assign_parts, stream_count
-from smp_train.data.tokenizer import spread_tokenizing
 from smp_train.errors import DataError
-
-if TYPE_CHECKING:
-    from smp_train.arguments import Arguments
-
-logger = logging.getLogger("smp_train.data")
 
 OPENED_TOGETHER = 8
 """Streams that are opened at the same time: each reads the beginning of a file."""
 CHECKED_STREAMS = 4
 """Streams per rank whose first block is checked before the model is built."""
-COSTLY_READERS = 1.5
-"""A warning reports when more ranks than this read each record, on average."""
 
 
 Step = tuple[list[Batch], int, dict[int, tuple[int, Cursor]], bool]
@@ -206,37 +193,6 @@ def fingerprint(reading: Reading) -> str:
     return digest.hexdigest()
 
 
-def open_streams(
-    args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], *, short: str, long: str, seq_len: int,
-    local_ranks: int, **share: Any,
-) -> StreamedData:  # fmt: skip
-    """Return the streams of a run, after a check of their first records. Collective.
-
-    ``local_ranks`` ranks share the cores of this node; ``share`` are arguments of `Loader`.
-    """
-    spread_tokenizing(local_ranks)
-    with distributed.together("opening the streams"):
-        how = {"short": short, "long": long, "shuffled": args.shuffle != "none", "epochs": args.epochs}
-        training = StreamedData(
-            _reading(args, sources, seq_len, **how), merge=distributed.largest, seq_len=seq_len,
-            micro_batch=args.train_batch_size, accumulation=args.gradient_accumulation_steps, **share,
-        )  # fmt: skip
-        training.check()
-    logger.log(
-        logging.WARNING if training.readers > COSTLY_READERS else logging.INFO,
-        "Streaming %d files in %d streams: each record is read by %.2f ranks on average; by one where the number of "
-        "data-parallel ranks (%d) divides the number of streams",
-        sum(len(files.files) for files, _ in sources), training.streams, training.readers, training.dp_size,
-    )  # fmt: skip
-    return training
-
-
-def _reading(args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], seq_len: int, **how: Any) -> Reading:
-    makers = [recipe.open() for _, recipe in sources]
-    bad = BadRecords(args.bad_rows == "skip")
-    return Reading([files for files, _ in sources], makers, seq_len, args.seed, max_bad=args.max_bad, bad=bad, **how)
-
-
 @dataclass
 class FirstSamples(Source):
     """Samples in memory, for validation."""
@@ -256,12 +212,9 @@ class FirstSamples(Source):
         return self.samples[index].name
 
 
-def first_samples(
-    args: Arguments, files: FileSet, recipe: Recipe, *, short: str, long: str, seq_len: int, most: int
-) -> FirstSamples:  # fmt: skip
-    """Return the first ``most`` samples in stored order, never packed. Not collective. Raises DataError."""
-    short = "pad" if short == "pack" else short
-    reading = _reading(args, [(files, recipe)], seq_len, short=short, long=long, shuffled=False, epochs=1)
+def first_samples(reading: Reading, most: int) -> FirstSamples:
+    """Return the first ``most`` samples of the first source, in its stored order. Raises DataError."""
+    (files,) = reading.sources
     stream = Stream(0, [FilePart(file, 0, 0, 1) for file in files.files], reading)
     samples = list(islice((sample for sample in iter(stream.take, None) if sample.row.has_target()), most))
     if not samples:

@@ -26,7 +26,7 @@ from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare.options import SEQ_LEN, read
 from smp_train.data.prepare.shards import SplitWriter, entropy, is_held_out
 from smp_train.data.readers import records
-from smp_train.data.rows import Recipe
+from smp_train.data.rows import Recipe, grouped
 from smp_train.data.text import object_of
 from smp_train.data.tokenizer import end_token, load, load_for_chats, train
 from smp_train.errors import ConfigError, DataError
@@ -133,15 +133,12 @@ def _write_rows(args: Namespace, files: FileSet, recipe: Recipe, train: SplitWri
 
     most = train.max_rows / (1 - args.validation_fraction) + test_rows
     needed = most * (args.seq_len or SEQ_LEN) * BYTES_PER_TOKEN
-    count = 0
     with Progress("prepare", args.max_rows, " rows") as progress:
-        while count < len(files.files) and not has_enough():
-            first, size = count, 0
-            while count < len(files.files) and size <= needed:
-                size += files.files[count].size or needed + 1
-                count += 1
+        for part in grouped(files.files, needed, size=lambda file: file.size or needed):
+            if has_enough():
+                break
             rows = open_token_rows(
-                replace(files, files=files.files[first:count]), recipe, cache_dir=str(Path(args.output, TOKENS)),
+                replace(files, files=tuple(part)), recipe, cache_dir=str(Path(args.output, TOKENS)),
                 max_bad=1.0 if args.bad_rows == "skip" else None, processes=processes_for(args.processes, 1),
             )  # fmt: skip
             for index in range(len(rows)):
