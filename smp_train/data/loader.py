@@ -23,6 +23,13 @@ from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
 
+STATE_VERSION = 2
+IDENTITY = {
+    "seed": "--seed", "shuffle": "--shuffle", "layout": "samples made by", "blend": "blend", "size": "samples",
+    "fingerprint": "fingerprint",
+}  # fmt: skip
+"""Fields of `Loader.identity`, with their names in messages."""
+
 
 class Loader:
     """Assigns positions to ranks, and reads ahead in a thread.
@@ -39,6 +46,8 @@ class Loader:
         pin_memory: make batches in page-locked memory, for copies to a GPU that overlap with computing.
     """
 
+    kind = ""
+    """``indexed`` or ``streamed``."""
     rows_in_epoch: int | None = None
     """Samples of an epoch; None when unknown."""
     end: int | None = None
@@ -99,13 +108,40 @@ class Loader:
         for step in _read_ahead(steps, self.prefetch) if self.prefetch > 0 else steps:
             yield self._hand_over(step)
 
+    def identity(self) -> dict[str, Any]:
+        """Return all that decides which sample is at a position: the data, its layout and its order."""
+        raise NotImplementedError
+
     def state(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, the same on every rank; collective for streams."""
-        raise NotImplementedError
+        return {"kind": self.kind, "version": STATE_VERSION, "consumed": consumed, **self.identity()}
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """Restore a saved state and return its ``consumed``; DataError when it is of other data. Not collective."""
-        raise NotImplementedError
+        kind, version, now = state.get("kind"), state.get("version"), self.identity()
+        if (kind, version) != (self.kind, STATE_VERSION):
+            raise DataError(
+                f"the checkpoint's data is {kind} (version {version}), the run's is {self.kind} (version "
+                f"{STATE_VERSION}); give --streaming {int(kind == 'streamed')}, or start a new run from the "
+                "checkpoint's weights (--finetune 1)"
+            )
+        for key, label in IDENTITY.items():
+            before, after = state.get(key), now.get(key)
+            if before == after:
+                continue
+            if label.startswith("--"):
+                changed = f"{label} changed: {before} in the checkpoint, {after} now"
+                raise DataError(f"{changed}; resume with the same, or start a new run")
+            changed = f"the training data changed: {label} {before} in the checkpoint, {after} now"
+            if not allow_data_change:
+                raise DataError(
+                    f"{changed}; give what the run began with, start a new run, or go on with other data by "
+                    "--allow_data_change 1"
+                )
+            then = f"going on at sample {state['consumed']}; in this epoch, rows may come twice or not at all"
+            logger.warning("%s (--allow_data_change 1): %s", changed, then, extra=ALL_RANKS)
+            break
+        return int(state["consumed"])
 
 
 def _read_ahead(steps: Iterator[Any], depth: int) -> Iterator[Any]:
@@ -125,21 +161,3 @@ def _read_ahead(steps: Iterator[Any], depth: int) -> Iterator[Any]:
         for future in ready:
             future.cancel()
         pool.shutdown()
-
-
-def refuse_changed(flag: str, before: object, now: object) -> None:
-    """Raise DataError where a setting of a saved state has changed, which no flag allows."""
-    if before != now:
-        raise DataError(
-            f"{flag} changed: {before} in the checkpoint, {now} now; resume with the same, or start a new run"
-        )
-
-
-def change_data(changed: str, then: str, *, allowed: bool) -> None:
-    """Warn that the data has changed, and what happens ``then``; raise DataError unless that is ``allowed``."""
-    if not allowed:
-        raise DataError(
-            f"{changed}; give what the run began with, start a new run, or go on with other data by "
-            "--allow_data_change 1"
-        )
-    logger.warning("%s (--allow_data_change 1): %s", changed, then, extra=ALL_RANKS)

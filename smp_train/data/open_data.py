@@ -190,9 +190,9 @@ def open_data(
         assert training is not None
         if held_out is None:
             return training, None
-        rows = held_out.last_shard() if args.fast_validation else None
+        first = held_out.last_shard().start if args.fast_validation else 0
         return training, ValidationData(
-            held_out, rows, micro_batch=args.val_batch_size, max_batches=args.validation_batches, **share
+            held_out, first, micro_batch=args.val_batch_size, max_batches=args.validation_batches, **share
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from smp_train.data.batch import Batch, collate
-from smp_train.data.loader import Loader, change_data, refuse_changed
+from smp_train.data.loader import Loader
 from smp_train.data.samples import Sample
 from smp_train.data.source import Row, Source
 from smp_train.data.stream import BEGIN, Cursor, FilePart, Reading, Stream, assign_parts, stream_count
@@ -40,6 +40,8 @@ class StreamedData(Loader):
     default a function of the files; a resumed run keeps the V of its checkpoint.
     """
 
+    kind = "streamed"
+
     def __init__(
         self, reading: Reading, *, merge: Callable[[Sequence[int]], list[int]] = list, streams: int | None = None,
         **share: Any,
@@ -61,7 +63,8 @@ class StreamedData(Loader):
         self.readers = stream.size / self.streams
         """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
         self._numbers = stream[rank == self.dp_rank].tolist()
-        self._restarted = False
+        self._open: dict[int, Stream] = {}
+        """Streams that `check` has opened, and no step was read from."""
         epochs = self.reading.epochs
         self.exhausted = epochs is not None and all(cursor.epoch >= epochs for cursor in cursors)
 
@@ -91,15 +94,14 @@ class StreamedData(Loader):
         steps = [start + np.arange(self.global_batch) for start in starts]
         return np.unique([step % self.streams * self.dp_size + deal(step) for step in steps])
 
-    def _restart(self) -> None:
-        """Begin this rank's streams at the step that will be handed over next."""
+    def _new_streams(self) -> dict[int, Stream]:
+        """Return this rank's streams, which begin at the step that will be handed over next."""
         parts = assign_parts(self.reading.sources, self.streams)
-        self._open = {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in self._numbers}
+        return {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in self._numbers}
 
     def check(self) -> None:
         """Check the first block of the streams that this rank reads first. Raises DataError."""
-        self._restart()
-        self._restarted = True
+        self._open = self._new_streams()
         numbers = dict.fromkeys((self.positions(self._consumed) % self.streams).ravel().tolist())
         streams = [self._open[v] for v in numbers][:CHECKED_STREAMS]
         with ThreadPoolExecutor(OPENED_TOGETHER) as pool:
@@ -112,9 +114,8 @@ class StreamedData(Loader):
         if consumed != self._consumed:
             raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
         self._use_device()
-        if not self._restarted:  # earlier steps may have been read ahead, and not handed over
-            self._restart()
-        self._restarted, streams = False, self._open
+        # New streams, as those of an earlier call may be ahead of the steps that were handed over.
+        streams, self._open = self._open or self._new_streams(), {}
         pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-streams")
         try:
             for stream in streams.values():
@@ -141,17 +142,15 @@ class StreamedData(Loader):
         self._cursors = self._cursors | cursors
         return batches
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
+        """See `Loader.identity`."""
         how = self.reading
         layout = f"streams, --short {how.short} --long {how.long} --max_context_width {self.seq_len}"
         shuffle = "global" if how.shuffled else "none"
         return {"seed": how.seed, "shuffle": shuffle, "layout": layout, "fingerprint": self.fingerprint}
 
     def state(self, consumed: int) -> dict[str, Any]:
-        """Return the positions consumed, the cursors and the identity of the data; collective.
-
-        ``consumed`` is a position at which the step handed over last begins or ends.
-        """
+        """See `Loader.state`; ``consumed`` is a position at which the step handed over last begins or ends."""
         known = dict([self._before, (self._consumed, self._cursors)])
         if consumed not in known:
             raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
@@ -162,23 +161,13 @@ class StreamedData(Loader):
         merged = np.array(self._merge(rows), dtype=np.int64).reshape(self.streams, -1)
         if not merged[:, 0].all():
             raise RuntimeError(f"no rank knows the cursor of stream {int(merged[:, 0].argmin())}")
-        cursors = merged[:, 1:].tolist()
-        return {"kind": "streamed", "consumed": consumed, **self._identity(), "cursors": cursors}
+        return {**super().state(consumed), "cursors": merged[:, 1:].tolist()}
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """See `Loader.check_state`; ``allow_data_change`` continues at the same cursors of other files."""
-        if state.get("kind") != "streamed":
-            remedy = "resume with --streaming 0, or start a new run from its weights (--finetune 1)"
-            raise DataError(f"the training data changed: the checkpoint is of indexed data, not of streams; {remedy}")
-        now = self._identity()
-        for key, flag in (("seed", "--seed"), ("shuffle", "--shuffle"), ("layout", "the layout of samples")):
-            refuse_changed(flag, state[key], now[key])
-        if state["fingerprint"] != self.fingerprint:
-            changed = "the training data changed: other files, sizes, remote versions, or another tokenizer or template"
-            then = "continuing at the same cursors; records may come twice or not at all"
-            change_data(changed, then, allowed=allow_data_change)
-        self._begin(int(state["consumed"]), [Cursor(*cursor) for cursor in state["cursors"]])
-        return self._consumed
+        consumed = super().check_state(state, allow_data_change=allow_data_change)
+        self._begin(consumed, [Cursor(*cursor) for cursor in state["cursors"]])
+        return consumed
 
 
 def fingerprint(reading: Reading) -> str:

@@ -22,7 +22,7 @@ from smp_train.data.arrays_file import atomic_file
 from smp_train.data.chats import Chats
 from smp_train.data.convert import open_token_rows, processes_for
 from smp_train.data.files import FileSet, Selection, list_files
-from smp_train.data.manifest import MANIFEST
+from smp_train.data.manifest import MANIFEST, read_manifest
 from smp_train.data.prepare.options import SEQ_LEN, read
 from smp_train.data.prepare.shards import SplitWriter, entropy, is_held_out
 from smp_train.data.readers import records
@@ -208,12 +208,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _read_manifest(output: Path) -> dict[str, Any]:
     """Return the manifest of an earlier preparation, empty without one. Raises ConfigError for another folder."""
-    try:
-        manifest: dict[str, Any] = json.loads((output / MANIFEST).read_text())
-        if manifest.get("made_by") == MAKER:
-            return manifest
-    except (OSError, ValueError, AttributeError):
-        pass
+    earlier = read_manifest(str(output))
+    if earlier.get("made_by") == MAKER:
+        return earlier
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output}: is not empty and was not made by this command; give another folder")
     return {}
