@@ -18,8 +18,7 @@ SHOWN = 100
 PART = re.compile(r"(.+?:\d+)(?:@(\d+))?(?:\[(\d+):(\d+)\])?(?:\+|$)")
 """A record in the name of a sample: its name, its epoch of a stream after the first, and its tokens unless whole."""
 WINDOW = re.compile(r"\[\d+:\d+\](?=\+|$)")
-END = float("inf")
-"""End of a record that a sample has as a whole."""
+END = float("inf")  # end of a record that a sample has as a whole
 
 
 Records = dict[int, dict[int, dict[str, Any]]]
@@ -125,8 +124,7 @@ def _audit_indexed(
     config: dict[str, Any] = facts.get("config") or {}
     sizes: dict[str, int] = facts.get("samples") or {}
     locations, weights = read_weights([*(config.get("training_dir") or ()), *(config.get("dataset") or ())])
-    used: dict[str, list[tuple[int, str]]] = {}
-    """(step, sample) by source of a blend; by an empty name without weights."""
+    used: dict[str, list[tuple[int, str]]] = {}  # (step, sample) by source of a blend; by an empty name without weights
     for step, samples in steps.items():
         for name in samples:
             sources = [source for source in locations if weights and name.startswith(source + "/")]

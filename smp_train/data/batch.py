@@ -24,12 +24,9 @@ class Batch:
     """int64 [micro_batch, seq_len], not shifted: the sample's labels, or its ids; `IGNORED` in padding and where a
     packed document begins. Padding is on the right, so causal attention needs no mask. The same tensor as
     `input_ids` if all labels equal the ids: do not write into it."""
-    samples: list[str] = field(default_factory=list)
-    """Name of each sample; empty for a filler."""
-    truncated: int = 0
-    """Rows that lost their end (--long truncate)."""
-    truncated_targets: int = 0
-    """Tokens with loss that these rows lost."""
+    samples: list[str] = field(default_factory=list)  # name of each sample; empty for a filler
+    truncated: int = 0  # rows that lost their end (--long truncate)
+    truncated_targets: int = 0  # tokens with loss that these rows lost
     position_ids: Tensor | None = None
     """int64 [micro_batch, seq_len], from 0 in each packed document and in padding; None when every sample is one
     document. A token attends to its own document only."""

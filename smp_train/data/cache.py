@@ -142,13 +142,6 @@ class TokenCache:
         return new and not all(header.source in listed for header in file.headers)
 
 
-def unwritable(folder: str, error: OSError) -> DataError:
-    """Return the error for a token cache that cannot be written."""
-    return DataError(
-        f"{folder}: cannot write the token cache ({error.strerror}); free some space or give another --data_cache_dir"
-    )
-
-
 def user_folder() -> str:
     """Return the folder of this user's caches, for data whose folder cannot be written. Raises ConfigError."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -38,7 +38,6 @@ FIXED_CLOCK = (
 )
 """Prepended to a template: replaces the function by which it asks for today's date."""
 
-
 Turns = list[dict[str, Any]]
 """Each with ``role``, ``content`` (a string, or parts of type text), and other fields that a template reads."""
 Tools = list[dict[str, Any]] | None

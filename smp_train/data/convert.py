@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from smp_train import distributed
 from smp_train.data import s3
 from smp_train.data.arrays_file import read_header, write_arrays
 from smp_train.data.bad_records import BadRecords
-from smp_train.data.cache import TokenCache, unwritable
+from smp_train.data.cache import TokenCache
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.rows import Recipe, RowMaker, grouped, read_rows
 from smp_train.data.samples import Samples, make_table, needs_tables, table_ranges
@@ -140,7 +140,11 @@ def _on_all_nodes(
         try:
             work(rank, world, report)
         except OSError as error:
-            raise unwritable(cache.destination[0], error) from None
+            folder = cache.destination[0]
+            raise DataError(
+                f"{folder}: cannot write the token cache ({error.strerror}); free some space or give another "
+                "--data_cache_dir"
+            ) from None
 
     turns = [(ranks.rank, ranks.world_size)] if ranks else [(0, 1)]
     if ranks and ranks.num_nodes > 1:
@@ -196,7 +200,7 @@ def _convert(
 def write_group(
     base: str, group: Group, maker: RowMaker, vocab_size: int, tick: Report, max_bad: float | None
 ) -> None:  # fmt: skip
-    """Convert files to one token file, and delete their local copies. Raises DataError."""
+    """Convert files to one token file, then delete their local copies. Raises DataError."""
 
     def shards() -> Iterator[Shard]:
         for file, copy in group:
@@ -209,10 +213,10 @@ def write_group(
                     f"{file.path}: was changed or removed while it was being read; start again when it is complete"
                 )
 
-    try:
-        write_token_file(base, shards(), vocab_size)
-    finally:
-        _delete_copies(group)
+    write_token_file(base, shards(), vocab_size)
+    for _, copy in group:
+        if copy is not None:
+            os.unlink(copy)
 
 
 def _modified(file: DataFile) -> int | None:
@@ -221,13 +225,6 @@ def _modified(file: DataFile) -> int | None:
         return None if file.remote else os.stat(file.path).st_mtime_ns
     except OSError:
         return None
-
-
-def _delete_copies(group: Group) -> None:
-    for _, copy in group:
-        if copy is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(copy)
 
 
 def _convert_in_processes(
@@ -269,9 +266,6 @@ def _convert_in_processes(
             f"{names}: a process that converted one of these files was killed; memory may have run out: start again, "
             "with fewer --data_num_workers"
         ) from None
-    finally:
-        for _, group in pending.values():
-            _delete_copies(group)
 
 
 _worker: list[tuple[RowMaker, int, float | None, Event]] = []

@@ -37,8 +37,8 @@ class TrainingData(Loader):
         self.end = None if epochs is None else epochs * len(samples)
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of samples of each source of a blend, or, under ``""``, of all."""
-        return self.order.sizes() if isinstance(self.order, BlendOrder) else super().sizes()
+        """See `Loader.sizes`."""
+        return self.order.sizes()
 
     def names(self, consumed: int) -> list[list[str]]:
         """See `Loader.names`."""

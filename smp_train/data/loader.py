@@ -46,12 +46,9 @@ class Loader:
         pin_memory: make batches in page-locked memory, for copies to a GPU that overlap with computing.
     """
 
-    kind = ""
-    """``indexed`` or ``streamed``."""
-    rows_in_epoch: int | None = None
-    """Samples of an epoch; None when unknown."""
-    end: int | None = None
-    """Samples of the whole run; None when unknown, or when the data repeats without end."""
+    kind = ""  # ``indexed`` or ``streamed``
+    rows_in_epoch: int | None = None  # samples of an epoch; None when unknown
+    end: int | None = None  # samples of the whole run; None when unknown, or when the data repeats without end
     exhausted = False
     """Whether this rank has no sample after the step handed over last: its streams have ended, and all its further
     batches are blank. The run ends when all ranks are exhausted."""
@@ -64,8 +61,7 @@ class Loader:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.prefetch, self.pin_memory = prefetch, pin_memory
         self._device = torch.cuda.current_device() if pin_memory else None
-        self.global_batch = micro_batch * accumulation * dp_size
-        """Positions of one optimizer step, over all ranks."""
+        self.global_batch = micro_batch * accumulation * dp_size  # positions of one optimizer step, over all ranks
 
     def step_samples(self, consumed: int) -> int:
         """Return the number of samples of the step that begins at ``consumed``; the last step may have fewer."""
@@ -73,7 +69,7 @@ class Loader:
 
     def sizes(self) -> dict[str, int]:
         """Return the number of samples under ``""``, or of each source of a blend; empty when unknown."""
-        return {} if self.rows_in_epoch is None else {"": self.rows_in_epoch}
+        return {}
 
     def positions(self, consumed: int) -> np.ndarray:
         """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.data")
 
-ALL_SAMPLES = 1 << 40
 COSTLY_READERS = 1.5
 """A warning reports when more ranks than this read each record, on average."""
 
@@ -224,7 +224,7 @@ def open_evaluation(opener: Opener, location: str, most: int | None) -> Samples:
     (files,) = opener.list([location], "--data", split=(*HELD_OUT, "train"))
     if files.on_hub and most is None:
         raise ConfigError(f"--data {location}: is on the hub, and streamed; give the number of batches with --batches")
-    return opener.held_out(files, most or ALL_SAMPLES)
+    return opener.held_out(files, most or sys.maxsize)
 
 
 def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) -> None:

@@ -68,6 +68,10 @@ class Order:
             raise ConfigError("the data set has no row; give --training_dir a folder with at least one shard")
         self.size, self.seed, self.shuffle = size, seed, shuffle
 
+    def sizes(self) -> dict[str, int]:
+        """Return the number of rows, under an empty name."""
+        return {"": self.size}
+
     def identity(self) -> dict[str, Any]:
         """Return everything besides the data that decides which row is at a position."""
         return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle}

@@ -68,10 +68,11 @@ def fetch(
 ) -> Iterator[Iterator[tuple[DataFile, str]]]:
     """Yield an iterator of (file, path of its local copy), in order; several objects are fetched ahead.
 
-    The caller deletes the copies that it takes; other copies, complete or not, stay for the next fetch. ``tick`` is
-    called with the bytes fetched since its last call, from any thread. Raises DataError.
+    The caller may delete the copies that it takes; at the end the others of them are deleted. Copies that it did not
+    take, complete or not, stay for the next fetch. ``tick`` is called with the bytes fetched since its last call, from
+    any thread. Raises DataError.
     """
-    closing = threading.Event()
+    closing, taken = threading.Event(), list[str]()
 
     def count(done: int) -> None:
         if closing.is_set():
@@ -81,10 +82,10 @@ def fetch(
     def take(copies: Iterable[tuple[DataFile, IO[bytes]]]) -> Iterator[tuple[DataFile, str]]:
         for file, copy in copies:
             # Under its new name no other process continues, or deletes, the copy.
-            path = _new_path(folder)
+            taken.append(_new_path(folder))
             with copy:
-                os.replace(copy.name, path)
-            yield file, path
+                os.replace(copy.name, taken[-1])
+            yield file, taken[-1]
 
     try:
         work = lambda file: (file, _fetch_object(file, folder, count))  # noqa: E731
@@ -92,6 +93,8 @@ def fetch(
             yield take(copies)
     finally:
         closing.set()
+        for path in filter(os.path.exists, taken):
+            os.unlink(path)
 
 
 def _fetch_object(file: DataFile, folder: str, tick: Callable[[int], None]) -> IO[bytes]:

@@ -25,14 +25,11 @@ TABLE_ROWS = 1 << 22
 class Piece(NamedTuple):
     """Tokens ``begin`` to ``end`` of a row, as a part of a sample."""
 
-    row: Row
-    """The whole row."""
-    name: str
-    """Name of the row; empty where samples need no names."""
+    row: Row  # the whole row
+    name: str  # name of the row; empty where samples need no names
     begin: int
     end: int
-    truncated: bool = False
-    """The tokens of the row after ``end`` are in no sample (--long truncate)."""
+    truncated: bool = False  # the tokens of the row after ``end`` are in no sample (--long truncate)
 
 
 @dataclass(slots=True)
@@ -40,12 +37,9 @@ class Sample:
     """What a run trains on at one position."""
 
     row: Row
-    name: str
-    """Names of its rows, such as ``a.json:3[0:512]+b.json:1``, where a row's part is in brackets."""
-    truncated: int = 0
-    """Rows that lost their end."""
-    truncated_targets: int = 0
-    """Tokens with loss that these rows lost."""
+    name: str  # names of its rows, such as ``a.json:3[0:512]+b.json:1``, where a row's part is in brackets
+    truncated: int = 0  # rows that lost their end
+    truncated_targets: int = 0  # tokens with loss that these rows lost
 
 
 def join(pieces: Sequence[Piece], *, packed: bool = False) -> Sample:

@@ -67,15 +67,13 @@ class Reading:
     """How the streams of a run turn records into samples."""
 
     sources: Sequence[FileSet]
-    makers: Sequence[RowMaker]
-    """One for each source."""
+    makers: Sequence[RowMaker]  # one for each source
     seq_len: int
     seed: int = 0
     shuffled: bool = True
     short: str = "concat"
     long: str = "split"
-    epochs: int | None = None
-    """Epochs after which each stream ends; None: streams never end."""
+    epochs: int | None = None  # epochs after which each stream ends; None: streams never end
     bad: BadRecords = field(default_factory=BadRecords)
 
     def name(self, part: FilePart, number: int) -> str:

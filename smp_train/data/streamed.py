@@ -28,7 +28,6 @@ OPENED_TOGETHER = 8
 CHECKED_STREAMS = 4
 """Streams per rank whose first block is checked before the model is built."""
 
-
 Step = tuple[list[Batch], int, dict[int, tuple[int, Cursor]], bool]
 """The batches of a step, and after it: positions consumed, (samples, cursor) by stream, whether nothing is left."""
 
@@ -63,8 +62,7 @@ class StreamedData(Loader):
         self.readers = stream.size / self.streams
         """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
         self._numbers = stream[rank == self.dp_rank].tolist()
-        self._open: dict[int, Stream] = {}
-        """Streams that `check` has opened, and no step was read from."""
+        self._open: dict[int, Stream] = {}  # streams that `check` has opened, and no step was read from
         epochs = self.reading.epochs
         self.exhausted = epochs is not None and all(cursor.epoch >= epochs for cursor in cursors)
 

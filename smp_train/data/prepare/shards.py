@@ -32,14 +32,11 @@ class SplitWriter:
 
     def __init__(self, args: argparse.Namespace, split: str, max_rows: int, vocab_size: int) -> None:
         self.folder, self.seq_len, self.args, self.max_rows = Path(args.output, split), args.seq_len, args, max_rows
-        self.counts = np.zeros(vocab_size, dtype=np.int64)
-        """How often each token carries loss."""
+        self.counts = np.zeros(vocab_size, dtype=np.int64)  # how often each token carries loss
         self.rows = self.longest = self.documents = self.tokens = self.tokens_added = 0
-        self.shards: list[dict[str, Any]] = []
-        """Name, rows, bytes and checksum of each shard."""
+        self.shards: list[dict[str, Any]] = []  # name, rows, bytes and checksum of each shard
         self._unwritten: list[Row] = []
-        self._remainder = np.empty(0, dtype=np.uint32)
-        """The last tokens, which do not fill a row of text."""
+        self._remainder = np.empty(0, dtype=np.uint32)  # the last tokens, which do not fill a row of text
 
     @property
     def full(self) -> bool:
