@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,16 @@ def audit(folder: Path, rows: int | None = None) -> int:
     if not records:
         print(f"{folder}: no step was recorded yet")
         return 0
-    try:
+    facts: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
         facts = dict(json.loads((folder / "run.json").read_text()))
-    except (OSError, ValueError):
-        facts = {}
     problems = _missing_records(records)
     recorded = {step: list(_peers(ranks).values()) for step, ranks in records.items()}
     steps = {step: [name for record in peers for name in record["samples"]] for step, peers in recorded.items()}
     if (facts.get("config") or {}).get("long") == "crop":  # all windows in a row count as the same sample
         steps = {step: [WINDOW.sub("", name) for name in names] for step, names in steps.items()}
-    if facts.get("streams"):
-        verdict = _audit_streams(steps, facts, problems)
-    else:
-        verdict = _audit_indexed(steps, facts, problems, rows)
+    streamed = facts.get("streams")
+    verdict = _audit_streams(steps, facts, problems) if streamed else _audit_indexed(steps, facts, problems, rows)
     print("".join(f"{problem}\n" for problem in problems[:SHOWN]), end="")
     if skipped:
         numbers = first_few([str(step) for step in skipped], most=SHOWN)

@@ -8,7 +8,6 @@ before any position is known at once, and each source is read in its own order.
 from __future__ import annotations
 
 import bisect
-import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -18,6 +17,7 @@ import numpy as np
 
 from smp_train.data.order import Order, permute
 from smp_train.data.samples import Sample, Samples
+from smp_train.data.source import digest_of
 from smp_train.errors import ConfigError
 
 BLOCK = 10_000
@@ -30,8 +30,7 @@ class Joined:
     def __init__(self, sources: Sequence[Samples], locations: Sequence[str]) -> None:
         self.sources, self.locations = list(sources), list(locations)
         self.starts = [0, *accumulate(map(len, sources))]
-        text = "\n".join(source.fingerprint for source in sources)
-        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self.fingerprint = digest_of(*(source.fingerprint for source in sources))
         self.layout = "; ".join(dict.fromkeys(source.layout for source in sources))
 
     def __len__(self) -> int:

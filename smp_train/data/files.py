@@ -159,9 +159,8 @@ def check_local_files(files: Sequence[DataFile]) -> None:
 def list_files(location: str, selection: Selection | None = None, *, split: str | Sequence[str] = "train") -> FileSet:
     """Return the files of a file, a folder, an ``s3://`` prefix or a data set on the hub. Not collective.
 
-    Folders are read with all folders below. A folder of splits (a DatasetDict, the output of prepare, or folders called
-    train and test) and a data set on the hub are read for the first ``split`` that exists. Raises DataError and
-    ConfigError.
+    Folders are read with all folders below. Of a folder of splits (a DatasetDict, what prepare wrote, or folders called
+    train and test) and of a data set on the hub the first ``split`` that exists is read. Raises DataError, ConfigError.
     """
     selection = selection or Selection()
     splits = (split,) if isinstance(split, str) else tuple(split)

@@ -89,8 +89,7 @@ class ValidationData:
     """The same samples in stored order at every validation, and equally many batches on every rank.
 
     The last batches are filled up with rows without labels, so that a token-weighted mean over all ranks counts each
-    sample once. The samples from number ``first`` on are read, in at most ``max_batches`` batches per rank; ``share``
-    are arguments of `Loader`.
+    sample once. Reads the samples from number ``first`` on, in at most ``max_batches`` batches per rank.
     """
 
     def __init__(self, samples: Samples, first: int = 0, *, max_batches: int | None = None, **share: Any) -> None:

@@ -1,8 +1,7 @@
 """Base of training data: which positions of a run a data-parallel rank reads, and reading them ahead.
 
 A run is one sequence of positions 0, 1, 2, ...; indexed and streamed data decide which sample is at a position. Ranks,
-micro-batches, accumulation and prefetching decide only who reads a position, so the number of positions consumed says
-where every rank continues.
+micro-batches and prefetching decide only who reads it: every rank continues at the number of positions consumed.
 """
 
 from __future__ import annotations
@@ -73,9 +72,8 @@ class Loader:
 
     def positions(self, consumed: int) -> np.ndarray:
         """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""
-        j = np.arange(self.accumulation, dtype=np.int64)[:, None] * (self.micro_batch * self.dp_size)
-        i = np.arange(self.micro_batch, dtype=np.int64)
-        return consumed + j + self.dp_rank * self.micro_batch + i
+        step = np.arange(self.global_batch).reshape(self.accumulation, self.dp_size, self.micro_batch)
+        return consumed + step[:, self.dp_rank]
 
     def names(self, consumed: int) -> list[list[str]]:
         """Return the names of this rank's samples of the step at ``consumed``, by micro-batch; empty when unknown."""

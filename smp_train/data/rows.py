@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from smp_train.data.chats import Chats
 from smp_train.data.files import DataFile
 from smp_train.data.kinds import LABELS, Kind
 from smp_train.data.readers import Record, records
-from smp_train.data.source import Problem, Row
+from smp_train.data.source import Problem, Row, digest_of
 from smp_train.data.text import Completions, Texts
 from smp_train.data.token_rows import TokenRows
 from smp_train.data.tokenizer import load_for_chats, load_with_end
@@ -53,7 +52,7 @@ class Recipe:
         if self.chat_template is not None and kind.name != "chats":
             raise ConfigError(f"--chat_template {self.chat_template}: the data holds {kind.plural}; leave it out")
         if kind.name == "tokens":
-            return RowMaker(kind, TokenRows(self.vocab_size), self._digest(str(self.vocab_size)))
+            return RowMaker(kind, TokenRows(self.vocab_size), digest_of(ROWS_VERSION, kind, self.vocab_size))
         if name is None:
             raise ConfigError(f"the data holds {kind.plural}, and no tokenizer is known; give --tokenizer")
         make: Chats | Texts | Completions
@@ -72,11 +71,7 @@ class Recipe:
                 f"--tokenizer {name}: has ids up to {highest}, the model a vocabulary of {self.vocab_size}; "
                 "use the tokenizer of the model, or set --vocab_size"
             )
-        return RowMaker(kind, make, self._digest(tokenizer.to_str(), content))
-
-    def _digest(self, *content: str) -> str:
-        text = repr((ROWS_VERSION, self.kind, *content))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return RowMaker(kind, make, digest_of(ROWS_VERSION, kind, tokenizer.to_str(), content))
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import io
 import os
 import posixpath
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
+from smp_train.data.source import digest_of
 from smp_train.errors import DataError
 from smp_train.storage.client import AT_ONCE, SCHEME, split
 from smp_train.storage.prefetch import prefetched
@@ -123,8 +123,7 @@ def _fetch_object(file: DataFile, folder: str, tick: Callable[[int], None]) -> I
 
 def _open_copy(file: DataFile, folder: str) -> IO[bytes]:
     """Open the copy that an earlier process began, locked, or a new one if another process writes it."""
-    version = hashlib.blake2b(f"{file.path} {file.size} {file.version}".encode(), digest_size=16).hexdigest()
-    path = os.path.join(folder, f"{COPY_PREFIX}{version}{COPY_SUFFIX}")
+    path = os.path.join(folder, f"{COPY_PREFIX}{digest_of(file.path, file.size, file.version)}{COPY_SUFFIX}")
     copy: IO[bytes] = open(path, "ab+")  # noqa: SIM115
     with contextlib.suppress(OSError):
         fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)

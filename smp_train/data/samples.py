@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smp_train.data.source import IGNORED, Row, Source
+from smp_train.data.source import IGNORED, Row, Source, digest_of
 from smp_train.errors import ConfigError, DataError
 
 TABLE_ROWS = 1 << 22
@@ -218,7 +218,7 @@ class Samples:
         self.layout = f"--short {short}"
         if short != "pad" or (cuts and long != "error"):
             self.layout += f" --long {long} --max_context_width {seq_len}"
-        self.fingerprint = hashlib.blake2b(f"{source.fingerprint} {self.layout}".encode(), digest_size=16).hexdigest()
+        self.fingerprint = digest_of(source.fingerprint, self.layout)
         self._tables: Sequence[Table] = []
         self._offsets: Any = None
         self._of_whole_rows, self._size = False, len(source)

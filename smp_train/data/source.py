@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,14 +12,18 @@ IGNORED = -100
 """The label of a token that carries no loss."""
 
 
+def digest_of(*content: Any) -> str:
+    """Return a digest of values that `repr` shows in full: 32 characters, the same in every process."""
+    return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+
+
 class Row(NamedTuple):
     """The tokens of one record, or of one sample; without padding."""
 
     input_ids: np.ndarray
     """Token ids, any integer type, shape [length]."""
     labels: np.ndarray | None = None
-    """Target at each position, any integer type, shape [length], not shifted; `IGNORED` where a token carries no loss.
-    None: the targets are the ids."""
+    """Target at each position, not shifted; `IGNORED` where a token carries no loss. None: the targets are the ids."""
     documents: np.ndarray | None = None
     """Lengths of the documents packed into this sample, which must not attend to each other; None: one document."""
 

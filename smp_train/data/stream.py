@@ -32,8 +32,7 @@ FEWEST_STREAMS, MOST_STREAMS = 32, 256
 STREAM_BYTES = 1 << 20
 """Least bytes per stream."""
 FEWEST_JUDGED, FEWEST_RECORDS = 10_000, 1000
-"""Bad records are judged as a share of at least so many records before a stream's epoch ends, and at its end: one early
-bad record does not stop the run."""
+"""Bad records are judged as a share of at least this many records: within an epoch of a stream, and at its end."""
 
 
 class Cursor(NamedTuple):
@@ -81,19 +80,20 @@ class Reading:
         location = f"{self.sources[part.source].location.rstrip('/')}/" if len(self.sources) > 1 else ""
         return f"{location}{part.file.name}:{number}"
 
-    def rows(self, part: FilePart, group: Sequence[tuple[int, Record]]) -> Iterator[Row | None]:
-        """Yield the row of each (number, record), or None. Raises DataError for a bad record that is not skipped."""
+    def rows(self, part: FilePart, group: Sequence[tuple[Cursor, int, Record]]) -> Iterator[tuple[Cursor, int, Row]]:
+        """Yield (cursor, number, row) of the records that are rows. Raises DataError for others, or skips them."""
         self.bad.read += len(group)
-        made = self.makers[part.source].rows([record for _, record in group])
-        for (number, _), row in zip(group, made, strict=True):
-            if isinstance(row, Row) and self.long == "truncate" and not row.cut(0, self.seq_len).has_target():
+        made = self.makers[part.source].rows([record for _, _, record in group])
+        for (cursor, number, _), row in zip(group, made, strict=True):
+            if isinstance(row, Row) and self.long == "truncate" and row.first_target() >= self.seq_len:
                 row = Problem(
                     f"none of its first {self.seq_len} tokens carries loss: nothing to learn; raise "
                     "--max_context_width, or use --long split"
                 )
             if isinstance(row, Problem):
                 self.bad.add(part.file, number, row)
-            yield row if isinstance(row, Row) else None
+            elif row is not None:
+                yield cursor, number, row
 
 
 def stream_count(files: Sequence[DataFile]) -> int:
@@ -230,10 +230,7 @@ class Stream:
             part, entries = block
             for group in grouped(entries, GROUP_BYTES):
                 pieces: list[tuple[Cursor, Piece]] = []
-                made = reading.rows(part, [(number, record) for _, number, record in group])
-                for (cursor, number, _), row in zip(group, made, strict=True):
-                    if row is None:
-                        continue
+                for cursor, number, row in reading.rows(part, group):
                     rows += 1
                     name = reading.name(part, number)
                     key = f"{reading.seed} {cursor.epoch} {name}"

@@ -6,7 +6,6 @@ consumed and the cursor of each stream, which the ranks put together when they s
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 from smp_train.data.batch import Batch, collate
 from smp_train.data.loader import Loader
 from smp_train.data.samples import Sample
-from smp_train.data.source import Row, Source
+from smp_train.data.source import Row, Source, digest_of
 from smp_train.data.stream import BEGIN, Cursor, FilePart, Reading, Stream, assign_parts, stream_count
 from smp_train.errors import DataError
 
@@ -170,14 +169,12 @@ class StreamedData(Loader):
 
 def fingerprint(reading: Reading) -> str:
     """Return the identity of streamed data: recipes, and names, sizes and remote versions of the files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file_set, maker in zip(reading.sources, reading.makers, strict=True):
-        digest.update(f"{maker.identity}\n".encode())
-        for file in file_set.files:
-            # A local file's version is its modification time, which a copy of the data does not share.
-            version = file.version if file.remote else ""
-            digest.update(f"{file.name}\0{file.size}\0{version}\n".encode(errors="replace"))
-    return digest.hexdigest()
+    # A local file's version is its modification time, which a copy of the data does not share.
+    files = (
+        [(file.name, file.size, file.version if file.remote else "") for file in file_set.files]
+        for file_set in reading.sources
+    )
+    return digest_of([maker.identity for maker in reading.makers], *files)
 
 
 @dataclass

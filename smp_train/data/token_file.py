@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import errno
-import hashlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ import numpy as np
 
 from smp_train.data.arrays_file import ArraysFile, read_header
 from smp_train.data.files import DataFile
-from smp_train.data.source import Row, Source
+from smp_train.data.source import Row, Source, digest_of
 from smp_train.errors import DataError
 
 if TYPE_CHECKING:
@@ -97,10 +96,12 @@ class TokenFile:
         weakref.finalize(self, os.close, descriptor).atexit = False
         return descriptor
 
-    def arrays(self, number: int) -> list[np.ndarray]:
-        """Return the `ARRAYS` of a shard, mapped. Raises OSError."""
-        first = number * len(ARRAYS)
-        return self.index.arrays(slice(first, first + len(ARRAYS)))
+    def open(self, number: int) -> OpenShard:
+        """Return a shard for reading. Raises OSError."""
+        header, first = self.headers[number], number * len(ARRAYS)
+        sizes = self.begins[number], header.tokens, header.token_bytes
+        arrays = self.index.arrays(slice(first, first + len(ARRAYS)))
+        return OpenShard(self.descriptor, *sizes, np.dtype(header.dtype), *arrays)
 
 
 def read_index(base: str) -> TokenFile | None:
@@ -148,10 +149,8 @@ class TokenRows(Source):
         self.tokens = self._first_tokens[-1]
         self._opened: dict[int, OpenShard] = {}
         self.shards: list[range] = [range(first, end) for first, end in pairwise(self._starts)]
-        digest = hashlib.blake2b(digest_size=16)
-        for header in headers:
-            digest.update(f"{header.digest} {header.rows} {header.tokens} {header.dtype}\n".encode())
-        self.fingerprint = digest.hexdigest()
+        rows = ((header.digest, header.rows, header.tokens, header.dtype) for header in headers)
+        self.fingerprint = digest_of(*rows)
         """Digest of all rows in order; independent of the shards' location and compression."""
 
     def __len__(self) -> int:
@@ -163,13 +162,9 @@ class TokenRows(Source):
             return opened
         if not 0 <= shard < len(self._stored):
             raise IndexError(f"the index of a row must be in [0, {len(self)})")
-        (file, number), header = self._stored[shard], self.headers[shard]
+        file, number = self._stored[shard]
         try:
-            opened = OpenShard(
-                file.descriptor, file.begins[number], header.tokens, header.token_bytes, np.dtype(header.dtype),
-                *file.arrays(number),
-            )  # fmt: skip
-            return self._opened.setdefault(shard, opened)
+            return self._opened.setdefault(shard, file.open(number))
         except OSError as error:
             if error.errno == errno.EMFILE:
                 raise DataError(f"{file.base}: too many open files; raise the limit with ulimit -n") from None

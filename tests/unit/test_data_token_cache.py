@@ -291,7 +291,7 @@ def test_caches_of_changed_and_removed_shards_are_deleted(tmp_path, monkeypatch)
         assert len(files_in(tmp_path, "*.tok")) == len(files_in(tmp_path, "*.idx")) <= 3
     check_rows(opened(tmp_path), random_rows("ragged", 3, 4) + random_rows("ragged", 3))
     (tmp_path / "b.json").unlink()
-    orphan, foreign = "0" * 16 + "-1.tok", files_in(tmp_path, "*.tok")[0][:16] + "-orphan.tok"
+    orphan, foreign = "0" * 16 + "-1.tok", files_in(tmp_path, "*.tok")[0].partition("-")[0] + "-orphan.tok"
     for name in (orphan, foreign):
         (tmp_path / FOLDER_NAME / name).write_bytes(b"x")
     make_old(tmp_path, *files_in(tmp_path, "[!.]*"))

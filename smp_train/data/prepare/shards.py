@@ -64,15 +64,13 @@ class SplitWriter:
     def write(self) -> None:
         """Write the next shard, unless all rows are written."""
         rows = self._unwritten[: self.args.rows_per_shard]
+        if not rows:
+            return
         del self._unwritten[: len(rows)]
-        if rows:
-            targets = np.concatenate([row.targets() for row in rows])
-            self.counts += np.bincount(targets[targets != IGNORED], minlength=self.counts.size)
-            self.tokens += targets.size
-            self.longest = max(self.longest, *(row.input_ids.size for row in rows))
-            self._write_shard(rows)
-
-    def _write_shard(self, rows: list[Row]) -> None:
+        targets = np.concatenate([row.targets() for row in rows])
+        self.counts += np.bincount(targets[targets != IGNORED], minlength=self.counts.size)
+        self.tokens += targets.size
+        self.longest = max(self.longest, *(row.input_ids.size for row in rows))
         path = self.folder / f"{self.folder.name}-{len(self.shards):05d}.json"
         content = b"".join(map(_line, rows))
         if self.args.zip:
