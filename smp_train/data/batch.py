@@ -31,8 +31,8 @@ class Batch:
     """int64 [micro_batch, seq_len], from 0 in each packed document and in padding; None when every sample is one
     document. A token attends to its own document only."""
     documents: tuple[Tensor, int] | None = None
-    """Set with `position_ids`, for all samples end to end: the index at which each document begins, and the end of the
-    last one, int32 [documents + 1], where padding counts as a document; and the tokens of the longest document."""
+    """Bounds of the documents, and the length of the longest; set with `position_ids`. Bounds, int32 [documents + 1],
+    are where each document begins, and the last ends, if all rows are put end to end. Padding counts as a document."""
 
     def counted_tokens(self) -> int:
         """Return the number of labels that the loss counts: those not ignored that have a token before them."""

@@ -48,9 +48,9 @@ class Joined:
 class BlendOrder:
     """The order of a blend: each source in its own order, drawn from in proportion to its weight (of any sum).
 
-    An epoch of the blend, for ``--epochs``, has as many positions as all sources have rows. Sources with more than
-    their share of weight reach their own next epoch earlier. The seed decides the slots, and with the source's number
-    the order of each source; ``shuffle`` is that of `Order`.
+    An epoch of the blend, for ``--epochs``, has as many positions as all sources have rows. A source whose weight is
+    larger than its share of the rows begins its own next epoch earlier. The seed decides the slots; the seed and the
+    number of a source decide the order within that source. ``shuffle`` is that of `Order`.
     """
 
     def __init__(self, samples: Joined, weights: Sequence[float], seed: int = 0, shuffle: str = "global") -> None:
@@ -105,7 +105,7 @@ class BlendOrder:
 
 
 def sources_of_block(block: int, slots: Sequence[int], seed: int) -> np.ndarray:
-    """Return the source of each position of a block, in which source s has ``slots[s]`` positions."""
+    """Return the source of each position of a block; source s has ``slots[s]`` of the positions."""
     permuted = permute(np.arange(BLOCK), BLOCK, seed, np.full(BLOCK, f"blend {block}")).astype(np.int64)
     return np.searchsorted(np.cumsum(slots), permuted, side="right")
 

@@ -75,7 +75,7 @@ class TokenCache:
         raise DataError(f"{reason}; give a --data_cache_dir that can be written")
 
     def base(self, shards: Sequence[DataFile]) -> str:
-        """Return the path without suffix of a new token file of some shards in these versions."""
+        """Return the path, without suffix, of a new token file; it depends on the names and versions of its shards."""
         folder, prefix = self.destination
         return os.path.join(folder, f"{prefix}-{_digest_of_files(shards)}")
 
@@ -104,7 +104,7 @@ class TokenCache:
         needed_pairs: dict[str, bool] = {}
         for folder, prefix in self.folders:
             try:
-                now, names = FolderStorage(folder).now(), os.listdir(folder)  # the clock of the file server
+                now, names = FolderStorage(folder).now(), os.listdir(folder)  # now: by the file server's clock
             except OSError:  # no such folder, or one that cannot be written
                 continue
             for name in names:
@@ -116,7 +116,7 @@ class TokenCache:
                     if name.startswith(prefix + tables) and suffix == ".tab":
                         needed = True
                     elif name.startswith(prefix) and suffix in (".tok", ".idx"):
-                        # Judged once for both files, before the first of them is deleted.
+                        # Decided once per pair: a pair whose first file has been deleted would look incomplete and new.
                         needed = needed_pairs.setdefault(stem, stem in needed_pairs or self._is_needed(stem, needed))
                     elif not name.startswith((prefix, COPY_PREFIX)) and suffix != PARTIAL:
                         continue
@@ -124,7 +124,7 @@ class TokenCache:
                         os.unlink(path)
 
     def _is_needed(self, base: str, new: bool) -> bool:
-        """Return whether a token file holds a listed shard, or a ``new`` one may still be read by another job."""
+        """Return whether a token file is needed: it holds a listed shard, or is ``new``: a job may still read it."""
         file = read_index(base)
         if file is None:  # damaged, incomplete, or of a different version of this program
             return new

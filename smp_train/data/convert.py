@@ -188,7 +188,7 @@ def _convert(
     in_s3 = files[0].path.startswith("s3://")
     uncopied: Iterator[tuple[DataFile, str | None]] = ((file, None) for file in files)
     with s3.fetch(files, cache.destination[0], tick=report) if in_s3 else nullcontext(uncopied) as copies:
-        groups = grouped(copies, FILE_BYTES, size=lambda copy: copy[0].size or FILE_BYTES)  # on the hub: probably large
+        groups = grouped(copies, FILE_BYTES, size=lambda copy: copy[0].size or FILE_BYTES)  # unknown on the hub
         if processes > 1 and len(files) > 1 and sum(file.size for file in files) >= WORTH_BYTES[recipe.kind.name]:
             _convert_in_processes(cache, recipe, groups, report, min(processes, len(files)), max_bad)
             return
@@ -269,7 +269,7 @@ def _convert_in_processes(
 
 
 _worker: list[tuple[RowMaker, int, float | None, Event]] = []
-"""Arguments of a worker process: row maker, vocabulary size, --max_bad, and the order to stop."""
+"""Arguments of a worker process: row maker, vocabulary size, --max_bad, and an event that is set to stop it."""
 
 
 def _start_worker(recipe: Recipe, max_bad: float | None, threads: int, stopped: Event) -> None:

@@ -243,7 +243,7 @@ def _local_entries(location: str, selection: Selection) -> dict[str, DataFile]:
     entries = {}
     for folder, folders, names in os.walk(root, onerror=_refuse_folder, followlinks=True):
         real = os.path.realpath(folder) + "/"
-        # Without links to a folder above.
+        # A link to a folder above would be followed without end.
         folders[:] = [
             name for name in sorted(folders)
             if _is_selected(name, selection) and not real.startswith(os.path.realpath(f"{folder}/{name}") + "/")
@@ -362,7 +362,7 @@ def _refuse_duplicates(files: Iterable[DataFile]) -> None:
     for file in files:
         status = None if file.remote else os.stat(file.path)
         same = (file.path, file.split, file.shard) if status is None else (status.st_dev, status.st_ino)
-        # Without .gz; and without .json, .jsonl or .ndjson.
+        # The path without .gz, and for JSON lines also without .json, .jsonl or .ndjson.
         suffix = _suffix(file.path) if file.kind != "hub" else ""
         stem = file.shown[: len(file.shown) - len(suffix)] + suffix.removesuffix(".gz") * (file.kind != "lines")
         for key in (same, stem):
@@ -373,7 +373,7 @@ def _refuse_duplicates(files: Iterable[DataFile]) -> None:
 
 
 def _is_usable(file: DataFile, single: bool, zipped: bool | None) -> bool:
-    """Return False for an empty text in a folder. Raises DataError for another empty file, or against --zipped_data."""
+    """Return False for an empty text in a folder. Raises DataError for other empty files, and as --zipped_data says."""
     if not file.size and (file.kind != "text" or single):
         raise DataError(f"{file.path}: is empty (0 bytes); write it again or remove it")
     if not file.size:

@@ -160,7 +160,7 @@ def open_data(
         locations, weights = training_sources(args)
         return locations, weights, bool(locations) and is_streamed(args, locations)
 
-    # On rank 0: what a relative location is may differ between ranks.
+    # On rank 0, as a relative location may be something else on another rank.
     locations, weights, streamed = distributed.on_main("reading the flags of the data", read_flags)
     filesets = opener.list(locations, "--training_dir" if args.training_dir else "--dataset") if locations else []
     training: Loader | None = opener.streams(filesets, **share) if streamed else None
@@ -202,7 +202,7 @@ def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int
     if own.validation_data is not None:
         return opener.program_rows(own.validation_data, "validation_data")
     if args.use_synthetic_data:
-        # Another seed, and not another part: synthetic rows have no end.
+        # Rows of another seed: synthetic rows have no end, so none can be held out.
         source = Synthetic(seq_len=opener.seq_len, vocab_size=opener.vocab_size, seed=args.seed + 1)
         return Samples(source, opener.seq_len)
     if args.test_dir:
@@ -220,7 +220,7 @@ def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int
 
 
 def open_evaluation(opener: Opener, location: str, most: int | None) -> Samples:
-    """Return the samples of a location to evaluate on, of a streamed location the first ``most``; collective."""
+    """Return the samples of a location to evaluate on; of a streamed location, the first ``most``. Collective."""
     (files,) = opener.list([location], "--data", split=(*HELD_OUT, "train"))
     if files.on_hub and most is None:
         raise ConfigError(f"--data {location}: is on the hub, and streamed; give the number of batches with --batches")

@@ -1,4 +1,4 @@
-"""Rows of a program's `Source`, checked like token rows of files when they are read."""
+"""Rows of a program's `Source`: each is checked when it is read, as token rows of files are."""
 
 from __future__ import annotations
 

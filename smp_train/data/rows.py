@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 ANY_VOCABULARY = 1 << 31
 ROWS_VERSION = 1
-"""Increase when records become other tokens than before."""
+"""Increase it when the same records become other tokens than before."""
 GROUP_BYTES = 1 << 16
 """Size of the records that are converted in one call: tokenizers are faster on many texts at once."""
 
@@ -90,7 +90,7 @@ def read_rows(
     file: DataFile, maker: RowMaker, bad: BadRecords, *, first: int = 0, step: int = 1, copy: str | None = None,
     tick: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, Row]]:  # fmt: skip
-    """Yield (number from 1: of the line or row, row) of a file's records; see `readers.records` for the arguments.
+    """Yield (number of its line or table row from 1, row) of each record; see `readers.records` for the arguments.
 
     Malformed records go to ``bad``. Raises DataError where the file is damaged, after the rows before the damage.
     """
@@ -120,7 +120,7 @@ def _until_damage(numbered: Iterable[T], damage: list[DataError]) -> Iterator[T]
 
 
 def size_of_last(entry: Any) -> int:
-    """Return the approximate size of an entry that ends with a record."""
+    """Return the approximate size of the record at the end of an entry."""
     return size_of(entry[-1])
 
 

@@ -68,9 +68,9 @@ def fetch(
 ) -> Iterator[Iterator[tuple[DataFile, str]]]:
     """Yield an iterator of (file, path of its local copy), in order; several objects are fetched ahead.
 
-    The caller may delete the copies that it takes; at the end the others of them are deleted. Copies that it did not
-    take, complete or not, stay for the next fetch. ``tick`` is called with the bytes fetched since its last call, from
-    any thread. Raises DataError.
+    The caller may delete a copy once it is used; all that it took are deleted at the end. Copies that it did not take,
+    complete or not, stay for the next fetch. ``tick`` is called with the bytes fetched since its last call, from any
+    thread. Raises DataError.
     """
     closing, taken = threading.Event(), list[str]()
 

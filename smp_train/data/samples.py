@@ -97,7 +97,7 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack items into few bins of ``capacity`` by best-fit decreasing.
 
     Best-fit decreasing needs at most 11/9 of the fewest bins possible, plus one (Johnson, Demers, Ullman, Garey and
-    Graham, 1974). Items of equal size are placed together, so the time hardly depends on the number of items.
+    Graham, 1974). Items of equal size are placed in one step, so the time hardly depends on the number of items.
 
     Returns:
         The items in the order of their bins, and the index at which each bin begins, and the last one ends. Bins are
@@ -145,8 +145,8 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 Table = Mapping[str, np.ndarray]
-"""Samples made of some consecutive rows: ``rows`` (row of each piece, from the first one on), ``begins`` (its first
-token), and ``bounds`` (first piece of each sample, and the end)."""
+"""Samples made of consecutive rows: ``rows`` (the row of each piece, counted from the table's first row), ``begins``
+(the first token of each piece), and ``bounds`` (the first piece of each sample, and the end of the last sample)."""
 
 
 def needs_tables(source: Source, seq_len: int, long: str, short: str) -> bool:
@@ -181,7 +181,7 @@ def make_table(source: Source, rows: range, seq_len: int, long: str, short: str)
 
 
 class _SummedLengths:
-    """The rows of a source end to end, as `token_file.TokenRows` has them without a table in memory."""
+    """Finds the row of a token in all rows end to end; `token_file.TokenRows` does so without a table in memory."""
 
     def __init__(self, source: Source) -> None:
         self._starts = np.concatenate([[0], np.cumsum(source.lengths(range(len(source))))])

@@ -13,7 +13,7 @@ IGNORED = -100
 
 
 def digest_of(*content: Any) -> str:
-    """Return a digest of values that `repr` shows in full: 32 characters, the same in every process."""
+    """Return a digest (32 characters) of values that `repr` shows in full; the same in every process."""
     return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
@@ -37,14 +37,14 @@ class Row(NamedTuple):
         return self.input_ids if self.labels is None else self.labels
 
     def first_target(self) -> int:
-        """Return the index, from 1, of the first token that carries loss; the row's length if no token does."""
+        """Return the index (at least 1) of the first token that carries loss; the row's length if no token does."""
         if self.labels is None:
             return min(1, self.input_ids.size)
         targets = np.flatnonzero(self.labels[1:] != IGNORED)
         return int(targets[0]) + 1 if targets.size else self.input_ids.size
 
     def has_target(self) -> bool:
-        """Return whether a token that has one before it carries loss."""
+        """Return whether any token after the first carries loss."""
         return self.first_target() < self.input_ids.size
 
 

@@ -26,11 +26,11 @@ from smp_train.data.source import Problem, Row
 from smp_train.errors import DataError
 
 BLOCK_RECORDS, BLOCK_BYTES = 256, 1 << 22
-"""Most records of a block, which are permuted among themselves, and the size at which a block of long records ends."""
+"""A block ends at this many records, or at this size; its records are permuted among themselves."""
 FEWEST_STREAMS, MOST_STREAMS = 32, 256
-"""Streams of a large data set in few files, and in many."""
+"""Number of streams of a large data set: in few files, and in many files."""
 STREAM_BYTES = 1 << 20
-"""Least bytes per stream."""
+"""A small data set has fewer streams, each of at least this size."""
 FEWEST_JUDGED, FEWEST_RECORDS = 10_000, 1000
 """Bad records are judged as a share of at least this many records: within an epoch of a stream, and at its end."""
 
@@ -127,9 +127,9 @@ def assign_parts(sources: Sequence[FileSet], streams: int) -> list[list[FilePart
 
 
 class Stream:
-    """One virtual stream of some parts, read from a cursor on, before which it has had ``samples`` samples.
+    """One virtual stream of some parts, read from a cursor on.
 
-    Its number is part of the key of its permutations.
+    ``samples`` counts the samples before the cursor; ``number`` is part of the key of the stream's permutations.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Stream:
     def _make_pieces(self, start: Cursor) -> Iterator[list[tuple[Cursor, Piece]]]:
         """Yield the part of each row that --long keeps, from a cursor on, in groups of records."""
         reading = self.reading
-        # A stream without a row would be read for ever; the cursor of a resumed stream is after a row.
+        # A stream without any row would be read for ever. A stream whose cursor has moved has had rows.
         rows = int(start != Cursor(start.epoch))
         for block in chain(self._first_block.result() if self._first_block else (), self._blocks):
             if block is None:

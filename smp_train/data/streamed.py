@@ -53,10 +53,10 @@ class StreamedData(Loader):
     def _begin(self, consumed: int, cursors: list[Cursor]) -> None:
         self.streams, self._consumed = len(cursors), consumed
         self._cursors = {v: (self._samples(v, consumed), cursor) for v, cursor in enumerate(cursors)}
-        # Saved when another rank has no data for the step handed over last.
+        # What is saved if the step handed over last is not trained on, as another rank has no data for it.
         self._before = consumed, self._cursors
         self._deal = min((self._by_turn, self._by_stream), key=lambda deal: self._readers(deal).size)
-        """Maps positions to ranks, in the way in which ranks read fewer streams."""
+        """Returns the rank of each position of a step: of the two ways, that in which ranks read fewer streams."""
         stream, rank = np.divmod(self._readers(self._deal), self.dp_size)
         self.readers = stream.size / self.streams
         """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
@@ -79,14 +79,14 @@ class StreamedData(Loader):
         return step % self.dp_size
 
     def _by_stream(self, step: np.ndarray) -> np.ndarray:
-        """Return the rank of each position, so that a rank reads streams that follow each other."""
+        """Return the rank of each position: the positions, sorted by stream, are divided evenly among the ranks."""
         ranks = np.empty_like(step)
         ranks[np.argsort(step % self.streams, kind="stable")] = np.arange(step.size)
         return ranks // (step.size // self.dp_size)
 
     def _readers(self, deal: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return stream * dp_size + rank of each stream and each rank that ever reads it."""
-        # After so many steps a step begins at the same stream again.
+        """Return ``stream * dp_size + rank`` for every pair of a stream and a rank that reads it."""
+        # After this many steps a step begins at the same stream again, and the pairs repeat.
         starts = self._consumed + np.arange(self.streams // gcd(self.streams, self.global_batch)) * self.global_batch
         steps = [start + np.arange(self.global_batch) for start in starts]
         return np.unique([step % self.streams * self.dp_size + deal(step) for step in steps])
@@ -126,7 +126,7 @@ class StreamedData(Loader):
                 consumed += self.global_batch
                 exhausted = False
                 if self.reading.epochs is not None:
-                    # All streams: ranks that know the cursor of the same stream must agree on it.
+                    # Every stream goes to the end of the step: ranks that know the cursor of a stream must agree on it.
                     ended = [stream.skip_to(self._samples(v, consumed)).ended for v, stream in streams.items()]
                     exhausted = all(ended)
                 yield batches, consumed, {v: (s.samples, s.cursor) for v, s in streams.items()}, exhausted

@@ -56,7 +56,7 @@ class Texts:
 
     def __init__(self, tokenizer: Tokenizer, end: int, field: str) -> None:
         self._end, self._field = end, field
-        # tokenizers 0.20 and later: faster, without offsets.
+        # In tokenizers 0.20 and later; it leaves out offsets and is faster.
         self._encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
 
     def __call__(self, records: Sequence[Record]) -> list[Row | Problem | None]:

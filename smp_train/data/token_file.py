@@ -38,8 +38,8 @@ except ImportError:
 VERSION = 8
 REMEDY = "remove it and start again: it is made anew"
 ARRAYS = {"starts": "<u8", "numbers": "<u8", "crc": "<u4", "first_targets": "<u4"}
-"""Arrays of a shard: the first token of each row, and the end; the number of its record, from 1; its checksum; the
-index of its first token that carries loss."""
+"""Arrays of a shard: ``starts`` (first token of each row, and the end of the last row), ``numbers`` (of its record,
+from 1), ``crc`` (its checksum), ``first_targets`` (index of its first token that carries loss)."""
 LABELS = np.dtype("<i4")
 """Type of stored labels: any id, and -100."""
 
@@ -75,7 +75,7 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 def row_checksum(stored: bytes, tokens: int) -> int:
-    """Return the CRC-32 of a row: of its stored bytes, begun with its length."""
+    """Return the CRC-32 of the stored bytes of a row, with the number of its tokens as initial value."""
     return int(crc32(stored, tokens))
 
 
@@ -177,7 +177,7 @@ class TokenRows(Source):
 
     def row(self, index: int) -> Row:
         """Read a row. Raises DataError where its bytes cannot be read or do not match their checksum."""
-        # Two calls less for each row of a run: `_shard_of`, and `_open` of an open shard.
+        # Written out for speed: `_shard_of`, and `_open` for a shard that is open.
         shard = bisect.bisect_right(self._starts, index) - 1
         opened = self._opened.get(shard) or self._open(shard)
         descriptor, begin, tokens_of_shard, token_bytes, dtype, starts, _, crc, _ = opened

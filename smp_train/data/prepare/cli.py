@@ -43,7 +43,7 @@ TOKENS = "_tokens"
 TOKENIZER_SAMPLE_PER_ENTRY = 512
 """Bytes of text that a tokenizer is trained on, for each entry of its vocabulary."""
 BYTES_PER_TOKEN = 8
-"""Bytes of input for each token of --max_rows that are converted at a time: more than tokens have."""
+"""Bytes of input that are converted for each token of --max_rows: more than a token usually has."""
 NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
 OUTPUT_FILES = re.compile(r"\.?(train|test)-\d{5}\.json(\.gz)?(\..*\.partial)?")
 
@@ -94,7 +94,7 @@ def _list_input(args: Namespace) -> FileSet:
     if inputs[0].kind.name == "tokens":
         raise DataError(f"{inputs[0].location}: holds rows of tokens, which need no preparation; train on them")
     files = [file for fileset in inputs for file in fileset.files]
-    if len(inputs) > 1:  # names are unique in one input
+    if len(inputs) > 1:  # names are unique within one input only
         files = [replace(file, name=file.shown) for file in files]
     files.sort(key=lambda file: hashlib.sha256(file.name.encode(errors="replace")).digest())
     return replace(inputs[0], files=tuple(files))
