@@ -116,9 +116,7 @@ def _missing_records(records: Records) -> list[str]:
     return problems
 
 
-def _audit_indexed(
-    steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str], rows: int | None
-) -> str:  # fmt: skip
+def _audit_indexed(steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str], rows: int | None) -> str:
     """Append the problems of an indexed run, and return the verdict on a run without problems."""
     config: dict[str, Any] = facts.get("config") or {}
     sizes: dict[str, int] = facts.get("samples") or {}

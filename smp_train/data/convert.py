@@ -94,9 +94,7 @@ def open_token_rows(
         return rows
 
 
-def open_samples(
-    source: Source, seq_len: int, *, long: str, short: str, ranks: Runtime | None = None
-) -> Samples:  # fmt: skip
+def open_samples(source: Source, seq_len: int, *, long: str, short: str, ranks: Runtime | None = None) -> Samples:
     """Return the samples of rows; all ranks together write the tables of samples to the cache; collective.
 
     A program's rows have no cache: each rank holds their tables in memory.
@@ -197,9 +195,7 @@ def _convert(
             write_group(cache.base([file for file, _ in group]), group, maker, recipe.vocab_size, report, max_bad)
 
 
-def write_group(
-    base: str, group: Group, maker: RowMaker, vocab_size: int, tick: Report, max_bad: float | None
-) -> None:  # fmt: skip
+def write_group(base: str, group: Group, maker: RowMaker, vocab_size: int, tick: Report, max_bad: float | None) -> None:
     """Convert files to one token file, then delete their local copies. Raises DataError."""
 
     def shards() -> Iterator[Shard]:

@@ -241,7 +241,11 @@ def _local_entries(location: str, selection: Selection) -> dict[str, DataFile]:
     if not os.path.isdir(root):
         raise DataError(f"{location}: no such file or folder; check {selection.flag}")
     entries = {}
-    for folder, folders, names in os.walk(root, onerror=_refuse_folder, followlinks=True):
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be listed ({error.strerror})")
+
+    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder) + "/"
         # A link to a folder above would be followed without end.
         folders[:] = [
@@ -252,10 +256,6 @@ def _local_entries(location: str, selection: Selection) -> dict[str, DataFile]:
             if _is_selected(name, selection):
                 entries[f"{folder}/{name}"[len(root) + 1 :]] = _local_entry(f"{folder}/{name}")
     return entries
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise DataError(f"{error.filename}: cannot be listed ({error.strerror})")
 
 
 def _is_selected(name: str, selection: Selection) -> bool:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +20,6 @@ from smp_train.data.text import Completions, Texts
 from smp_train.data.token_rows import TokenRows
 from smp_train.data.tokenizer import load_for_chats, load_with_end
 from smp_train.errors import ConfigError, DataError
-
-T = TypeVar("T")
 
 ANY_VOCABULARY = 1 << 31
 ROWS_VERSION = 1
@@ -112,27 +110,24 @@ def read_rows(
         raise error
 
 
-def _until_damage(numbered: Iterable[T], damage: list[DataError]) -> Iterator[T]:
+def _until_damage(numbered: Iterable[Any], damage: list[DataError]) -> Iterator[Any]:
     try:
         yield from numbered
     except DataError as error:
         damage.append(error)
 
 
-def size_of_last(entry: Any) -> int:
-    """Return the approximate size of the record at the end of an entry."""
-    return size_of(entry[-1])
-
-
 def grouped(
-    entries: Iterable[T], most_size: float, most: int = sys.maxsize, size: Callable[[T], float] = size_of_last
-) -> Iterator[list[T]]:  # fmt: skip
-    """Yield the entries in groups; a group ends when its size reaches ``most_size``, or at ``most`` entries."""
-    group: list[T] = []
-    total = 0.0
+    entries: Iterable[Any], most_size: float, most: int = sys.maxsize, size: Callable[[Any], float] | None = None
+) -> Iterator[list[Any]]:  # fmt: skip
+    """Yield the entries in groups; a group ends when its size reaches ``most_size``, or at ``most`` entries.
+
+    The size of an entry is by default that of the record at its end.
+    """
+    group, total = [], 0.0
     for entry in entries:
         group.append(entry)
-        total += size(entry)
+        total += size(entry) if size else size_of(entry[-1])
         if total >= most_size or len(group) == most:
             yield group
             group, total = [], 0.0

@@ -63,9 +63,8 @@ class TokenRows:
         quotes = _positions(line, b'"')
         strings = [line[start + 1 : end] for start, end in zip(quotes[::2], quotes[1::2], strict=False)]
         counts = [strings.count(field.encode()) for field in FIELDS]
-        if counts[0] != 1 or max(counts) > 1 or len(_positions(line, b"[")) != sum(counts):
-            return None
-        if known is not None and counts[1]:
+        lists, mask_twice = len(_positions(line, b"[")), known is not None and counts[1]
+        if counts[0] != 1 or max(counts) > 1 or lists != sum(counts) or mask_twice:
             return None
         try:
             document = self._simd.parse(line)
