@@ -53,7 +53,7 @@ class ArraysFile:
 
     def __init__(self, path: str, header: Any, shapes: Sequence[tuple[str, int, int]], begin: int) -> None:
         self.path, self.header, self.shapes = path, header, shapes
-        sizes = (_padded(np.dtype(dtype).itemsize * count) for dtype, count, _ in shapes)
+        sizes = (_padded(int(dtype[2:]) * count) for dtype, count, _ in shapes)
         self.begins = list(accumulate(sizes, initial=begin))
         """Offset of each array in bytes, and the size of the file."""
 

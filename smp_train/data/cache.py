@@ -55,7 +55,8 @@ class TokenCache:
         if not (first.remote or cache_dir):
             # The key lacks the path of the data's folder: the cache stays valid on another mount.
             self.folders.insert(0, (os.path.join(root, FOLDER_NAME), digest_of(*key)))
-        self._scanned: set[str] = set()
+        self._listed = {(file.name, file.size, file.version) for file in files.files}
+        self._scanned: dict[str, TokenFile] = {}
         self._stored: dict[tuple[str, int, str], tuple[TokenFile, int]] = {}
 
     @cached_property
@@ -87,9 +88,10 @@ class TokenCache:
         """Return the shards that no token file holds; reads the indexes that have appeared since the last call."""
         for folder, prefix in self.folders:
             for path in glob.iglob(f"{glob.escape(folder)}/{prefix}-*.idx"):
-                file = None if path in self._scanned else read_index(path.removesuffix(".idx"))
+                base = path.removesuffix(".idx")
+                file = None if base in self._scanned else read_index(base)
                 if file is not None:
-                    self._scanned.add(path)
+                    self._scanned[base] = file
                     for number, header in enumerate(file.headers):
                         self._stored[header.source, header.size, header.version] = file, number
         return [shard for shard in shards if self.stored(shard) is None]
@@ -125,14 +127,14 @@ class TokenCache:
 
     def _is_needed(self, base: str, new: bool) -> bool:
         """Return whether a token file is needed: it holds a listed shard, or is ``new``: a job may still read it."""
-        file = read_index(base)
+        file = self._scanned.get(base) or read_index(base)
         if file is None:  # damaged, incomplete, or of a different version of this program
             return new
-        listed = {shard.name: (shard.size, shard.version) for shard in self.files.files}
-        if any(listed.get(header.source) == (header.size, header.version) for header in file.headers):
+        if any((header.source, header.size, header.version) in self._listed for header in file.headers):
             return True
         # However new, a file is not needed if the files of all its shards have changed.
-        return new and not all(header.source in listed for header in file.headers)
+        names = {name for name, _, _ in self._listed}
+        return new and not all(header.source in names for header in file.headers)
 
 
 def user_folder() -> str:

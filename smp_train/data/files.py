@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ READERS = {
     ".py": "text", ".txt.gz": "text",
 }  # fmt: skip
 """Reader of a file, by the suffix of its name."""
+SUFFIX = re.compile(f"({'|'.join(map(re.escape, READERS))})\\Z")
 NOT_TEXT = (
     ".csv", ".tsv", ".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".tar", ".gz", ".zst", ".bz2", ".xz", ".tok",
     ".idx",
@@ -45,6 +47,7 @@ OTHER_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json",
 )  # fmt: skip
 """Files without records that ``datasets``, ``prepare`` and ``transformers`` write next to records."""
+OTHER_NAME = re.compile("|".join(map(fnmatch.translate, OTHER_FILES)))
 FIRST_RECORDS = 100
 """Records of a file among which the first well-formed one decides the kind."""
 
@@ -189,8 +192,8 @@ def reader_of(name: str) -> str | None:
 
 def _suffix(name: str) -> str:
     """Return the longest known suffix of a name, or an empty one."""
-    lower = name.lower()
-    return max((suffix for suffix in READERS if lower.endswith(suffix)), key=len, default="")
+    known = SUFFIX.search(name.lower())
+    return known[0] if known else ""
 
 
 def _listed(
@@ -390,4 +393,4 @@ def _describe(names: Iterable[str]) -> str:
 
 
 def _is_other(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in OTHER_FILES)
+    return OTHER_NAME.match(name) is not None
