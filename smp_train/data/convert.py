@@ -250,7 +250,7 @@ def _convert_in_processes(
                 collect(0)
             except BaseException:
                 stopped.set()
-                pool.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)  # waits: a process that still writes would leave its temporary file
                 raise
     except BrokenProcessPool:
         for base, _ in pending.values():
