@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         maker, shard = Recipe(files.kind, VOCAB).open(), files.files[0]
         converters: dict[str, Callable[[], Any]] = {
             "this package": lambda: write_group(
-                str(folder / "converted"), [(shard, None)], maker, VOCAB, lambda done: None, False
+                str(folder / "converted"), [(shard, None)], maker, VOCAB, lambda done: None, None
             ),
             "original, parsing alone": lambda: original_parse(shard.path),
         }

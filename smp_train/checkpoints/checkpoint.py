@@ -159,40 +159,31 @@ class Checkpoint:
         return problems
 
 
-def read_checkpoint(folder: RunFolder, name: str) -> Checkpoint | str:
-    """Return a committed checkpoint for its metadata, or what contradicts its COMMITTED; only sizes are compared.
+def opened(folder: RunFolder, name: str) -> Checkpoint:
+    """Return a committed checkpoint for its metadata; only sizes are compared. Not collective.
 
-    Not collective. Raises `CheckpointError` if it is not committed.
+    Raises `Damaged` if its contents contradict COMMITTED, `CheckpointError` if it is not committed.
     """
     path = os.path.join(folder.location, name)
     content = folder.storage.read_if_there(f"{name}/{COMMITTED}")
     if content is None:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {COMMITTED} file")
+    file = COMMITTED
     try:
         marker = Marker.from_bytes(content)
         problems = marker.size_problems(folder.sizes(name))
-        if problems:
-            return first_few(problems, "; ")
-        data = folder.read(name, META)
-        if checksum_of([data]) != marker.files[META]:
-            return f"{META} is not what was written (CRC-32)"
-        meta = json.loads(data)
-        if not isinstance(meta, dict):
-            raise ValueError("it is not an object")
-        for key, value in (("step", marker.step), ("model_type", marker.model_type)):
-            if meta.get(key, value) != value:
-                return f"{COMMITTED} has {key} {value}, and {META} {meta[key]}"
-    except (ValueError, RecursionError) as error:
-        return f"{error}" if COMMITTED in f"{error}" else f"{META} is not readable: {error}"
-    return Checkpoint(path, meta, marker, folder, name)
-
-
-def opened(folder: RunFolder, name: str) -> Checkpoint:
-    """Return a committed checkpoint for its metadata. Not collective. Raises `Damaged` and `CheckpointError`."""
-    checkpoint = read_checkpoint(folder, name)
-    if isinstance(checkpoint, str):
-        raise Damaged(f"checkpoint {os.path.join(folder.location, name)} is damaged: {checkpoint}")
-    return checkpoint
+        if not problems:
+            file, data = META, folder.read(name, META)
+            if checksum_of([data]) != marker.files[META]:
+                raise ValueError("is not what was written (CRC-32)")
+            meta = json.loads(data)
+            for key, value in (("step", marker.step), ("model_type", marker.model_type)):
+                if meta.get(key, value) != value:
+                    raise ValueError(f"has {key} {meta[key]}, and {COMMITTED} {value}")
+            return Checkpoint(path, meta, marker, folder, name)
+    except (ValueError, AttributeError, RecursionError) as error:
+        problems = [f"{error}" if COMMITTED in f"{error}" and file == COMMITTED else f"{file}: {error}"]
+    raise Damaged(f"checkpoint {path} is damaged: {first_few(problems, '; ')}")
 
 
 def verified(folder: RunFolder, name: str) -> Checkpoint:
@@ -207,11 +198,14 @@ def verified(folder: RunFolder, name: str) -> Checkpoint:
         if damage is not None:
             cause = " ".join(damage.decode(errors="replace").split())
             return f"{cause} (file {DAMAGED}; delete it if the checkpoint has been repaired)"
-        return read_checkpoint(folder, name)
+        try:
+            return opened(folder, name)
+        except Damaged as error:
+            return str(error)
 
     checkpoint = on_main(f"cannot read {path}", read)
     if isinstance(checkpoint, str):
-        raise Damaged(f"checkpoint {path} is damaged: {checkpoint}")
+        raise Damaged(checkpoint)
     shares = gather("cannot verify", lambda: checkpoint.verify(rank(), world_size()))
     problems = [problem for share in shares for problem in share]
     if problems:

@@ -211,10 +211,11 @@ def _dtype(options: argparse.Namespace) -> Any:
 
 def convert(options: argparse.Namespace) -> None:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
-    from smp_train.checkpoints.hf import model_folder
+    from smp_train.checkpoints.hf.model_folder import new_model
     from smp_train.checkpoints.pretrained import kind_of
     from smp_train.models import tokenizer
     from smp_train.models.weight_files import WeightFiles
+    from smp_train.models.weight_writer import stored_tensors, write_weights
 
     _operand(options.source, "weights")
     _operand(options.target, "model")
@@ -235,13 +236,13 @@ def convert(options: argparse.Namespace) -> None:
         location = options.tokenizer or tokenizer.tokenizer_folder(str(source))
         small |= {} if location is None else tokenizer.tokenizer_files(location)
         # Opened before the folder to write: if the weights cannot be read, its model stays.
-        items = model_folder.stored_tensors(WeightFiles(source, stack), _dtype(options))
+        items = stored_tensors(WeightFiles(source, stack), _dtype(options))
         with (
-            model_folder.new_model(options.target, overwrite=bool(options.overwrite)) as out,
+            new_model(options.target, overwrite=bool(options.overwrite)) as out,
             Progress(f"convert {source.name}", unit="B") as progress,
         ):
-            out.put_weights(items, int(options.max_shard_gb * 1e9), progress.at)
-            out.put_all(small)
+            index = write_weights(out.stream, items, int(options.max_shard_gb * 1e9), progress.at)
+            out.put_all(small | index)
     print(f"wrote {len(items)} tensors of {source} to {options.target}")
 
 

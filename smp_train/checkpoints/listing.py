@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from smp_train.checkpoints.aws.sharded import checkpoint_paths
-from smp_train.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened
 from smp_train.checkpoints.dcp.storage import TreeReader
 from smp_train.checkpoints.dcp.trees import plain_values, saved_entries
 from smp_train.checkpoints.find import best_of, parent_of
@@ -61,8 +61,11 @@ def visible_damage(folder: RunFolder, name: str) -> str:
     """Return what shows that a checkpoint is damaged without reading its tensors; empty if nothing does."""
     if folder.is_marked_damaged(name):
         return f"it has a file {DAMAGED}"
-    checkpoint = read_checkpoint(folder, name)
-    return checkpoint if isinstance(checkpoint, str) else ""
+    try:
+        opened(folder, name)
+    except Damaged as error:
+        return str(error).partition(" is damaged: ")[2]
+    return ""
 
 
 def table(rows: Iterable[Facts], folder: str) -> Iterator[str]:

@@ -24,8 +24,6 @@ from smp_train.storage.folder import FolderStorage
 MAGIC = b"SMPARRAY"
 PREFIX = struct.Struct("<8sII")
 FIRST_READ = 4096
-ITEM_BYTES = {"<u4": 4, "<u8": 8}
-"""Types of arrays, and the bytes of an element."""
 
 
 def atomic_file(path: str) -> AbstractContextManager[BinaryIO]:
@@ -55,7 +53,7 @@ class ArraysFile:
 
     def __init__(self, path: str, header: Any, shapes: Sequence[tuple[str, int, int]], begin: int) -> None:
         self.path, self.header, self.shapes = path, header, shapes
-        sizes = (_padded(ITEM_BYTES[dtype] * count) for dtype, count, _ in shapes)
+        sizes = (_padded(int(dtype[2:]) * count) for dtype, count, _ in shapes)
         self.begins = list(accumulate(sizes, initial=begin))
         """Offset of each array in bytes, and the size of the file."""
 
@@ -93,5 +91,5 @@ def read_header(path: str, version: int) -> ArraysFile | None:
             return None
         arrays = ArraysFile(path, content["header"], content["arrays"], PREFIX.size + length)
         return arrays if arrays.begins[-1] == size else None
-    except (OSError, struct.error, ValueError, KeyError):
+    except (OSError, struct.error, ValueError, KeyError, TypeError):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from smp_train.errors import ConfigError, DataError, first_few
 
 SHOWN = 100
 PART = re.compile(r"(.+?:\d+)(?:@(\d+))?(?:\[(\d+):(\d+)\])?(?:\+|$)")
-"""A record in the name of a sample: its name, its epoch of a stream after the first, and its tokens unless whole."""
+"""One record in the name of a sample: the record's name, the epoch of a stream after its first epoch, and the range of
+the record's tokens unless the sample has the whole record."""
 WINDOW = re.compile(r"\[\d+:\d+\](?=\+|$)")
-END = float("inf")
-"""End of a record that a sample has as a whole."""
+END = float("inf")  # where a record ends that a sample has as a whole: its length is not known
 
 
 Records = dict[int, dict[int, dict[str, Any]]]
@@ -29,26 +30,23 @@ Records = dict[int, dict[int, dict[str, Any]]]
 def audit(folder: Path, rows: int | None = None) -> int:
     """Check that a run used each sample once per epoch and left out no step; print the result, return the exit code.
 
-    Every sample must have been used E times in a run that came to the end of its --epochs E. ``rows`` is the number of
-    samples in the data set, by default the number in run.json.
+    A run that came to the end of its --epochs E must have used every sample E times. ``rows`` is the number of samples
+    in the data set, by default the number in run.json.
     """
     records, skipped = _read_records(folder)
     if not records:
         print(f"{folder}: no step was recorded yet")
         return 0
-    try:
+    facts: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
         facts = dict(json.loads((folder / "run.json").read_text()))
-    except (OSError, ValueError):
-        facts = {}
     problems = _missing_records(records)
     recorded = {step: list(_peers(ranks).values()) for step, ranks in records.items()}
     steps = {step: [name for record in peers for name in record["samples"]] for step, peers in recorded.items()}
     if (facts.get("config") or {}).get("long") == "crop":  # all windows in a row count as the same sample
         steps = {step: [WINDOW.sub("", name) for name in names] for step, names in steps.items()}
-    if facts.get("streams"):
-        verdict = _audit_streams(steps, facts, problems)
-    else:
-        verdict = _audit_indexed(steps, facts, problems, rows)
+    streamed = facts.get("streams")
+    verdict = _audit_streams(steps, facts, problems) if streamed else _audit_indexed(steps, facts, problems, rows)
     print("".join(f"{problem}\n" for problem in problems[:SHOWN]), end="")
     if skipped:
         numbers = first_few([str(step) for step in skipped], most=SHOWN)
@@ -65,7 +63,7 @@ def audit(folder: Path, rows: int | None = None) -> int:
 
 
 def _read_records(folder: Path) -> tuple[Records, list[int]]:
-    """Return the records of each step by the newest attempt at it, and the steps that were skipped."""
+    """Return the records that the newest attempt at each step wrote, and the steps that were skipped."""
     paths = sorted(folder.glob("data_audit-rank*.jsonl"))
     if not paths:
         raise ConfigError(f"{folder}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
@@ -93,13 +91,13 @@ def _read_records(folder: Path) -> tuple[Records, list[int]]:
 
 
 def _peers(ranks: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the record of each data-parallel rank, in order: of ranks that share a model, the first."""
+    """Return one record per data-parallel rank, in order: ranks that share a model read the same samples."""
     peers = {record["dp_rank"]: record for _, record in sorted(ranks.items(), reverse=True)}
     return dict(sorted(peers.items()))
 
 
 def _missing_records(records: Records) -> list[str]:
-    """Return where records are missing or contradict each other; delete an incomplete last step."""
+    """Return a problem for each missing or contradictory record; delete an incomplete last step."""
     last = max(records)
     problems = [f"step {step} is missing" for step in range(min(records), last) if step not in records]
     for step, ranks in list(records.items()):
@@ -118,15 +116,12 @@ def _missing_records(records: Records) -> list[str]:
     return problems
 
 
-def _audit_indexed(
-    steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str], rows: int | None
-) -> str:  # fmt: skip
+def _audit_indexed(steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str], rows: int | None) -> str:
     """Append the problems of an indexed run, and return the verdict on a run without problems."""
     config: dict[str, Any] = facts.get("config") or {}
     sizes: dict[str, int] = facts.get("samples") or {}
     locations, weights = read_weights([*(config.get("training_dir") or ()), *(config.get("dataset") or ())])
-    used: dict[str, list[tuple[int, str]]] = {}
-    """(step, sample) by source of a blend; by an empty name without weights."""
+    used: dict[str, list[tuple[int, str]]] = {}  # (step, sample) by source of a blend; without weights all by ""
     for step, samples in steps.items():
         for name in samples:
             sources = [source for source in locations if weights and name.startswith(source + "/")]
@@ -167,7 +162,7 @@ def _audit_indexed(
 
 
 def _repeats(source: str, used: list[tuple[int, str]], rows: int | None) -> list[str]:
-    """Return what contradicts one use per epoch, where an epoch is ``rows`` samples (default: the different ones)."""
+    """Return the samples used twice or not at all in an epoch of ``rows`` samples (default: the different ones)."""
     size = rows or len({name for _, name in used})
     steps = np.array([step for step, _ in used])
     # Within a step the ranks' order is not recorded: only the first and last position of the step are known.
@@ -198,9 +193,9 @@ def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems:
             for sample in samples
             for record, epoch, begin, end in PART.findall(sample)
         ]
-        # The order of ranks in a step is not recorded, but the spans of a record follow each other.
+        # The order of ranks in a step is not recorded, so spans are sorted: those of one record follow each other.
         for record, epoch, begin, end in sorted(spans):
-            # A record that a run without its first steps has begun before may go on anywhere.
+            # Without the run's first steps, a record may have begun in one of them: any token is accepted.
             token = next_tokens.get((record, epoch), 0 if min(steps) == 1 else begin)
             if begin != token:
                 left = "its end" if token == END else f"token {token:.0f}"

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.data")
 
-FEWEST_JUDGED = 1000
-"""A stream is judged as if it had read at least this many records: one early bad record does not stop the run."""
-
 
 @dataclass
 class BadRecords:
-    """Counts the malformed records that are left out (--bad_rows skip); without ``skip`` the first one is an error."""
+    """Counts the malformed records that --bad_rows skip leaves out, up to a fraction ``max_bad`` of all records.
 
-    skip: bool
+    Without ``max_bad`` the first malformed record is an error.
+    """
+
+    max_bad: float | None = None
     count: int = 0
     first: str = ""  # the first bad record as "PATH:LINE: reason; what to do"
     first_number: int = 0  # its number, from 1
@@ -30,33 +30,27 @@ class BadRecords:
 
     def add(self, file: DataFile, number: int, problem: str) -> None:
         """Count a malformed record. Raises DataError unless malformed records are skipped."""
-        message = f"{file.at(number)}: {problem}"
-        if not self.skip:
-            raise DataError(f"{message}, or leave such records out with --bad_rows skip")
-        if not self.count:
-            self.first, self.first_number, self.first_problem = message, number, problem
         self.count += 1
+        message = f"{file.at(number)}: {problem}"
+        if self.count == 1:
+            self.first, self.first_number, self.first_problem = message, number, problem
+        if self.max_bad is None:
+            self.judge(1)
         if self.count & (self.count - 1) == 0:  # at 1, 2, 4, 8, ... records
             logger.warning("%d malformed records left out (--bad_rows skip); the latest is %s", self.count, message)
 
-    def judge(self, max_bad: float | None, records: int) -> None:
+    def judge(self, records: int) -> None:
         """Raise DataError where more than ``max_bad`` of the ``records`` read so far, good and bad, are bad."""
-        if self.count > (max_bad or 0.0) * max(records, FEWEST_JUDGED):
-            raise _too_many(self.count, records, self.first, max_bad or 0.0)
+        if self.count and self.max_bad is None:
+            raise DataError(f"{self.first}, or leave such records out with --bad_rows skip")
+        if self.count > (self.max_bad or 0.0) * records:
+            raise DataError(
+                f"{self.count} of {records} records are bad, more than --max_bad {self.max_bad:.4%}; "
+                f"the first is {self.first}"
+            )
 
-
-def judge_bad_records(count: int, records: int, first: str, max_bad: float | None) -> None:
-    """Raise DataError if more than ``max_bad`` of all records are bad, or any if it is None; else warn about them.
-
-    ``first`` is the first bad record as ``PATH:LINE: reason; what to do``.
-    """
-    if count and max_bad is None:
-        raise DataError(f"{first}, or leave such records out with --bad_rows skip")
-    if count > (max_bad or 0.0) * records:
-        raise _too_many(count, records, first, max_bad or 0.0)
-    if count:
-        logger.warning("%d of %d records are bad (--bad_rows skip); the first is %s", count, records, first)
-
-
-def _too_many(count: int, records: int, first: str, max_bad: float) -> DataError:
-    return DataError(f"{count} of {records} records are bad, more than --max_bad {max_bad:.4%}; the first is {first}")
+    def judge_all(self, records: int) -> None:
+        """Judge all ``records`` of a data set; warn about the bad ones."""
+        self.judge(records)
+        if count := self.count:
+            logger.warning("%d of %d records are bad (--bad_rows skip); the first is %s", count, records, self.first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,18 +24,15 @@ class Batch:
     """int64 [micro_batch, seq_len], not shifted: the sample's labels, or its ids; `IGNORED` in padding and where a
     packed document begins. Padding is on the right, so causal attention needs no mask. The same tensor as
     `input_ids` if all labels equal the ids: do not write into it."""
-    samples: list[str] = field(default_factory=list)
-    """Name of each sample; empty for a filler."""
-    truncated: int = 0
-    """Rows that lost their end (--long truncate)."""
-    truncated_targets: int = 0
-    """Tokens with loss that these rows lost."""
+    samples: list[str] = field(default_factory=list)  # name of each sample; empty for a filler
+    truncated: int = 0  # rows that lost their end (--long truncate)
+    truncated_targets: int = 0  # tokens with loss that these rows lost
     position_ids: Tensor | None = None
     """int64 [micro_batch, seq_len], from 0 in each packed document and in padding; None when every sample is one
     document. A token attends to its own document only."""
     documents: tuple[Tensor, int] | None = None
-    """Set with `position_ids`, for all samples end to end: the index at which each document begins, and the end of the
-    last one, int32 [documents + 1], where padding counts as a document; and the tokens of the longest document."""
+    """Bounds of the documents, and the length of the longest; set with `position_ids`. Bounds, int32 [documents + 1],
+    are where each document begins, and the last ends, if all rows are put end to end. Padding counts as a document."""
 
     def counted_tokens(self) -> int:
         """Return the number of labels that the loss counts: those not ignored that have a token before them."""
@@ -49,10 +47,9 @@ def collate(samples: Sequence[Sample], seq_len: int, *, size: int | None = None,
     """
     size = size or len(samples)
     shape = size, seq_len
-    input_ids = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
-    ids = input_ids.numpy()
-    names = [sample.name for sample in samples] + [""] * (size - len(samples))
+    ids = np.empty(shape, dtype=np.int64)
     plain = len(samples) == size
+    lost = lost_targets = 0
     for slot, sample in enumerate(samples):
         row = sample.row
         length = row.input_ids.size
@@ -60,26 +57,30 @@ def collate(samples: Sequence[Sample], seq_len: int, *, size: int | None = None,
         if length < seq_len or row.labels is not None or row.documents is not None:
             ids[slot, length:] = 0
             plain = False
-    ids[len(samples) :] = 0
-    lost = sum(sample.truncated for sample in samples), sum(sample.truncated_targets for sample in samples)
+        lost += sample.truncated
+        lost_targets += sample.truncated_targets
+    names = [sample.name for sample in samples]
     if plain:
-        return Batch(input_ids, input_ids, names, *lost)
-    labels = torch.full(shape, IGNORED, dtype=torch.int64, pin_memory=pin_memory)
-    targets = labels.numpy()
+        input_ids = _tensor(ids, pin_memory)
+        return Batch(input_ids, input_ids, names, lost, lost_targets)
+    ids[len(samples) :] = 0
+    names += [""] * (size - len(samples))
+    targets = np.full(shape, IGNORED, dtype=np.int64)
     for slot, sample in enumerate(samples):
         values = sample.row.targets()
         targets[slot, : values.size] = values
-    batch = Batch(input_ids, labels, names, *lost)
+    packed: dict[str, Any] = {}
     if any(sample.row.documents is not None for sample in samples):
         positions = _positions(samples, shape)
         targets[positions == 0] = IGNORED
         bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
-        batch.position_ids = _tensor(positions, pin_memory)
-        batch.documents = _tensor(bounds, pin_memory), int(np.diff(bounds).max())
-    return batch
+        documents = _tensor(bounds, pin_memory), int(np.diff(bounds).max())
+        packed = {"position_ids": _tensor(positions, pin_memory), "documents": documents}
+    return Batch(_tensor(ids, pin_memory), _tensor(targets, pin_memory), names, lost, lost_targets, **packed)
 
 
 def _tensor(values: np.ndarray, pin_memory: bool) -> Tensor:
+    # NumPy allocates a small batch in less time than torch.empty.
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if pin_memory else tensor
 

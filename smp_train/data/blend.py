@@ -8,7 +8,6 @@ before any position is known at once, and each source is read in its own order.
 from __future__ import annotations
 
 import bisect
-import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -18,6 +17,7 @@ import numpy as np
 
 from smp_train.data.order import Order, permute
 from smp_train.data.samples import Sample, Samples
+from smp_train.data.source import digest_of
 from smp_train.errors import ConfigError
 
 BLOCK = 10_000
@@ -30,8 +30,7 @@ class Joined:
     def __init__(self, sources: Sequence[Samples], locations: Sequence[str]) -> None:
         self.sources, self.locations = list(sources), list(locations)
         self.starts = [0, *accumulate(map(len, sources))]
-        text = "\n".join(source.fingerprint for source in sources)
-        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self.fingerprint = digest_of(*(source.fingerprint for source in sources))
         self.layout = "; ".join(dict.fromkeys(source.layout for source in sources))
 
     def __len__(self) -> int:
@@ -41,15 +40,17 @@ class Joined:
         """Return a sample of the source that ``index`` falls into."""
         number = bisect.bisect_right(self.starts, index) - 1
         sample = self.sources[number].sample(index - self.starts[number], key, named=named)
-        return sample._replace(name=f"{self.locations[number]}/{sample.name}") if named else sample
+        if named:
+            sample.name = f"{self.locations[number]}/{sample.name}"
+        return sample
 
 
 class BlendOrder:
     """The order of a blend: each source in its own order, drawn from in proportion to its weight (of any sum).
 
-    An epoch of the blend, for ``--epochs``, has as many positions as all sources have rows. Sources with more than
-    their share of weight reach their own next epoch earlier. The seed decides the slots, and with the source's number
-    the order of each source; ``shuffle`` is that of `Order`.
+    An epoch of the blend, for ``--epochs``, has as many positions as all sources have rows. A source whose weight is
+    larger than its share of the rows begins its own next epoch earlier. The seed decides the slots; the seed and the
+    number of a source decide the order within that source. ``shuffle`` is that of `Order`.
     """
 
     def __init__(self, samples: Joined, weights: Sequence[float], seed: int = 0, shuffle: str = "global") -> None:
@@ -104,7 +105,7 @@ class BlendOrder:
 
 
 def sources_of_block(block: int, slots: Sequence[int], seed: int) -> np.ndarray:
-    """Return the source of each position of a block, in which source s has ``slots[s]`` positions."""
+    """Return the source of each position of a block; source s has ``slots[s]`` of the positions."""
     permuted = permute(np.arange(BLOCK), BLOCK, seed, np.full(BLOCK, f"blend {block}")).astype(np.int64)
     return np.searchsorted(np.cumsum(slots), permuted, side="right")
 

@@ -1,24 +1,22 @@
 """The token cache of a data set: its folder, the token files in it, and the removal of those no longer needed.
 
-There are no locks: the name of a token file depends on its shards alone, and it appears by renaming, so two jobs may
-convert the same shards at once.
+Two jobs may convert the same shards at once, without locks: the name of a token file depends on its shards alone, and
+the file appears by renaming.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.s3 import COPY_PREFIX
+from smp_train.data.source import digest_of
 from smp_train.data.token_file import VERSION, TokenFile, read_index
 from smp_train.errors import DataError
 from smp_train.storage.folder import PARTIAL, FolderStorage
@@ -31,12 +29,8 @@ STALE_SECONDS = 24 * 3600
 """Age at which a temporary file, or a token file of removed shards, is deleted: no running job needs it."""
 
 
-def _digest(*identity: Any) -> str:
-    return hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
-
-
 def _digest_of_files(files: Sequence[DataFile]) -> str:
-    return _digest([[file.name, file.size, file.version] for file in files])
+    return digest_of(*((file.name, file.size, file.version) for file in files))
 
 
 class TokenCache:
@@ -57,11 +51,12 @@ class TokenCache:
         key = [VERSION, identity, first.config, first.split, single]
         if not first.remote:
             root = os.path.realpath(root)
-        self.folders = [(cache_dir or user_folder(), _digest(*key, root))]
+        self.folders = [(cache_dir or user_folder(), digest_of(*key, root))]
         if not (first.remote or cache_dir):
             # The key lacks the path of the data's folder: the cache stays valid on another mount.
-            self.folders.insert(0, (os.path.join(root, FOLDER_NAME), _digest(*key)))
-        self._scanned: set[str] = set()
+            self.folders.insert(0, (os.path.join(root, FOLDER_NAME), digest_of(*key)))
+        self._listed = {(file.name, file.size, file.version) for file in files.files}
+        self._scanned: dict[str, TokenFile] = {}
         self._stored: dict[tuple[str, int, str], tuple[TokenFile, int]] = {}
 
     @cached_property
@@ -81,21 +76,22 @@ class TokenCache:
         raise DataError(f"{reason}; give a --data_cache_dir that can be written")
 
     def base(self, shards: Sequence[DataFile]) -> str:
-        """Return the path without suffix of a new token file of some shards in these versions."""
+        """Return the path, without suffix, of a new token file; it depends on the names and versions of its shards."""
         folder, prefix = self.destination
         return os.path.join(folder, f"{prefix}-{_digest_of_files(shards)}")
 
     def table(self, fingerprint: str, layout: str, number: int) -> str:
         """Return the path of a table of samples of the whole file set."""
-        return f"{self.base(self.files.files)}-{_digest(fingerprint, layout, number)}.tab"
+        return f"{self.base(self.files.files)}-{digest_of(fingerprint, layout, number)}.tab"
 
     def missing(self, shards: Iterable[DataFile]) -> list[DataFile]:
         """Return the shards that no token file holds; reads the indexes that have appeared since the last call."""
         for folder, prefix in self.folders:
             for path in glob.iglob(f"{glob.escape(folder)}/{prefix}-*.idx"):
-                file = None if path in self._scanned else read_index(path.removesuffix(".idx"))
+                base = path.removesuffix(".idx")
+                file = None if base in self._scanned else read_index(base)
                 if file is not None:
-                    self._scanned.add(path)
+                    self._scanned[base] = file
                     for number, header in enumerate(file.headers):
                         self._stored[header.source, header.size, header.version] = file, number
         return [shard for shard in shards if self.stored(shard) is None]
@@ -106,47 +102,39 @@ class TokenCache:
 
     def remove_stale(self) -> None:
         """Delete what killed conversions left, and files of shards that were changed or removed."""
+        tables = f"-{_digest_of_files(self.files.files)}-"
+        needed_pairs: dict[str, bool] = {}
         for folder, prefix in self.folders:
-            with contextlib.suppress(OSError):  # no such folder, or one that cannot be written
-                self._remove_stale(folder, prefix)
-
-    def _remove_stale(self, folder: str, prefix: str) -> None:
-        # Ages are by the clock of the file server.
-        now = FolderStorage(folder).now()
-        tables = f"{prefix}-{_digest_of_files(self.files.files)}-"
-        pairs: dict[str, bool] = {}
-        for name in os.listdir(folder):
-            path = os.path.join(folder, name)
-            stem, suffix = os.path.splitext(path)
-            # Another job may have deleted the file, or another user may own it.
-            with contextlib.suppress(OSError):
-                needed = now - os.stat(path).st_mtime < STALE_SECONDS
-                if name.startswith(tables) and suffix == ".tab":
-                    needed = True
-                elif name.startswith(prefix) and suffix in (".tok", ".idx"):
-                    needed = pairs[stem] if stem in pairs else pairs.setdefault(stem, self._is_needed(stem, needed))
-                elif not name.startswith((prefix, COPY_PREFIX)) and suffix != PARTIAL:
-                    continue
-                if not needed:
-                    os.unlink(path)
+            try:
+                now, names = FolderStorage(folder).now(), os.listdir(folder)  # now: by the file server's clock
+            except OSError:  # no such folder, or one that cannot be written
+                continue
+            for name in names:
+                path = os.path.join(folder, name)
+                stem, suffix = os.path.splitext(path)
+                # Another job may have deleted the file, or another user may own it.
+                with contextlib.suppress(OSError):
+                    needed = now - os.stat(path).st_mtime < STALE_SECONDS
+                    if name.startswith(prefix + tables) and suffix == ".tab":
+                        needed = True
+                    elif name.startswith(prefix) and suffix in (".tok", ".idx"):
+                        # Decided once per pair: a pair whose first file has been deleted would look incomplete and new.
+                        needed = needed_pairs.setdefault(stem, stem in needed_pairs or self._is_needed(stem, needed))
+                    elif not name.startswith((prefix, COPY_PREFIX)) and suffix != PARTIAL:
+                        continue
+                    if not needed:
+                        os.unlink(path)
 
     def _is_needed(self, base: str, new: bool) -> bool:
-        """Return whether a token file holds a listed shard, or a ``new`` one may still be read by another job."""
-        file = read_index(base)
+        """Return whether a token file is needed: it holds a listed shard, or is ``new``: a job may still read it."""
+        file = self._scanned.get(base) or read_index(base)
         if file is None:  # damaged, incomplete, or of a different version of this program
             return new
-        listed = {shard.name: (shard.size, shard.version) for shard in self.files.files}
-        if any(listed.get(header.source) == (header.size, header.version) for header in file.headers):
+        if any((header.source, header.size, header.version) in self._listed for header in file.headers):
             return True
         # However new, a file is not needed if the files of all its shards have changed.
-        return new and not all(header.source in listed for header in file.headers)
-
-
-def unwritable(folder: str, error: OSError) -> DataError:
-    """Return the error for a token cache that cannot be written."""
-    return DataError(
-        f"{folder}: cannot write the token cache ({error.strerror}); free some space or give another --data_cache_dir"
-    )
+        names = {name for name, _, _ in self._listed}
+        return new and not all(header.source in names for header in file.headers)
 
 
 def user_folder() -> str:

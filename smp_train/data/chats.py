@@ -38,7 +38,6 @@ FIXED_CLOCK = (
 )
 """Prepended to a template: replaces the function by which it asks for today's date."""
 
-
 Turns = list[dict[str, Any]]
 """Each with ``role``, ``content`` (a string, or parts of type text), and other fields that a template reads."""
 Tools = list[dict[str, Any]] | None
@@ -47,8 +46,9 @@ Tools = list[dict[str, Any]] | None
 class Chats:
     """Makes rows of chats.
 
-    An answer is the text that the template marks by ``{% generation %}``, else the text that an assistant's turn adds
-    to the rendering of the turns before it with the generation prompt. A token partly in an answer carries loss.
+    An answer is the text that the template marks by ``{% generation %}``. Of a template without marks it is the text
+    that an assistant's turn adds to the earlier turns with the generation prompt. A token partly in an answer carries
+    loss.
 
     ``tokenizer`` is a fast tokenizer of transformers, ``name`` its name in messages, and ``chat_template`` a file that
     replaces its template. Raises ConfigError if there is no template, or if it does not compile.
@@ -210,7 +210,7 @@ def chat_of(fields: dict[str, Any], kind: Kind) -> tuple[Turns, Tools]:
 
 
 def _cleaned(value: Any) -> Any:
-    """Return a value without nulls: in tables all turns have all fields. Raises ValueError for unusable text."""
+    """Return a value without its nulls, which tables have for absent fields. Raises ValueError for unusable text."""
     if isinstance(value, dict):
         return {key: _cleaned(part) for key, part in value.items() if part is not None}
     if isinstance(value, UnicodeDecodeError):

@@ -12,7 +12,7 @@ from smp_train.data.audit import audit
 from smp_train.data.files import Selection, list_files
 from smp_train.data.rows import ANY_VOCABULARY, Recipe
 from smp_train.data.survey import survey
-from smp_train.errors import DataError
+from smp_train.errors import DataError, first_few
 
 SHOWN = 100
 
@@ -53,10 +53,8 @@ def main(argv: Sequence[str]) -> int:
         sizes = {file.name: file.size for file in files.files}
         differences = manifest.differences(files.location, sizes, checksums=True)
         report.problems += [f"{files.location}: {problem} (by {manifest.MANIFEST})" for problem in differences]
-    for problem in report.problems[:SHOWN]:
-        print(problem)
-    if len(report.problems) > SHOWN:
-        print(f"... and {len(report.problems) - SHOWN} more")
+    if report.problems:
+        print(first_few(report.problems, "\n", most=SHOWN))
     if args.verb == "inspect":
         print(report.text(files, args.tokenizer))
     else:

@@ -9,20 +9,20 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from smp_train import distributed
 from smp_train.data import s3
 from smp_train.data.arrays_file import read_header, write_arrays
-from smp_train.data.bad_records import BadRecords, judge_bad_records
-from smp_train.data.cache import TokenCache, unwritable
+from smp_train.data.bad_records import BadRecords
+from smp_train.data.cache import TokenCache
 from smp_train.data.files import DataFile, FileSet
-from smp_train.data.rows import Recipe, RowMaker, read_rows
+from smp_train.data.rows import Recipe, RowMaker, grouped, read_rows
 from smp_train.data.samples import Samples, make_table, needs_tables, table_ranges
 from smp_train.data.source import Source
 from smp_train.data.token_file import VERSION, TokenRows, dtype_for
@@ -77,7 +77,7 @@ def open_token_rows(
         # The missing shards change during the conversion, so ranks divide the list of all shards.
         shards = cache.missing(share(files.files, rank, world))
         if shards:
-            _convert(cache, recipe, shards, report, processes, max_bad is not None)
+            _convert(cache, recipe, shards, report, processes, max_bad)
 
     total = sum(file.size * (1 + file.remote) for file in missing)
     _on_all_nodes(f"converting {files.location}", convert, cache, ranks, total)
@@ -90,13 +90,11 @@ def open_token_rows(
         bad = [(shard, header) for shard, header in zip(shards, rows.headers, strict=True) if header.skipped]
         first = [f"{shard.at(header.first_bad_number)}: {header.first_bad}" for shard, header in bad[:1]]
         skipped = sum(header.skipped for _, header in bad)
-        judge_bad_records(skipped, len(rows) + skipped, "".join(first), max_bad)
+        BadRecords(max_bad, skipped, "".join(first)).judge_all(len(rows) + skipped)
         return rows
 
 
-def open_samples(
-    source: Source, seq_len: int, *, long: str, short: str, ranks: Runtime | None = None
-) -> Samples:  # fmt: skip
+def open_samples(source: Source, seq_len: int, *, long: str, short: str, ranks: Runtime | None = None) -> Samples:
     """Return the samples of rows; all ranks together write the tables of samples to the cache; collective.
 
     A program's rows have no cache: each rank holds their tables in memory.
@@ -140,7 +138,11 @@ def _on_all_nodes(
         try:
             work(rank, world, report)
         except OSError as error:
-            raise unwritable(cache.destination[0], error) from None
+            folder = cache.destination[0]
+            raise DataError(
+                f"{folder}: cannot write the token cache ({error.strerror}); free some space or give another "
+                "--data_cache_dir"
+            ) from None
 
     turns = [(ranks.rank, ranks.world_size)] if ranks else [(0, 1)]
     if ranks and ranks.num_nodes > 1:
@@ -177,43 +179,28 @@ def _check_space(cache: TokenCache, missing: Sequence[DataFile], recipe: Recipe,
 
 
 def _convert(
-    cache: TokenCache, recipe: Recipe, files: Sequence[DataFile], report: Report, processes: int, skip_bad: bool
-) -> None:
+    cache: TokenCache, recipe: Recipe, files: Sequence[DataFile], report: Report, processes: int,
+    max_bad: float | None,
+) -> None:  # fmt: skip
     """Convert files, in this process or in several."""
     in_s3 = files[0].path.startswith("s3://")
     uncopied: Iterator[tuple[DataFile, str | None]] = ((file, None) for file in files)
     with s3.fetch(files, cache.destination[0], tick=report) if in_s3 else nullcontext(uncopied) as copies:
-        groups = _groups(copies)
+        groups = grouped(copies, FILE_BYTES, size=lambda copy: copy[0].size or FILE_BYTES)  # unknown on the hub
         if processes > 1 and len(files) > 1 and sum(file.size for file in files) >= WORTH_BYTES[recipe.kind.name]:
-            _convert_in_processes(cache, recipe, groups, report, min(processes, len(files)), skip_bad)
+            _convert_in_processes(cache, recipe, groups, report, min(processes, len(files)), max_bad)
             return
         maker = recipe.open()
         for group in groups:
-            write_group(cache.base([file for file, _ in group]), group, maker, recipe.vocab_size, report, skip_bad)
+            write_group(cache.base([file for file, _ in group]), group, maker, recipe.vocab_size, report, max_bad)
 
 
-def _groups(copies: Iterable[tuple[DataFile, str | None]]) -> Iterator[Group]:
-    """Put files together up to `FILE_BYTES`."""
-    group: Group = []
-    size = 0
-    for file, copy in copies:
-        group.append((file, copy))
-        size += file.size or FILE_BYTES  # a shard on the hub is probably large
-        if size >= FILE_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def write_group(
-    base: str, group: Group, maker: RowMaker, vocab_size: int, tick: Report, skip_bad: bool
-) -> None:  # fmt: skip
-    """Convert files to one token file, and delete their local copies. Raises DataError."""
+def write_group(base: str, group: Group, maker: RowMaker, vocab_size: int, tick: Report, max_bad: float | None) -> None:
+    """Convert files to one token file, then delete their local copies. Raises DataError."""
 
     def shards() -> Iterator[Shard]:
         for file, copy in group:
-            bad = BadRecords(skip_bad)
+            bad = BadRecords(max_bad)
             # Copies of a file on other nodes may have other modification times than the file that rank 0 listed.
             modified = _modified(file)
             yield file, read_rows(file, maker, bad, copy=copy, tick=tick), bad
@@ -222,10 +209,10 @@ def write_group(
                     f"{file.path}: was changed or removed while it was being read; start again when it is complete"
                 )
 
-    try:
-        write_token_file(base, shards(), vocab_size)
-    finally:
-        _delete_copies(group)
+    write_token_file(base, shards(), vocab_size)
+    for _, copy in group:
+        if copy is not None:
+            os.unlink(copy)
 
 
 def _modified(file: DataFile) -> int | None:
@@ -236,16 +223,10 @@ def _modified(file: DataFile) -> int | None:
         return None
 
 
-def _delete_copies(group: Group) -> None:
-    for _, copy in group:
-        if copy is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(copy)
-
-
 def _convert_in_processes(
-    cache: TokenCache, recipe: Recipe, groups: Iterator[Group], report: Report, processes: int, skip_bad: bool
-) -> None:
+    cache: TokenCache, recipe: Recipe, groups: Iterator[Group], report: Report, processes: int,
+    max_bad: float | None,
+) -> None:  # fmt: skip
     # Spawned: a fork would copy a process that may hold CUDA contexts, threads and locks.
     context = multiprocessing.get_context("spawn")
     stopped, threads = context.Event(), max(1, cores() // processes)
@@ -259,7 +240,7 @@ def _convert_in_processes(
             report(0)
 
     try:
-        arguments = recipe, skip_bad, threads, stopped
+        arguments = recipe, max_bad, threads, stopped
         with ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=arguments) as pool:
             try:
                 for group in groups:
@@ -269,7 +250,7 @@ def _convert_in_processes(
                 collect(0)
             except BaseException:
                 stopped.set()
-                pool.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)  # waits: a process that still writes would leave its temporary file
                 raise
     except BrokenProcessPool:
         for base, _ in pending.values():
@@ -281,16 +262,13 @@ def _convert_in_processes(
             f"{names}: a process that converted one of these files was killed; memory may have run out: start again, "
             "with fewer --data_num_workers"
         ) from None
-    finally:
-        for _, group in pending.values():
-            _delete_copies(group)
 
 
-_worker: list[tuple[RowMaker, int, bool, Event]] = []
-"""Arguments of a worker process: row maker, vocabulary size, --bad_rows skip, and the order to stop."""
+_worker: list[tuple[RowMaker, int, float | None, Event]] = []
+"""Arguments of a worker process: row maker, vocabulary size, --max_bad, and an event that is set to stop it."""
 
 
-def _start_worker(recipe: Recipe, skip_bad: bool, threads: int, stopped: Event) -> None:
+def _start_worker(recipe: Recipe, max_bad: float | None, threads: int, stopped: Event) -> None:
     """Set up a process that converts; it ends when its parent ends, for any reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -302,14 +280,14 @@ def _start_worker(recipe: Recipe, skip_bad: bool, threads: int, stopped: Event) 
     threading.Thread(target=follow, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, which gets the same signal, decides
     os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true" if threads > 1 else "false")
-    _worker.append((recipe.open(), recipe.vocab_size, skip_bad, stopped))
+    _worker.append((recipe.open(), recipe.vocab_size, max_bad, stopped))
 
 
 def _work(base: str, group: Group) -> None:
-    maker, vocab_size, skip_bad, stopped = _worker[0]
+    maker, vocab_size, max_bad, stopped = _worker[0]
 
     def tick(size: int) -> None:
         if stopped.is_set():
             raise SmpTrainError("the conversion was stopped")
 
-    write_group(base, group, maker, vocab_size, tick, skip_bad)
+    write_group(base, group, maker, vocab_size, tick, max_bad)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ READERS = {
     ".py": "text", ".txt.gz": "text",
 }  # fmt: skip
 """Reader of a file, by the suffix of its name."""
+SUFFIX = re.compile(f"({'|'.join(map(re.escape, READERS))})\\Z")
 NOT_TEXT = (
     ".csv", ".tsv", ".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".tar", ".gz", ".zst", ".bz2", ".xz", ".tok",
     ".idx",
@@ -45,6 +47,7 @@ OTHER_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json",
 )  # fmt: skip
 """Files without records that ``datasets``, ``prepare`` and ``transformers`` write next to records."""
+OTHER_NAME = re.compile("|".join(map(fnmatch.translate, OTHER_FILES)))
 FIRST_RECORDS = 100
 """Records of a file among which the first well-formed one decides the kind."""
 
@@ -159,9 +162,8 @@ def check_local_files(files: Sequence[DataFile]) -> None:
 def list_files(location: str, selection: Selection | None = None, *, split: str | Sequence[str] = "train") -> FileSet:
     """Return the files of a file, a folder, an ``s3://`` prefix or a data set on the hub. Not collective.
 
-    Folders are read with all folders below. A folder of splits (a DatasetDict, the output of prepare, or folders called
-    train and test) and a data set on the hub are read for the first ``split`` that exists. Raises DataError and
-    ConfigError.
+    Folders are read with all folders below. Of a folder of splits (a DatasetDict, what prepare wrote, or folders called
+    train and test) and of a data set on the hub the first ``split`` that exists is read. Raises DataError, ConfigError.
     """
     selection = selection or Selection()
     splits = (split,) if isinstance(split, str) else tuple(split)
@@ -190,8 +192,8 @@ def reader_of(name: str) -> str | None:
 
 def _suffix(name: str) -> str:
     """Return the longest known suffix of a name, or an empty one."""
-    lower = name.lower()
-    return max((suffix for suffix in READERS if lower.endswith(suffix)), key=len, default="")
+    known = SUFFIX.search(name.lower())
+    return known[0] if known else ""
 
 
 def _listed(
@@ -242,9 +244,13 @@ def _local_entries(location: str, selection: Selection) -> dict[str, DataFile]:
     if not os.path.isdir(root):
         raise DataError(f"{location}: no such file or folder; check {selection.flag}")
     entries = {}
-    for folder, folders, names in os.walk(root, onerror=_refuse_folder, followlinks=True):
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be listed ({error.strerror})")
+
+    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder) + "/"
-        # Without links to a folder above.
+        # A link to a folder above would be followed without end.
         folders[:] = [
             name for name in sorted(folders)
             if _is_selected(name, selection) and not real.startswith(os.path.realpath(f"{folder}/{name}") + "/")
@@ -253,10 +259,6 @@ def _local_entries(location: str, selection: Selection) -> dict[str, DataFile]:
             if _is_selected(name, selection):
                 entries[f"{folder}/{name}"[len(root) + 1 :]] = _local_entry(f"{folder}/{name}")
     return entries
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise DataError(f"{error.filename}: cannot be listed ({error.strerror})")
 
 
 def _is_selected(name: str, selection: Selection) -> bool:
@@ -363,7 +365,7 @@ def _refuse_duplicates(files: Iterable[DataFile]) -> None:
     for file in files:
         status = None if file.remote else os.stat(file.path)
         same = (file.path, file.split, file.shard) if status is None else (status.st_dev, status.st_ino)
-        # Without .gz; and without .json, .jsonl or .ndjson.
+        # The path without .gz, and for JSON lines also without .json, .jsonl or .ndjson.
         suffix = _suffix(file.path) if file.kind != "hub" else ""
         stem = file.shown[: len(file.shown) - len(suffix)] + suffix.removesuffix(".gz") * (file.kind != "lines")
         for key in (same, stem):
@@ -374,7 +376,7 @@ def _refuse_duplicates(files: Iterable[DataFile]) -> None:
 
 
 def _is_usable(file: DataFile, single: bool, zipped: bool | None) -> bool:
-    """Return False for an empty text in a folder. Raises DataError for another empty file, or against --zipped_data."""
+    """Return False for an empty text in a folder. Raises DataError for other empty files, and as --zipped_data says."""
     if not file.size and (file.kind != "text" or single):
         raise DataError(f"{file.path}: is empty (0 bytes); write it again or remove it")
     if not file.size:
@@ -391,4 +393,4 @@ def _describe(names: Iterable[str]) -> str:
 
 
 def _is_other(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in OTHER_FILES)
+    return OTHER_NAME.match(name) is not None

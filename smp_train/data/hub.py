@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from smp_train.data.source import digest_of
 from smp_train.errors import ConfigError, DataError, install, one_line
 from smp_train.models.hugging_face import HubUnreachable, asking_hub
 
@@ -21,10 +21,7 @@ SHOWN = 300
 
 @lru_cache(maxsize=16)
 def open_splits(name: str, config: str | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return streams of the splits of a data set on the hub, and a digest of each one's files.
-
-    Raises ConfigError and DataError.
-    """
+    """Return the streams of a hub data set's splits, and a digest of each one's files. Raises an `SmpTrainError`."""
     try:
         import datasets
     except ImportError:
@@ -45,12 +42,9 @@ def open_splits(name: str, config: str | None) -> tuple[dict[str, Any], dict[str
             f"{name}: is no file or folder here, and cannot be opened as a data set on the hub ({_shown(error)})"
         ) from None
     files = builder.config.data_files or {}
-    identities = {}
-    for split in streams:
-        # The names of files on the hub contain the commit.
-        content = repr((name, config, split, list(files.get(split) or [builder.hash or ""])))
-        identities[split] = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-    return streams, identities
+    # The names of files on the hub contain the commit.
+    names = {split: list(files.get(split) or [builder.hash or ""]) for split in streams}
+    return streams, {split: digest_of(name, config, split, names[split]) for split in streams}
 
 
 def batches(file: DataFile, first: int) -> Iterator[tuple[int, Any]]:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from smp_train.data.batch import Batch, collate
 from smp_train.data.blend import BlendOrder, Joined
-from smp_train.data.loader import Loader, change_data, refuse_changed
+from smp_train.data.loader import Loader
 from smp_train.data.order import Order
 from smp_train.data.samples import Sample, Samples
-from smp_train.errors import DataError
 
-STATE_VERSION = 2
 FILLER = -1
 """The sample of a position after the last epoch."""
-DATA_KEYS = {"layout": "samples made by", "blend": "blend", "size": "samples", "fingerprint": "fingerprint"}
-"""Fields of a state that identify the data, with their names in messages."""
 
 
 class TrainingData(Loader):
@@ -27,6 +24,8 @@ class TrainingData(Loader):
     Epochs straddle batches: no sample is dropped at the end of an epoch. The last batch of the last of ``epochs`` is
     filled up with rows that do not count. ``named`` sets `Batch.samples`, which takes a quarter of the time of a batch.
     """
+
+    kind = "indexed"
 
     def __init__(
         self, samples: Samples | Joined, order: Order | BlendOrder, *, named: bool = True, epochs: int | None = None,
@@ -38,8 +37,8 @@ class TrainingData(Loader):
         self.end = None if epochs is None else epochs * len(samples)
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of samples of each source of a blend, or, under ``""``, of all."""
-        return self.order.sizes() if isinstance(self.order, BlendOrder) else super().sizes()
+        """See `Loader.sizes`."""
+        return self.order.sizes()
 
     def names(self, consumed: int) -> list[list[str]]:
         """See `Loader.names`."""
@@ -53,8 +52,9 @@ class TrainingData(Loader):
         return epochs, indices if self.end is None else np.where(positions < self.end, indices, FILLER)
 
     def _samples(self, epochs: list[int], indices: list[int], named: bool) -> list[Sample]:
+        sample, seed = self.samples.sample, self.order.seed
         return [
-            self.samples.sample(index, (self.order.seed, epoch, index), named=named)
+            sample(index, (seed, epoch, index), named=named)
             for epoch, index in zip(epochs, indices, strict=True)
             if index != FILLER
         ]
@@ -67,7 +67,7 @@ class TrainingData(Loader):
         # The order is computed for many steps at once: NumPy costs more per call than per element. The first calls are
         # for few steps, so that the first batch does not wait.
         rows_of_step = self.micro_batch * self.accumulation
-        steps, most = max(1, 256 // rows_of_step), max(1, 4096 // rows_of_step)
+        steps, most = max(1, 256 // rows_of_step), max(1, 16384 // rows_of_step)
         self._use_device()
         while self.end is None or consumed < self.end:
             if self.end is not None:
@@ -79,49 +79,24 @@ class TrainingData(Loader):
             consumed += steps * self.global_batch
             steps = min(4 * steps, most)
 
-    def state(self, consumed: int) -> dict[str, Any]:
-        """Return the number of consumed positions, and the identity of the data and its order; equal on all ranks."""
-        return {
-            "kind": "indexed", "version": STATE_VERSION, "consumed": consumed, **self.order.identity(),
-            "layout": self.samples.layout, "fingerprint": self.samples.fingerprint,
-        }  # fmt: skip
-
-    def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
-        """Return ``consumed`` of a saved state; DataError names what would change the sample at a position."""
-        kind, version = state.get("kind"), state.get("version")
-        if (kind, version) != ("indexed", STATE_VERSION):
-            raise DataError(
-                f"the checkpoint's data is {kind} (version {version}), the run's is indexed (version {STATE_VERSION}); "
-                "give --streaming 1 for streamed data, or start a new run from the checkpoint's weights (--finetune 1)"
-            )
-        now = self.state(0)
-        for key in ("seed", "shuffle"):
-            refuse_changed(f"--{key}", state[key], now[key])
-        for key, label in DATA_KEYS.items():
-            before, after = state.get(key), now.get(key)
-            if before != after:
-                changed = f"the training data changed: {label} {before} in the checkpoint, {after} now"
-                then = f"going on at sample {state['consumed']}; in this epoch, rows may come twice or not at all"
-                change_data(changed, then, allowed=allow_data_change)
-                break
-        return int(state["consumed"])
+    def identity(self) -> dict[str, Any]:
+        """See `Loader.identity`."""
+        identity = {"layout": self.samples.layout, "fingerprint": self.samples.fingerprint}
+        return {**self.order.identity(), **identity}
 
 
 class ValidationData:
     """The same samples in stored order at every validation, and equally many batches on every rank.
 
     The last batches are filled up with rows without labels, so that a token-weighted mean over all ranks counts each
-    sample once. ``rows`` are the samples to read, by default all, in at most ``max_batches`` batches per rank.
+    sample once. Reads the samples from number ``first`` on, in at most ``max_batches`` batches per rank.
     """
 
-    def __init__(
-        self, samples: Samples, rows: range | None = None, *, seq_len: int, micro_batch: int, dp_rank: int,
-        dp_size: int, max_batches: int | None = None, pin_memory: bool = False,
-    ) -> None:  # fmt: skip
-        self.samples, self.seq_len, self.micro_batch = samples, seq_len, micro_batch
-        self.dp_rank, self.dp_size, self.pin_memory = dp_rank, dp_size, pin_memory
-        self.rows = rows or range(len(samples))
-        batches = -(-len(self.rows) // (micro_batch * dp_size))
+    def __init__(self, samples: Samples, first: int = 0, *, max_batches: int | None = None, **share: Any) -> None:
+        order = Order(len(samples), shuffle="none")
+        self._data = TrainingData(samples, order, epochs=1, accumulation=1, prefetch=0, **share)
+        self.first = first
+        batches = -(-(len(samples) - first) // self._data.global_batch)
         self._batches = batches if max_batches is None else min(batches, max_batches)
 
     def __len__(self) -> int:
@@ -129,9 +104,6 @@ class ValidationData:
         return self._batches
 
     def batches(self) -> Iterator[Batch]:
-        """Yield this rank's batches: batch b has rows (b * dp_size + dp_rank) * micro_batch + i."""
-        for number in range(self._batches):
-            first = (number * self.dp_size + self.dp_rank) * self.micro_batch
-            indices = self.rows[first : first + self.micro_batch]
-            samples = [self.samples.sample(index, ("validation", index)) for index in indices]
-            yield collate(samples, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory)
+        """Yield this rank's batches."""
+        for (batch,) in islice(self._data.batches(self.first), self._batches):
+            yield batch

@@ -50,7 +50,7 @@ def kind_of_record(record: Mapping[str, Any], column: str | None, shown: str) ->
         if len(names) == 2:
             return ALPACA if names == ALPACA.fields[:2] else Kind("completions", names)
         if record.get(column) is None:
-            raise DataError(f'{shown}: no "{column}" in this record (it has {_names(record)}); set --text_column')
+            raise DataError(f'{shown}: no "{column}" in this record (it has {names_of(record)}); set --text_column')
         return _chats(record, column) if isinstance(record[column], list) else Kind("text", names)
     if IDS in record:
         return TOKENS
@@ -68,12 +68,13 @@ def kind_of_record(record: Mapping[str, Any], column: str | None, shown: str) ->
     if not kinds:
         raise DataError(
             f"{shown}: no field text, messages, conversations, prompt with completion, instruction with output, or "
-            f"{IDS} in this record (it has {_names(record)}); set --text_column"
+            f"{IDS} in this record (it has {names_of(record)}); set --text_column"
         )
     return kinds[0]
 
 
-def _names(record: Mapping[str, Any]) -> str:
+def names_of(record: Mapping[str, Any]) -> str:
+    """Return the names of the first fields, for messages."""
     return first_few(list(record), most=8) or "no field"
 
 

@@ -1,8 +1,7 @@
 """Base of training data: which positions of a run a data-parallel rank reads, and reading them ahead.
 
 A run is one sequence of positions 0, 1, 2, ...; indexed and streamed data decide which sample is at a position. Ranks,
-micro-batches, accumulation and prefetching decide only who reads a position, so the number of positions consumed says
-where every rank continues.
+micro-batches and prefetching decide only who reads it: every rank continues at the number of positions consumed.
 """
 
 from __future__ import annotations
@@ -23,6 +22,13 @@ from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
 
+STATE_VERSION = 2
+IDENTITY = {
+    "seed": "--seed", "shuffle": "--shuffle", "layout": "samples made by", "blend": "blend", "size": "samples",
+    "fingerprint": "fingerprint",
+}  # fmt: skip
+"""Fields of `Loader.identity`, with their names in messages."""
+
 
 class Loader:
     """Assigns positions to ranks, and reads ahead in a thread.
@@ -39,10 +45,9 @@ class Loader:
         pin_memory: make batches in page-locked memory, for copies to a GPU that overlap with computing.
     """
 
-    rows_in_epoch: int | None = None
-    """Samples of an epoch; None when unknown."""
-    end: int | None = None
-    """Samples of the whole run; None when unknown, or when the data repeats without end."""
+    kind = ""  # ``indexed`` or ``streamed``
+    rows_in_epoch: int | None = None  # samples of an epoch; None when unknown
+    end: int | None = None  # samples of the whole run; None when unknown, or when the data repeats without end
     exhausted = False
     """Whether this rank has no sample after the step handed over last: its streams have ended, and all its further
     batches are blank. The run ends when all ranks are exhausted."""
@@ -55,8 +60,7 @@ class Loader:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.prefetch, self.pin_memory = prefetch, pin_memory
         self._device = torch.cuda.current_device() if pin_memory else None
-        self.global_batch = micro_batch * accumulation * dp_size
-        """Positions of one optimizer step, over all ranks."""
+        self.global_batch = micro_batch * accumulation * dp_size  # positions of one optimizer step, over all ranks
 
     def step_samples(self, consumed: int) -> int:
         """Return the number of samples of the step that begins at ``consumed``; the last step may have fewer."""
@@ -64,13 +68,12 @@ class Loader:
 
     def sizes(self) -> dict[str, int]:
         """Return the number of samples under ``""``, or of each source of a blend; empty when unknown."""
-        return {} if self.rows_in_epoch is None else {"": self.rows_in_epoch}
+        return {}
 
     def positions(self, consumed: int) -> np.ndarray:
         """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""
-        j = np.arange(self.accumulation, dtype=np.int64)[:, None] * (self.micro_batch * self.dp_size)
-        i = np.arange(self.micro_batch, dtype=np.int64)
-        return consumed + j + self.dp_rank * self.micro_batch + i
+        step = np.arange(self.global_batch).reshape(self.accumulation, self.dp_size, self.micro_batch)
+        return consumed + step[:, self.dp_rank]
 
     def names(self, consumed: int) -> list[list[str]]:
         """Return the names of this rank's samples of the step at ``consumed``, by micro-batch; empty when unknown."""
@@ -99,13 +102,40 @@ class Loader:
         for step in _read_ahead(steps, self.prefetch) if self.prefetch > 0 else steps:
             yield self._hand_over(step)
 
+    def identity(self) -> dict[str, Any]:
+        """Return all that decides which sample is at a position: the data, its layout and its order."""
+        raise NotImplementedError
+
     def state(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, the same on every rank; collective for streams."""
-        raise NotImplementedError
+        return {"kind": self.kind, "version": STATE_VERSION, "consumed": consumed, **self.identity()}
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """Restore a saved state and return its ``consumed``; DataError when it is of other data. Not collective."""
-        raise NotImplementedError
+        kind, version, now = state.get("kind"), state.get("version"), self.identity()
+        if (kind, version) != (self.kind, STATE_VERSION):
+            raise DataError(
+                f"the checkpoint's data is {kind} (version {version}), the run's is {self.kind} (version "
+                f"{STATE_VERSION}); give --streaming {int(kind == 'streamed')}, or start a new run from the "
+                "checkpoint's weights (--finetune 1)"
+            )
+        for key, label in IDENTITY.items():
+            before, after = state.get(key), now.get(key)
+            if before == after:
+                continue
+            if label.startswith("--"):
+                changed = f"{label} changed: {before} in the checkpoint, {after} now"
+                raise DataError(f"{changed}; resume with the same, or start a new run")
+            changed = f"the training data changed: {label} {before} in the checkpoint, {after} now"
+            if not allow_data_change:
+                raise DataError(
+                    f"{changed}; give what the run began with, start a new run, or go on with other data by "
+                    "--allow_data_change 1"
+                )
+            then = f"going on at sample {state['consumed']}; in this epoch, rows may come twice or not at all"
+            logger.warning("%s (--allow_data_change 1): %s", changed, then, extra=ALL_RANKS)
+            break
+        return int(state["consumed"])
 
 
 def _read_ahead(steps: Iterator[Any], depth: int) -> Iterator[Any]:
@@ -125,21 +155,3 @@ def _read_ahead(steps: Iterator[Any], depth: int) -> Iterator[Any]:
         for future in ready:
             future.cancel()
         pool.shutdown()
-
-
-def refuse_changed(flag: str, before: object, now: object) -> None:
-    """Raise DataError where a setting of a saved state has changed, which no flag allows."""
-    if before != now:
-        raise DataError(
-            f"{flag} changed: {before} in the checkpoint, {now} now; resume with the same, or start a new run"
-        )
-
-
-def change_data(changed: str, then: str, *, allowed: bool) -> None:
-    """Warn that the data has changed, and what happens ``then``; raise DataError unless that is ``allowed``."""
-    if not allowed:
-        raise DataError(
-            f"{changed}; give what the run began with, start a new run, or go on with other data by "
-            "--allow_data_change 1"
-        )
-    logger.warning("%s (--allow_data_change 1): %s", changed, then, extra=ALL_RANKS)

@@ -47,7 +47,7 @@ def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:
     """Return (size, sha256) of the files that the manifest in the parent folder lists for a folder."""
     folder = location.rstrip("/") if is_s3(location) else os.path.realpath(location)
     parent, _, name = folder.rpartition("/")
-    manifest = {} if parent == "s3:/" else _read(f"{parent}/{MANIFEST}")
+    manifest = {} if parent == "s3:/" else read_manifest(parent)
     if manifest.get("complete") is False and name in ("train", "test"):
         raise DataError(
             f"{parent}/{MANIFEST}: this preparation is not finished; run smp-train prepare again, and it continues"
@@ -59,7 +59,9 @@ def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:
         return None  # a manifest for a different split, or by a different program
 
 
-def _read(path: str) -> dict[str, Any]:
+def read_manifest(folder: str) -> dict[str, Any]:
+    """Return the manifest in a folder; empty if there is none that can be read. Raises DataError."""
+    path = f"{folder}/{MANIFEST}"
     try:
         text = s3.read_object(path) if is_s3(path) else Path(path).read_bytes()
         manifest = json.loads(text or b"null")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train import distributed
 from smp_train.arguments.own import Own, Rows
 from smp_train.arguments.sources import HELD_OUT, is_streamed, training_sources
-from smp_train.data.bad_records import judge_bad_records
+from smp_train.data.bad_records import BadRecords
 from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.convert import open_samples, open_token_rows, processes_for
 from smp_train.data.files import FileSet, Selection, list_sources
@@ -21,9 +22,11 @@ from smp_train.data.order import Order
 from smp_train.data.own_rows import Checked
 from smp_train.data.rows import Recipe
 from smp_train.data.samples import Samples, check_layout
-from smp_train.data.streamed import first_samples, open_streams
+from smp_train.data.stream import Reading
+from smp_train.data.streamed import StreamedData, first_samples
 from smp_train.data.synthetic import Synthetic
 from smp_train.data.token_file import TokenRows
+from smp_train.data.tokenizer import spread_tokenizing
 from smp_train.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.data")
 
-ALL_SAMPLES = 1 << 40
+COSTLY_READERS = 1.5
+"""A warning reports when more ranks than this read each record, on average."""
 
 
 def layout(args: Arguments, kind: str) -> tuple[str, str]:
@@ -54,6 +58,11 @@ class Opener:
     tokenizer: Callable[[], str | None]
     """Returns the location of the tokenizer or None; called only for records that need a tokenizer."""
 
+    @property
+    def max_bad(self) -> float | None:
+        """Return the largest fraction of bad records; None without --bad_rows skip, which allows no bad record."""
+        return self.args.max_bad if self.args.bad_rows == "skip" else None
+
     def list(self, locations: Sequence[str], flag: str, **options: Any) -> list[FileSet]:
         """Return the files of some locations."""
         column, config, zipped = self.args.text_column, self.args.dataset_config_name, self.args.zipped_data
@@ -71,9 +80,8 @@ class Opener:
         """Return the samples of a location, converted first where necessary."""
         args, location = self.args, files.location
         long, short = layout(args, files.kind.name)
-        max_bad = args.max_bad if args.bad_rows == "skip" else None
         rows = open_token_rows(
-            files, self.recipe(files.kind), cache_dir=args.data_cache_dir, max_bad=max_bad, ranks=self.ranks,
+            files, self.recipe(files.kind), cache_dir=args.data_cache_dir, max_bad=self.max_bad, ranks=self.ranks,
             processes=processes_for(args.data_num_workers, self.ranks.local_world_size),
         )  # fmt: skip
         with distributed.together(f"checking {location}"):
@@ -82,7 +90,7 @@ class Opener:
                 "them with loss", {"location": location, **rows.report()},
             )  # fmt: skip
             if long == "truncate":
-                _refuse_unlearnable(rows, self.seq_len, max_bad)
+                _refuse_unlearnable(rows, self.seq_len, self.max_bad)
         _refuse_different(location, rows.fingerprint)
         return open_samples(rows, self.seq_len, long=long, short=short, ranks=self.ranks)
 
@@ -99,20 +107,38 @@ class Opener:
         if not (files.on_hub if self.args.streaming is None else self.args.streaming):
             return self.samples(files)
         long, short = layout(self.args, files.kind.name)
+        short = "pad" if short == "pack" else short
         recipe = self.recipe(files.kind)
         with distributed.together(f"reading {files.location}"):
-            source = first_samples(self.args, files, recipe, short=short, long=long, seq_len=self.seq_len, most=most)
-            return Samples(source, self.seq_len)
+            reading = self._reading([files], [recipe], long=long, short=short, shuffled=False, epochs=1)
+            return Samples(first_samples(reading, most), self.seq_len)
 
     def streams(self, filesets: Sequence[FileSet], **share: Any) -> Loader:
-        """Return the streams of a run."""
+        """Return the streams of a run, after a check of their first records; ``share`` are arguments of `Loader`."""
         layouts = {layout(self.args, files.kind.name) for files in filesets}
         if len(layouts) > 1:
             raise ConfigError("the sources hold text and other records; choose one --short for all of them")
         ((long, short),) = layouts
-        sources = [(files, self.recipe(files.kind)) for files in filesets]
-        local_ranks = self.ranks.local_world_size
-        return open_streams(self.args, sources, long=long, short=short, local_ranks=local_ranks, **share)
+        args, recipes = self.args, [self.recipe(files.kind) for files in filesets]
+        spread_tokenizing(self.ranks.local_world_size)
+        with distributed.together("opening the streams"):
+            how = {"long": long, "short": short, "shuffled": args.shuffle != "none", "epochs": args.epochs}
+            training = StreamedData(
+                self._reading(filesets, recipes, **how), merge=distributed.largest, micro_batch=args.train_batch_size,
+                accumulation=args.gradient_accumulation_steps, **share,
+            )  # fmt: skip
+            training.check()
+        logger.log(
+            logging.WARNING if training.readers > COSTLY_READERS else logging.INFO,
+            "Streaming %d files in %d streams: each record is read by %.2f ranks on average; by one where the number "
+            "of data-parallel ranks (%d) divides the number of streams",
+            sum(len(files.files) for files in filesets), training.streams, training.readers, training.dp_size,
+        )  # fmt: skip
+        return training
+
+    def _reading(self, filesets: Sequence[FileSet], recipes: Sequence[Recipe], **how: Any) -> Reading:
+        makers = [recipe.open() for recipe in recipes]
+        return Reading(filesets, makers, self.seq_len, self.args.seed, bad=BadRecords(self.max_bad), **how)
 
 
 def open_data(
@@ -134,7 +160,7 @@ def open_data(
         locations, weights = training_sources(args)
         return locations, weights, bool(locations) and is_streamed(args, locations)
 
-    # On rank 0: what a relative location is may differ between ranks.
+    # On rank 0, as a relative location may be something else on another rank.
     locations, weights, streamed = distributed.on_main("reading the flags of the data", read_flags)
     filesets = opener.list(locations, "--training_dir" if args.training_dir else "--dataset") if locations else []
     training: Loader | None = opener.streams(filesets, **share) if streamed else None
@@ -164,9 +190,9 @@ def open_data(
         assert training is not None
         if held_out is None:
             return training, None
-        rows = held_out.last_shard() if args.fast_validation else None
+        first = held_out.last_shard().start if args.fast_validation else 0
         return training, ValidationData(
-            held_out, rows, micro_batch=args.val_batch_size, max_batches=args.validation_batches, **share
+            held_out, first, micro_batch=args.val_batch_size, max_batches=args.validation_batches, **share
         )  # fmt: skip
 
 
@@ -176,7 +202,7 @@ def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int
     if own.validation_data is not None:
         return opener.program_rows(own.validation_data, "validation_data")
     if args.use_synthetic_data:
-        # Another seed, and not another part: synthetic rows have no end.
+        # Rows of another seed: synthetic rows have no end, so none can be held out.
         source = Synthetic(seq_len=opener.seq_len, vocab_size=opener.vocab_size, seed=args.seed + 1)
         return Samples(source, opener.seq_len)
     if args.test_dir:
@@ -194,11 +220,11 @@ def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int
 
 
 def open_evaluation(opener: Opener, location: str, most: int | None) -> Samples:
-    """Return the samples of a location to evaluate on, of a streamed location the first ``most``; collective."""
+    """Return the samples of a location to evaluate on; of a streamed location, the first ``most``. Collective."""
     (files,) = opener.list([location], "--data", split=(*HELD_OUT, "train"))
     if files.on_hub and most is None:
         raise ConfigError(f"--data {location}: is on the hub, and streamed; give the number of batches with --batches")
-    return opener.held_out(files, most or ALL_SAMPLES)
+    return opener.held_out(files, most or sys.maxsize)
 
 
 def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) -> None:
@@ -210,7 +236,7 @@ def _refuse_unlearnable(rows: TokenRows, seq_len: int, max_bad: float | None) ->
             count += late.size
             first = first or rows.name(rows.shards[shard][int(late[0])])
     problem = f"{first}: none of its first {seq_len} tokens is counted: nothing to learn; raise --max_context_width"
-    judge_bad_records(count, len(rows), problem, max_bad)
+    BadRecords(max_bad, count, problem).judge_all(len(rows))
 
 
 def _refuse_different(location: str, value: Any) -> None:

@@ -40,7 +40,7 @@ def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
-    # [round, element]: many epochs in one pass, for data sets smaller than a batch. Usually there is one epoch.
+    # Keys by round and epoch: a batch larger than the data set has many epochs. Usually there is one.
     distinct, numbers = np.unique(epochs, return_inverse=True)
     keys = np.stack([_keys(seed, epoch) for epoch in distinct.tolist()], axis=1)
     result = indices.astype(np.uint64)
@@ -67,6 +67,10 @@ class Order:
         if size < 1:
             raise ConfigError("the data set has no row; give --training_dir a folder with at least one shard")
         self.size, self.seed, self.shuffle = size, seed, shuffle
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of rows, under an empty name."""
+        return {"": self.size}
 
     def identity(self) -> dict[str, Any]:
         """Return everything besides the data that decides which row is at a position."""

@@ -1,14 +1,13 @@
-"""Rows of a program's `Source`, checked like token rows of files when they are read."""
+"""Rows of a program's `Source`: each is checked when it is read, as token rows of files are."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from smp_train.arguments.own import Rows
+from smp_train.data.kinds import IDS, LABELS
 from smp_train.data.source import Row, Source
-from smp_train.data.token_rows import checked_row
+from smp_train.data.token_rows import checked_row, integers
 from smp_train.errors import ConfigError, DataError, SmpTrainError, one_line
 
 
@@ -35,19 +34,12 @@ class Checked(Source):
         """Return a row with int64 ids and labels; the program's may be lists, or any integer type. Raises DataError."""
         try:
             row = Row(*self.source.row(index))
-            labels = None if row.labels is None else _integers(row.labels)
-            checked = checked_row(_integers(row.input_ids), None, labels, self.vocab_size)
+            ids, labels = integers(np.asarray(row.input_ids), IDS), row.labels
+            labels = None if labels is None else integers(np.asarray(labels), LABELS)
+            checked = checked_row(ids, None, labels, self.vocab_size)
             return checked._replace(documents=row.documents)
         except SmpTrainError:
             raise
         except Exception as problem:
             kind = "" if type(problem) is ValueError else f"{type(problem).__name__}: "
             raise DataError(f"{self.keyword}, {self.name(index)}: {kind}{one_line(problem)}") from problem
-
-
-def _integers(values: Any) -> np.ndarray:
-    """Return ids or labels as int64 [length]. Raises ValueError."""
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
-        raise ValueError(f"{array.dtype} values of shape {list(array.shape)}; give integers in one dimension")
-    return array.astype(np.int64)

@@ -46,7 +46,7 @@ def records(
     file: DataFile, fields: Sequence[str] | None = None, *, first: int = 0, step: int = 1, copy: str | None = None,
     tick: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, int, Record]]:  # fmt: skip
-    """Yield (index from 0, number from 1: of the line or row, record) of a file's records.
+    """Yield (index from 0, number of its line or row from 1, record) of each record in a file.
 
     Blank lines are no records, but count in the numbers. Of a table the columns ``fields`` are read, if they exist; by
     default all. Each ``step``-th record from index ``first`` on is yielded. ``copy`` is the path of a local copy of an
@@ -160,4 +160,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=int)
-"""Refuses a key that occurs twice, and, as `int` does, NaN and Infinity."""
+"""Refuses a key that occurs twice; also NaN and Infinity, of which `int` makes no number."""

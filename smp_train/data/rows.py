@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from smp_train.data.chats import Chats
 from smp_train.data.files import DataFile
 from smp_train.data.kinds import LABELS, Kind
 from smp_train.data.readers import Record, records
-from smp_train.data.source import Problem, Row
+from smp_train.data.source import Problem, Row, digest_of
 from smp_train.data.text import Completions, Texts
 from smp_train.data.token_rows import TokenRows
 from smp_train.data.tokenizer import load_for_chats, load_with_end
@@ -23,7 +23,7 @@ from smp_train.errors import ConfigError, DataError
 
 ANY_VOCABULARY = 1 << 31
 ROWS_VERSION = 1
-"""Increase when records become other tokens than before."""
+"""Increase it when the same records become other tokens than before."""
 GROUP_BYTES = 1 << 16
 """Size of the records that are converted in one call: tokenizers are faster on many texts at once."""
 
@@ -50,7 +50,7 @@ class Recipe:
         if self.chat_template is not None and kind.name != "chats":
             raise ConfigError(f"--chat_template {self.chat_template}: the data holds {kind.plural}; leave it out")
         if kind.name == "tokens":
-            return RowMaker(kind, TokenRows(self.vocab_size), self._digest(str(self.vocab_size)))
+            return RowMaker(kind, TokenRows(self.vocab_size), digest_of(ROWS_VERSION, kind, self.vocab_size))
         if name is None:
             raise ConfigError(f"the data holds {kind.plural}, and no tokenizer is known; give --tokenizer")
         make: Chats | Texts | Completions
@@ -69,11 +69,7 @@ class Recipe:
                 f"--tokenizer {name}: has ids up to {highest}, the model a vocabulary of {self.vocab_size}; "
                 "use the tokenizer of the model, or set --vocab_size"
             )
-        return RowMaker(kind, make, self._digest(tokenizer.to_str(), content))
-
-    def _digest(self, *content: str) -> str:
-        text = repr((ROWS_VERSION, self.kind, *content))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return RowMaker(kind, make, digest_of(ROWS_VERSION, kind, tokenizer.to_str(), content))
 
 
 @dataclass
@@ -92,13 +88,15 @@ def read_rows(
     file: DataFile, maker: RowMaker, bad: BadRecords, *, first: int = 0, step: int = 1, copy: str | None = None,
     tick: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, Row]]:  # fmt: skip
-    """Yield (number from 1: of the line or row, row) of a file's records; see `readers.records` for the arguments.
+    """Yield (number of its line or table row from 1, row) of each record; see `readers.records` for the arguments.
 
     Malformed records go to ``bad``. Raises DataError where the file is damaged, after the rows before the damage.
     """
     labelled: bool | None = None
-    for numbers, group in _groups(records(file, maker.kind.fields, first=first, step=step, copy=copy, tick=tick)):
-        for number, row in zip(numbers, maker.rows(group), strict=True):
+    damage: list[DataError] = []
+    numbered = _until_damage(records(file, maker.kind.fields, first=first, step=step, copy=copy, tick=tick), damage)
+    for group in grouped(numbered, GROUP_BYTES):
+        for (_, number, _), row in zip(group, maker.rows([record for _, _, record in group]), strict=True):
             if isinstance(row, Row):
                 labelled = row.labels is not None if labelled is None else labelled
                 if labelled == (row.labels is not None):
@@ -108,25 +106,33 @@ def read_rows(
                 row = Problem(f"has {has}, but earlier rows have {had}; give all rows of a file {LABELS}, or no row")
             if row is not None:
                 bad.add(file, number, row)
+    for error in damage:
+        raise error
 
 
-def _groups(numbered: Iterable[tuple[int, int, Record]]) -> Iterator[tuple[list[int], list[Record]]]:
-    """Yield (numbers, records) in groups of `GROUP_BYTES`."""
-    numbers: list[int] = []
-    group: list[Record] = []
-    size = 0
+def _until_damage(numbered: Iterable[Any], damage: list[DataError]) -> Iterator[Any]:
     try:
-        for _, number, record in numbered:
-            numbers.append(number)
-            group.append(record)
-            size += size_of(record)
-            if size >= GROUP_BYTES:
-                yield numbers, group
-                numbers, group, size = [], [], 0
-    except DataError:
-        yield numbers, group
-        raise
-    yield numbers, group
+        yield from numbered
+    except DataError as error:
+        damage.append(error)
+
+
+def grouped(
+    entries: Iterable[Any], most_size: float, most: int = sys.maxsize, size: Callable[[Any], float] | None = None
+) -> Iterator[list[Any]]:  # fmt: skip
+    """Yield the entries in groups; a group ends when its size reaches ``most_size``, or at ``most`` entries.
+
+    The size of an entry is by default that of the record at its end.
+    """
+    group, total = [], 0.0
+    for entry in entries:
+        group.append(entry)
+        total += size(entry) if size else size_of(entry[-1])
+        if total >= most_size or len(group) == most:
+            yield group
+            group, total = [], 0.0
+    if group:
+        yield group
 
 
 def size_of(record: Any) -> int:

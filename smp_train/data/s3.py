@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import io
 import os
 import posixpath
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
+from smp_train.data.source import digest_of
 from smp_train.errors import DataError
 from smp_train.storage.client import AT_ONCE, SCHEME, split
 from smp_train.storage.prefetch import prefetched
@@ -68,10 +68,11 @@ def fetch(
 ) -> Iterator[Iterator[tuple[DataFile, str]]]:
     """Yield an iterator of (file, path of its local copy), in order; several objects are fetched ahead.
 
-    The caller deletes the copies that it takes; other copies, complete or not, stay for the next fetch. ``tick`` is
-    called with the bytes fetched since its last call, from any thread. Raises DataError.
+    The caller may delete a copy once it is used; all that it took are deleted at the end. Copies that it did not take,
+    complete or not, stay for the next fetch. ``tick`` is called with the bytes fetched since its last call, from any
+    thread. Raises DataError.
     """
-    closing = threading.Event()
+    closing, taken = threading.Event(), list[str]()
 
     def count(done: int) -> None:
         if closing.is_set():
@@ -81,10 +82,10 @@ def fetch(
     def take(copies: Iterable[tuple[DataFile, IO[bytes]]]) -> Iterator[tuple[DataFile, str]]:
         for file, copy in copies:
             # Under its new name no other process continues, or deletes, the copy.
-            path = _new_path(folder)
+            taken.append(_new_path(folder))
             with copy:
-                os.replace(copy.name, path)
-            yield file, path
+                os.replace(copy.name, taken[-1])
+            yield file, taken[-1]
 
     try:
         work = lambda file: (file, _fetch_object(file, folder, count))  # noqa: E731
@@ -92,6 +93,8 @@ def fetch(
             yield take(copies)
     finally:
         closing.set()
+        for path in filter(os.path.exists, taken):
+            os.unlink(path)
 
 
 def _fetch_object(file: DataFile, folder: str, tick: Callable[[int], None]) -> IO[bytes]:
@@ -120,8 +123,7 @@ def _fetch_object(file: DataFile, folder: str, tick: Callable[[int], None]) -> I
 
 def _open_copy(file: DataFile, folder: str) -> IO[bytes]:
     """Open the copy that an earlier process began, locked, or a new one if another process writes it."""
-    version = hashlib.blake2b(f"{file.path} {file.size} {file.version}".encode(), digest_size=16).hexdigest()
-    path = os.path.join(folder, f"{COPY_PREFIX}{version}{COPY_SUFFIX}")
+    path = os.path.join(folder, f"{COPY_PREFIX}{digest_of(file.path, file.size, file.version)}{COPY_SUFFIX}")
     copy: IO[bytes] = open(path, "ab+")  # noqa: SIM115
     with contextlib.suppress(OSError):
         fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from smp_train.data.source import IGNORED, Row, Source
+from smp_train.data.source import IGNORED, Row, Source, digest_of
 from smp_train.errors import ConfigError, DataError
 
 TABLE_ROWS = 1 << 22
@@ -24,26 +25,21 @@ TABLE_ROWS = 1 << 22
 class Piece(NamedTuple):
     """Tokens ``begin`` to ``end`` of a row, as a part of a sample."""
 
-    row: Row
-    """The whole row."""
-    name: str
-    """Name of the row; empty where samples need no names."""
+    row: Row  # the whole row
+    name: str  # name of the row; empty where samples need no names
     begin: int
     end: int
-    truncated: bool = False
-    """The tokens of the row after ``end`` are in no sample (--long truncate)."""
+    truncated: bool = False  # the tokens of the row after ``end`` are in no sample (--long truncate)
 
 
-class Sample(NamedTuple):
+@dataclass(slots=True)
+class Sample:
     """What a run trains on at one position."""
 
     row: Row
-    name: str
-    """Names of its rows, such as ``a.json:3[0:512]+b.json:1``, where a row's part is in brackets."""
-    truncated: int = 0
-    """Rows that lost their end."""
-    truncated_targets: int = 0
-    """Tokens with loss that these rows lost."""
+    name: str  # names of its rows, such as ``a.json:3[0:512]+b.json:1``, where a row's part is in brackets
+    truncated: int = 0  # rows that lost their end
+    truncated_targets: int = 0  # tokens with loss that these rows lost
 
 
 def join(pieces: Sequence[Piece], *, packed: bool = False) -> Sample:
@@ -101,7 +97,7 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack items into few bins of ``capacity`` by best-fit decreasing.
 
     Best-fit decreasing needs at most 11/9 of the fewest bins possible, plus one (Johnson, Demers, Ullman, Garey and
-    Graham, 1974). Items of equal size are placed together, so the time hardly depends on the number of items.
+    Graham, 1974). Items of equal size are placed in one step, so the time hardly depends on the number of items.
 
     Returns:
         The items in the order of their bins, and the index at which each bin begins, and the last one ends. Bins are
@@ -149,8 +145,8 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 Table = Mapping[str, np.ndarray]
-"""Samples made of some consecutive rows: ``rows`` (row of each piece, from the first one on), ``begins`` (its first
-token), and ``bounds`` (first piece of each sample, and the end)."""
+"""Samples made of consecutive rows: ``rows`` (the row of each piece, counted from the table's first row), ``begins``
+(the first token of each piece), and ``bounds`` (the first piece of each sample, and the end of the last sample)."""
 
 
 def needs_tables(source: Source, seq_len: int, long: str, short: str) -> bool:
@@ -185,7 +181,7 @@ def make_table(source: Source, rows: range, seq_len: int, long: str, short: str)
 
 
 class _SummedLengths:
-    """The rows of a source end to end, as `token_file.TokenRows` has them without a table in memory."""
+    """Finds the row of a token in all rows end to end; `token_file.TokenRows` does so without a table in memory."""
 
     def __init__(self, source: Source) -> None:
         self._starts = np.concatenate([[0], np.cumsum(source.lengths(range(len(source))))])
@@ -222,10 +218,10 @@ class Samples:
         self.layout = f"--short {short}"
         if short != "pad" or (cuts and long != "error"):
             self.layout += f" --long {long} --max_context_width {seq_len}"
-        self.fingerprint = hashlib.blake2b(f"{source.fingerprint} {self.layout}".encode(), digest_size=16).hexdigest()
+        self.fingerprint = digest_of(source.fingerprint, self.layout)
         self._tables: Sequence[Table] = []
         self._offsets: Any = None
-        self._size = len(source)
+        self._of_whole_rows, self._size = False, len(source)
         if short == "concat":
             self._offsets = source if hasattr(source, "find_token") else _SummedLengths(source)
             self._size = max(0, self._offsets.tokens - 2) // seq_len + 1
@@ -235,6 +231,8 @@ class Samples:
             self._tables = tables
             self._table_starts = list(accumulate((table["bounds"].size - 1 for table in tables), initial=0))
             self._size = self._table_starts[-1]
+        else:
+            self._of_whole_rows = True
 
     def __len__(self) -> int:
         return self._size
@@ -242,43 +240,42 @@ class Samples:
     def last_shard(self) -> range:
         """Return the samples of the last shard; all samples if a sample may combine rows of several shards."""
         shards = [rows for rows in self.source.shards or [] if rows]
-        return shards[-1] if shards and not self._tables and self._offsets is None else range(len(self))
+        return shards[-1] if shards and self._of_whole_rows else range(len(self))
 
     def sample(self, index: int, key: object = "", *, named: bool = True) -> Sample:
         """Return a sample; ``key`` decides the part that --long crop takes. Raises DataError for damaged data."""
-        if not 0 <= index < self._size:
-            raise IndexError(f"sample {index} of {self._size}")
-        if self._offsets is None and not self._tables:
+        if self._of_whole_rows:
             row = self.source.row(index)
             if row.input_ids.size <= self.seq_len:
                 return Sample(row, self.source.name(index) if named else "")
+            begin, end = window(row, self.source.name(index), self.seq_len, self.long, key)
+            return join([self._piece(index, begin, end - begin, named)])
+        if not 0 <= index < self._size:
+            raise IndexError(f"sample {index} of {self._size}")
         pieces: list[Piece] = []
-
-        def add(number: int, begin: int, most: int) -> int:
-            """Add up to ``most`` tokens of a row; return the row's length."""
-            row = self.source.row(number)
-            end = min(begin + most, row.input_ids.size)
-            cut = self.long == "truncate" and end < row.input_ids.size
-            pieces.append(Piece(row, self.source.name(number) if named else "", begin, end, cut))
-            return row.input_ids.size
-
         if self._offsets is not None:
             begin = index * self.seq_len
             end = min(begin + self.seq_len, self._offsets.tokens)
             number, start = self._offsets.find_token(begin)
             while start < end:
                 first = max(begin - start, 0)
-                start += add(number, first, end - start - first)
+                pieces.append(self._piece(number, first, end - start - first, named))
+                start += pieces[-1].row.input_ids.size
                 number += 1
-        elif self._tables:
+        else:
             number = bisect.bisect_right(self._table_starts, index) - 1
             table, sample = self._tables[number], index - self._table_starts[number]
             for piece in range(*table["bounds"][sample : sample + 2].tolist()):
-                add(number * TABLE_ROWS + int(table["rows"][piece]), int(table["begins"][piece]), self.seq_len)
-        else:
-            begin, end = window(row, self.source.name(index), self.seq_len, self.long, key)
-            add(index, begin, end - begin)
+                row_number = number * TABLE_ROWS + int(table["rows"][piece])
+                pieces.append(self._piece(row_number, int(table["begins"][piece]), self.seq_len, named))
         return join(pieces, packed=self.short == "pack")
+
+    def _piece(self, number: int, begin: int, most: int, named: bool) -> Piece:
+        """Return up to ``most`` tokens of a row, from token ``begin`` on."""
+        row = self.source.row(number)
+        end = min(begin + most, row.input_ids.size)
+        cut = self.long == "truncate" and end < row.input_ids.size
+        return Piece(row, self.source.name(number) if named else "", begin, end, cut)
 
 
 def check_layout(long: str, short: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,14 +12,18 @@ IGNORED = -100
 """The label of a token that carries no loss."""
 
 
+def digest_of(*content: Any) -> str:
+    """Return a digest (32 characters) of values that `repr` shows in full; the same in every process."""
+    return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+
+
 class Row(NamedTuple):
     """The tokens of one record, or of one sample; without padding."""
 
     input_ids: np.ndarray
     """Token ids, any integer type, shape [length]."""
     labels: np.ndarray | None = None
-    """Target at each position, any integer type, shape [length], not shifted; `IGNORED` where a token carries no loss.
-    None: the targets are the ids."""
+    """Target at each position, not shifted; `IGNORED` where a token carries no loss. None: the targets are the ids."""
     documents: np.ndarray | None = None
     """Lengths of the documents packed into this sample, which must not attend to each other; None: one document."""
 
@@ -32,14 +37,14 @@ class Row(NamedTuple):
         return self.input_ids if self.labels is None else self.labels
 
     def first_target(self) -> int:
-        """Return the index, from 1, of the first token that carries loss; the row's length if no token does."""
+        """Return the index (at least 1) of the first token that carries loss; the row's length if no token does."""
         if self.labels is None:
             return min(1, self.input_ids.size)
         targets = np.flatnonzero(self.labels[1:] != IGNORED)
         return int(targets[0]) + 1 if targets.size else self.input_ids.size
 
     def has_target(self) -> bool:
-        """Return whether a token that has one before it carries loss."""
+        """Return whether any token after the first carries loss."""
         return self.first_target() < self.input_ids.size
 
 

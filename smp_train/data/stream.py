@@ -20,19 +20,19 @@ from smp_train.data.bad_records import BadRecords
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.order import permute
 from smp_train.data.readers import Record, records
-from smp_train.data.rows import GROUP_BYTES, RowMaker, size_of
+from smp_train.data.rows import GROUP_BYTES, RowMaker, grouped
 from smp_train.data.samples import Piece, Sample, join, window
 from smp_train.data.source import Problem, Row
 from smp_train.errors import DataError
 
 BLOCK_RECORDS, BLOCK_BYTES = 256, 1 << 22
-"""Most records of a block, which are permuted among themselves, and the size at which a block of long records ends."""
+"""A block ends at this many records, or at this size; its records are permuted among themselves."""
 FEWEST_STREAMS, MOST_STREAMS = 32, 256
-"""Streams of a large data set in few files, and in many."""
+"""Number of streams of a large data set: in few files, and in many files."""
 STREAM_BYTES = 1 << 20
-"""Least bytes per stream."""
-FEWEST_JUDGED = 10_000
-"""Until a stream's epoch ends, bad records are judged as a share of at least this many records."""
+"""A small data set has fewer streams, each of at least this size."""
+FEWEST_JUDGED, FEWEST_RECORDS = 10_000, 1000
+"""Bad records are judged as a share of at least this many records: within an epoch of a stream, and at its end."""
 
 
 class Cursor(NamedTuple):
@@ -66,36 +66,34 @@ class Reading:
     """How the streams of a run turn records into samples."""
 
     sources: Sequence[FileSet]
-    makers: Sequence[RowMaker]
-    """One for each source."""
+    makers: Sequence[RowMaker]  # one for each source
     seq_len: int
     seed: int = 0
     shuffled: bool = True
     short: str = "concat"
     long: str = "split"
-    epochs: int | None = None
-    """Epochs after which each stream ends; None: streams never end."""
-    max_bad: float | None = None
-    bad: BadRecords = field(default_factory=lambda: BadRecords(skip=False))
+    epochs: int | None = None  # epochs after which each stream ends; None: streams never end
+    bad: BadRecords = field(default_factory=BadRecords)
 
     def name(self, part: FilePart, number: int) -> str:
         """Return the name of a record, unique among all sources."""
         location = f"{self.sources[part.source].location.rstrip('/')}/" if len(self.sources) > 1 else ""
         return f"{location}{part.file.name}:{number}"
 
-    def rows(self, part: FilePart, group: Sequence[tuple[int, Record]]) -> Iterator[Row | None]:
-        """Yield the row of each (number, record), or None. Raises DataError for a bad record that is not skipped."""
+    def rows(self, part: FilePart, group: Sequence[tuple[Cursor, int, Record]]) -> Iterator[tuple[Cursor, int, Row]]:
+        """Yield (cursor, number, row) of the records that are rows. Raises DataError for others, or skips them."""
         self.bad.read += len(group)
-        made = self.makers[part.source].rows([record for _, record in group])
-        for (number, _), row in zip(group, made, strict=True):
-            if isinstance(row, Row) and self.long == "truncate" and not row.cut(0, self.seq_len).has_target():
+        made = self.makers[part.source].rows([record for _, _, record in group])
+        for (cursor, number, _), row in zip(group, made, strict=True):
+            if isinstance(row, Row) and self.long == "truncate" and row.first_target() >= self.seq_len:
                 row = Problem(
                     f"none of its first {self.seq_len} tokens carries loss: nothing to learn; raise "
                     "--max_context_width, or use --long split"
                 )
             if isinstance(row, Problem):
                 self.bad.add(part.file, number, row)
-            yield row if isinstance(row, Row) else None
+            elif row is not None:
+                yield cursor, number, row
 
 
 def stream_count(files: Sequence[DataFile]) -> int:
@@ -129,9 +127,9 @@ def assign_parts(sources: Sequence[FileSet], streams: int) -> list[list[FilePart
 
 
 class Stream:
-    """One virtual stream of some parts, read from a cursor on, before which it has had ``samples`` samples.
+    """One virtual stream of some parts, read from a cursor on.
 
-    Its number is part of the key of its permutations.
+    ``samples`` counts the samples before the cursor; ``number`` is part of the key of the stream's permutations.
     """
 
     def __init__(
@@ -206,7 +204,8 @@ class Stream:
                 part = self.parts[order[turn]]
                 fields = self.reading.sources[part.source].kind.fields
                 remaining = records(part.file, fields, first=part.first + block * part.step, step=part.step)
-                while size := len(contents := _take(remaining, BLOCK_RECORDS, BLOCK_BYTES)):
+                for contents in grouped(remaining, BLOCK_BYTES, BLOCK_RECORDS):
+                    size = len(contents)
                     permuted = self._permutation(size, f"epoch {epoch} part {order[turn]} block {block}")
                     turns = range(first_record, size)
                     yield part, [(Cursor(epoch, turn, block, n), *contents[permuted[n]][1:]) for n in turns]
@@ -218,24 +217,20 @@ class Stream:
     def _make_pieces(self, start: Cursor) -> Iterator[list[tuple[Cursor, Piece]]]:
         """Yield the part of each row that --long keeps, from a cursor on, in groups of records."""
         reading = self.reading
-        # A stream without a row would be read for ever; the cursor of a resumed stream is after a row.
+        # A stream without any row would be read for ever. A stream whose cursor has moved has had rows.
         rows = int(start != Cursor(start.epoch))
         for block in chain(self._first_block.result() if self._first_block else (), self._blocks):
             if block is None:
                 if not rows:
                     path = self.parts[0].file.shown
                     raise DataError(f"{path}: a stream found no record in it; use --streaming 0 for a set this small")
-                reading.bad.judge(reading.max_bad, reading.bad.read)
+                reading.bad.judge(max(reading.bad.read, FEWEST_RECORDS))
                 rows = 0
                 continue
             part, entries = block
-            remaining = iter(entries)
-            while group := _take(remaining, len(entries), GROUP_BYTES):
+            for group in grouped(entries, GROUP_BYTES):
                 pieces: list[tuple[Cursor, Piece]] = []
-                made = reading.rows(part, [(number, record) for _, number, record in group])
-                for (cursor, number, _), row in zip(group, made, strict=True):
-                    if row is None:
-                        continue
+                for cursor, number, row in reading.rows(part, group):
                     rows += 1
                     name = reading.name(part, number)
                     key = f"{reading.seed} {cursor.epoch} {name}"
@@ -247,14 +242,4 @@ class Stream:
                         truncated = reading.long == "truncate" and end < row.input_ids.size
                         pieces.append((cursor, Piece(row, name, begin, end, truncated)))
                 yield pieces
-            reading.bad.judge(reading.max_bad, max(reading.bad.read, FEWEST_JUDGED))
-
-
-def _take(remaining: Iterator[tuple], most: int, most_bytes: int) -> list[tuple]:
-    """Return the next entries, which end with a record, up to a number of entries or a size."""
-    entries: list[tuple] = []
-    size = 0
-    while len(entries) < most and size < most_bytes and (entry := next(remaining, None)):
-        entries.append(entry)
-        size += size_of(entry[-1])
-    return entries
+            reading.bad.judge(max(reading.bad.read, FEWEST_JUDGED))

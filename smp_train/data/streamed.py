@@ -6,41 +6,26 @@ consumed and the cursor of each stream, which the ranks put together when they s
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from smp_train import distributed
-from smp_train.data.bad_records import BadRecords
 from smp_train.data.batch import Batch, collate
-from smp_train.data.files import FileSet
-from smp_train.data.loader import Loader, change_data, refuse_changed
-from smp_train.data.rows import Recipe
+from smp_train.data.loader import Loader
 from smp_train.data.samples import Sample
-from smp_train.data.source import Row, Source
+from smp_train.data.source import Row, Source, digest_of
 from smp_train.data.stream import BEGIN, Cursor, FilePart, Reading, Stream, assign_parts, stream_count
-from smp_train.data.tokenizer import spread_tokenizing
 from smp_train.errors import DataError
-
-if TYPE_CHECKING:
-    from smp_train.arguments import Arguments
-
-logger = logging.getLogger("smp_train.data")
 
 OPENED_TOGETHER = 8
 """Streams that are opened at the same time: each reads the beginning of a file."""
 CHECKED_STREAMS = 4
 """Streams per rank whose first block is checked before the model is built."""
-COSTLY_READERS = 1.5
-"""A warning reports when more ranks than this read each record, on average."""
-
 
 Step = tuple[list[Batch], int, dict[int, tuple[int, Cursor]], bool]
 """The batches of a step, and after it: positions consumed, (samples, cursor) by stream, whether nothing is left."""
@@ -52,6 +37,8 @@ class StreamedData(Loader):
     ``merge`` returns the largest of each number over all ranks; by default this rank is alone. V is ``streams``, by
     default a function of the files; a resumed run keeps the V of its checkpoint.
     """
+
+    kind = "streamed"
 
     def __init__(
         self, reading: Reading, *, merge: Callable[[Sequence[int]], list[int]] = list, streams: int | None = None,
@@ -66,15 +53,15 @@ class StreamedData(Loader):
     def _begin(self, consumed: int, cursors: list[Cursor]) -> None:
         self.streams, self._consumed = len(cursors), consumed
         self._cursors = {v: (self._samples(v, consumed), cursor) for v, cursor in enumerate(cursors)}
-        # Saved when another rank has no data for the step handed over last.
+        # What is saved if the step handed over last is not trained on, as another rank has no data for it.
         self._before = consumed, self._cursors
         self._deal = min((self._by_turn, self._by_stream), key=lambda deal: self._readers(deal).size)
-        """Maps positions to ranks, in the way in which ranks read fewer streams."""
+        """Returns the rank of each position of a step: of the two ways, that in which ranks read fewer streams."""
         stream, rank = np.divmod(self._readers(self._deal), self.dp_size)
         self.readers = stream.size / self.streams
         """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
         self._numbers = stream[rank == self.dp_rank].tolist()
-        self._restarted = False
+        self._open: dict[int, Stream] = {}  # streams that `check` has opened, and no step was read from
         epochs = self.reading.epochs
         self.exhausted = epochs is not None and all(cursor.epoch >= epochs for cursor in cursors)
 
@@ -92,27 +79,26 @@ class StreamedData(Loader):
         return step % self.dp_size
 
     def _by_stream(self, step: np.ndarray) -> np.ndarray:
-        """Return the rank of each position, so that a rank reads streams that follow each other."""
+        """Return the rank of each position: the positions, sorted by stream, are divided evenly among the ranks."""
         ranks = np.empty_like(step)
         ranks[np.argsort(step % self.streams, kind="stable")] = np.arange(step.size)
         return ranks // (step.size // self.dp_size)
 
     def _readers(self, deal: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return stream * dp_size + rank of each stream and each rank that ever reads it."""
-        # After so many steps a step begins at the same stream again.
+        """Return ``stream * dp_size + rank`` for every pair of a stream and a rank that reads it."""
+        # After this many steps a step begins at the same stream again, and the pairs repeat.
         starts = self._consumed + np.arange(self.streams // gcd(self.streams, self.global_batch)) * self.global_batch
         steps = [start + np.arange(self.global_batch) for start in starts]
         return np.unique([step % self.streams * self.dp_size + deal(step) for step in steps])
 
-    def _restart(self) -> None:
-        """Begin this rank's streams at the step that will be handed over next."""
+    def _new_streams(self) -> dict[int, Stream]:
+        """Return this rank's streams, which begin at the step that will be handed over next."""
         parts = assign_parts(self.reading.sources, self.streams)
-        self._open = {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in self._numbers}
+        return {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in self._numbers}
 
     def check(self) -> None:
         """Check the first block of the streams that this rank reads first. Raises DataError."""
-        self._restart()
-        self._restarted = True
+        self._open = self._new_streams()
         numbers = dict.fromkeys((self.positions(self._consumed) % self.streams).ravel().tolist())
         streams = [self._open[v] for v in numbers][:CHECKED_STREAMS]
         with ThreadPoolExecutor(OPENED_TOGETHER) as pool:
@@ -125,9 +111,8 @@ class StreamedData(Loader):
         if consumed != self._consumed:
             raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
         self._use_device()
-        if not self._restarted:  # earlier steps may have been read ahead, and not handed over
-            self._restart()
-        self._restarted, streams = False, self._open
+        # New streams, as those of an earlier call may be ahead of the steps that were handed over.
+        streams, self._open = self._open or self._new_streams(), {}
         pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-streams")
         try:
             for stream in streams.values():
@@ -141,7 +126,7 @@ class StreamedData(Loader):
                 consumed += self.global_batch
                 exhausted = False
                 if self.reading.epochs is not None:
-                    # All streams: ranks that know the cursor of the same stream must agree on it.
+                    # Every stream goes to the end of the step: ranks that know the cursor of a stream must agree on it.
                     ended = [stream.skip_to(self._samples(v, consumed)).ended for v, stream in streams.items()]
                     exhausted = all(ended)
                 yield batches, consumed, {v: (s.samples, s.cursor) for v, s in streams.items()}, exhausted
@@ -154,17 +139,15 @@ class StreamedData(Loader):
         self._cursors = self._cursors | cursors
         return batches
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
+        """See `Loader.identity`."""
         how = self.reading
         layout = f"streams, --short {how.short} --long {how.long} --max_context_width {self.seq_len}"
         shuffle = "global" if how.shuffled else "none"
         return {"seed": how.seed, "shuffle": shuffle, "layout": layout, "fingerprint": self.fingerprint}
 
     def state(self, consumed: int) -> dict[str, Any]:
-        """Return the positions consumed, the cursors and the identity of the data; collective.
-
-        ``consumed`` is a position at which the step handed over last begins or ends.
-        """
+        """See `Loader.state`; ``consumed`` is a position at which the step handed over last begins or ends."""
         known = dict([self._before, (self._consumed, self._cursors)])
         if consumed not in known:
             raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
@@ -175,66 +158,23 @@ class StreamedData(Loader):
         merged = np.array(self._merge(rows), dtype=np.int64).reshape(self.streams, -1)
         if not merged[:, 0].all():
             raise RuntimeError(f"no rank knows the cursor of stream {int(merged[:, 0].argmin())}")
-        cursors = merged[:, 1:].tolist()
-        return {"kind": "streamed", "consumed": consumed, **self._identity(), "cursors": cursors}
+        return {**super().state(consumed), "cursors": merged[:, 1:].tolist()}
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """See `Loader.check_state`; ``allow_data_change`` continues at the same cursors of other files."""
-        if state.get("kind") != "streamed":
-            remedy = "resume with --streaming 0, or start a new run from its weights (--finetune 1)"
-            raise DataError(f"the training data changed: the checkpoint is of indexed data, not of streams; {remedy}")
-        now = self._identity()
-        for key, flag in (("seed", "--seed"), ("shuffle", "--shuffle"), ("layout", "the layout of samples")):
-            refuse_changed(flag, state[key], now[key])
-        if state["fingerprint"] != self.fingerprint:
-            changed = "the training data changed: other files, sizes, remote versions, or another tokenizer or template"
-            then = "continuing at the same cursors; records may come twice or not at all"
-            change_data(changed, then, allowed=allow_data_change)
-        self._begin(int(state["consumed"]), [Cursor(*cursor) for cursor in state["cursors"]])
-        return self._consumed
+        consumed = super().check_state(state, allow_data_change=allow_data_change)
+        self._begin(consumed, [Cursor(*cursor) for cursor in state["cursors"]])
+        return consumed
 
 
 def fingerprint(reading: Reading) -> str:
     """Return the identity of streamed data: recipes, and names, sizes and remote versions of the files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file_set, maker in zip(reading.sources, reading.makers, strict=True):
-        digest.update(f"{maker.identity}\n".encode())
-        for file in file_set.files:
-            # A local file's version is its modification time, which a copy of the data does not share.
-            version = file.version if file.remote else ""
-            digest.update(f"{file.name}\0{file.size}\0{version}\n".encode(errors="replace"))
-    return digest.hexdigest()
-
-
-def open_streams(
-    args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], *, short: str, long: str, seq_len: int,
-    local_ranks: int, **share: Any,
-) -> StreamedData:  # fmt: skip
-    """Return the streams of a run, after a check of their first records. Collective.
-
-    ``local_ranks`` ranks share the cores of this node; ``share`` are arguments of `Loader`.
-    """
-    spread_tokenizing(local_ranks)
-    with distributed.together("opening the streams"):
-        how = {"short": short, "long": long, "shuffled": args.shuffle != "none", "epochs": args.epochs}
-        training = StreamedData(
-            _reading(args, sources, seq_len, **how), merge=distributed.largest, seq_len=seq_len,
-            micro_batch=args.train_batch_size, accumulation=args.gradient_accumulation_steps, **share,
-        )  # fmt: skip
-        training.check()
-    logger.log(
-        logging.WARNING if training.readers > COSTLY_READERS else logging.INFO,
-        "Streaming %d files in %d streams: each record is read by %.2f ranks on average; by one where the number of "
-        "data-parallel ranks (%d) divides the number of streams",
-        sum(len(files.files) for files, _ in sources), training.streams, training.readers, training.dp_size,
-    )  # fmt: skip
-    return training
-
-
-def _reading(args: Arguments, sources: Sequence[tuple[FileSet, Recipe]], seq_len: int, **how: Any) -> Reading:
-    makers = [recipe.open() for _, recipe in sources]
-    bad = BadRecords(args.bad_rows == "skip")
-    return Reading([files for files, _ in sources], makers, seq_len, args.seed, max_bad=args.max_bad, bad=bad, **how)
+    # A local file's version is its modification time, which a copy of the data does not share.
+    files = (
+        [(file.name, file.size, file.version if file.remote else "") for file in file_set.files]
+        for file_set in reading.sources
+    )
+    return digest_of([maker.identity for maker in reading.makers], *files)
 
 
 @dataclass
@@ -256,12 +196,9 @@ class FirstSamples(Source):
         return self.samples[index].name
 
 
-def first_samples(
-    args: Arguments, files: FileSet, recipe: Recipe, *, short: str, long: str, seq_len: int, most: int
-) -> FirstSamples:  # fmt: skip
-    """Return the first ``most`` samples in stored order, never packed. Not collective. Raises DataError."""
-    short = "pad" if short == "pack" else short
-    reading = _reading(args, [(files, recipe)], seq_len, short=short, long=long, shuffled=False, epochs=1)
+def first_samples(reading: Reading, most: int) -> FirstSamples:
+    """Return the first ``most`` samples of the first source, in its stored order. Raises DataError."""
+    (files,) = reading.sources
     stream = Stream(0, [FilePart(file, 0, 0, 1) for file in files.files], reading)
     samples = list(islice((sample for sample in iter(stream.take, None) if sample.row.has_target()), most))
     if not samples:

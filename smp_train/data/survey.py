@@ -80,7 +80,7 @@ def _marked_text(row: Row, tokenizer: str) -> str:
 
 def survey(files: FileSet, recipe: Recipe, seq_len: int | None = None) -> Survey:
     """Read a whole data set, past every malformed record; each row must have a target within ``seq_len``."""
-    result = Survey(skip=True, seq_len=seq_len)
+    result = Survey(seq_len=seq_len)
     maker = recipe.open()
     with_labels: dict[bool, str] = {}  # the first file with labels, and the first without
     with Progress("reading", files.size, "B") as progress:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smp_train.data.kinds import INPUT, INSTRUCTION, OUTPUT, Kind
+from smp_train.data.kinds import INPUT, INSTRUCTION, OUTPUT, Kind, names_of
 from smp_train.data.readers import Record, not_utf8, parse_object
 from smp_train.data.source import IGNORED, Problem, Row
-from smp_train.errors import first_few
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,8 +39,7 @@ def string(fields: dict[str, Any], name: str) -> str:
     if isinstance(value, UnicodeDecodeError):
         raise ValueError(not_utf8(value))
     if not isinstance(value, str):
-        names = first_few(list(fields), most=8) or "no field"
-        raise ValueError(f'no "{name}" string in this record (it has {names}); set --text_column')
+        raise ValueError(f'no "{name}" string in this record (it has {names_of(fields)}); set --text_column')
     return checked_text(value)
 
 
@@ -58,7 +56,7 @@ class Texts:
 
     def __init__(self, tokenizer: Tokenizer, end: int, field: str) -> None:
         self._end, self._field = end, field
-        # tokenizers 0.20 and later: faster, without offsets.
+        # In tokenizers 0.20 and later; it leaves out offsets and is faster.
         self._encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
 
     def __call__(self, records: Sequence[Record]) -> list[Row | Problem | None]:

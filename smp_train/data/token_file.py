@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import errno
-import hashlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ import numpy as np
 
 from smp_train.data.arrays_file import ArraysFile, read_header
 from smp_train.data.files import DataFile
-from smp_train.data.source import Row, Source
+from smp_train.data.source import Row, Source, digest_of
 from smp_train.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ except ImportError:
 VERSION = 8
 REMEDY = "remove it and start again: it is made anew"
 ARRAYS = {"starts": "<u8", "numbers": "<u8", "crc": "<u4", "first_targets": "<u4"}
-"""Arrays of a shard: the first token of each row, and the end; the number of its record, from 1; its checksum; the
-index of its first token that carries loss."""
+"""Arrays of a shard: ``starts`` (first token of each row, and the end of the last row), ``numbers`` (of its record,
+from 1), ``crc`` (its checksum), ``first_targets`` (index of its first token that carries loss)."""
 LABELS = np.dtype("<i4")
 """Type of stored labels: any id, and -100."""
 
@@ -75,9 +74,9 @@ def dtype_for(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def row_checksum(data: np.ndarray | bytes, tokens: int) -> int:
-    """Return the CRC-32 of a row: of its stored bytes, begun with its length."""
-    return int(crc32(data, tokens))
+def row_checksum(stored: bytes, tokens: int) -> int:
+    """Return the CRC-32 of the stored bytes of a row, with the number of its tokens as initial value."""
+    return int(crc32(stored, tokens))
 
 
 class TokenFile:
@@ -97,10 +96,12 @@ class TokenFile:
         weakref.finalize(self, os.close, descriptor).atexit = False
         return descriptor
 
-    def arrays(self, number: int) -> list[np.ndarray]:
-        """Return the `ARRAYS` of a shard, mapped. Raises OSError."""
-        first = number * len(ARRAYS)
-        return self.index.arrays(slice(first, first + len(ARRAYS)))
+    def open(self, number: int) -> OpenShard:
+        """Return a shard for reading. Raises OSError."""
+        header, first = self.headers[number], number * len(ARRAYS)
+        sizes = self.begins[number], header.tokens, header.token_bytes
+        arrays = self.index.arrays(slice(first, first + len(ARRAYS)))
+        return OpenShard(self.descriptor, *sizes, np.dtype(header.dtype), *arrays)
 
 
 def read_index(base: str) -> TokenFile | None:
@@ -118,9 +119,9 @@ class OpenShard(NamedTuple):
 
     descriptor: int
     begin: int
-    dtype: np.dtype
-    """Of a token, or with labels the bytes of a token and its label."""
     tokens: int
+    token_bytes: int
+    dtype: np.dtype
     starts: np.ndarray
     numbers: np.ndarray
     crc: np.ndarray
@@ -142,66 +143,58 @@ class TokenRows(Source):
                 f"{labelled[False].shown}: has no labels, but {labelled[True].shown} has; put them into two folders "
                 "and give both to --training_dir, or write the labels of all"
             )
+        self._labelled = True in labelled
         self._starts = [0, *accumulate(header.rows for header in headers)]
         self._first_tokens = [0, *accumulate(header.tokens for header in headers)]
         self.tokens = self._first_tokens[-1]
         self._opened: dict[int, OpenShard] = {}
         self.shards: list[range] = [range(first, end) for first, end in pairwise(self._starts)]
-        digest = hashlib.blake2b(digest_size=16)
-        for header in headers:
-            digest.update(f"{header.digest} {header.rows} {header.tokens} {header.dtype}\n".encode())
-        self.fingerprint = digest.hexdigest()
+        rows = ((header.digest, header.rows, header.tokens, header.dtype) for header in headers)
+        self.fingerprint = digest_of(*rows)
         """Digest of all rows in order; independent of the shards' location and compression."""
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def _open(self, shard: int) -> OpenShard:
-        """Return a shard, opened at the first call."""
-        opened = self._opened.get(shard)
-        if opened is not None:
+        """Return a shard, opened at the first call. Raises IndexError for a number that no shard has."""
+        if opened := self._opened.get(shard):
             return opened
-        (file, number), header = self._stored[shard], self.headers[shard]
-        dtype = np.dtype((np.void, header.token_bytes) if header.labelled else header.dtype)
+        if not 0 <= shard < len(self._stored):
+            raise IndexError(f"the index of a row must be in [0, {len(self)})")
+        file, number = self._stored[shard]
         try:
-            arrays = file.arrays(number)
-            opened = OpenShard(file.descriptor, file.begins[number], dtype, header.tokens, *arrays)
-            return self._opened.setdefault(shard, opened)
+            return self._opened.setdefault(shard, file.open(number))
         except OSError as error:
             if error.errno == errno.EMFILE:
                 raise DataError(f"{file.base}: too many open files; raise the limit with ulimit -n") from None
             problem = "was removed" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise DataError(f"{file.base}: {problem}; start again; is the --data_cache_dir still there?") from None
 
-    def _locate(self, index: int) -> tuple[int, int]:
-        """Return (shard, row in the shard)."""
-        if not 0 <= index < self._starts[-1]:
-            raise IndexError(f"row {index} of {len(self)}")
-        shard = bisect.bisect_right(self._starts, index) - 1
-        return shard, index - self._starts[shard]
+    def _shard_of(self, index: int) -> int:
+        """Return the shard that holds a row; -1 or the number of shards for an index that no row has."""
+        return bisect.bisect_right(self._starts, index) - 1
 
     def row(self, index: int) -> Row:
         """Read a row. Raises DataError where its bytes cannot be read or do not match their checksum."""
-        shard, row = self._locate(index)
-        descriptor, begin, dtype, tokens_of_shard, starts, _, crc, _ = self._open(shard)
-        start, end = starts[row : row + 2].tolist()
+        # Written out for speed: `_shard_of`, and `_open` for a shard that is open.
+        shard = bisect.bisect_right(self._starts, index) - 1
+        opened = self._opened.get(shard) or self._open(shard)
+        descriptor, begin, tokens_of_shard, token_bytes, dtype, starts, _, crc, _ = opened
+        row = index - self._starts[shard]
+        start, end = starts.item(row), starts.item(row + 1)
         if not start <= end <= tokens_of_shard:
             raise self._damaged(shard, row)
         tokens = end - start
-        data = np.empty(tokens, dtype)
         try:
-            size = os.preadv(descriptor, [data.data], begin + start * dtype.itemsize)
+            data = os.pread(descriptor, tokens * token_bytes, begin + start * token_bytes)
         except OSError as error:
             path = self._stored[shard][0].path
             raise DataError(f"{path}: cannot be read ({error.strerror}); {REMEDY}") from None
-        if size != data.nbytes or row_checksum(data, tokens) != crc[row]:
+        if len(data) != tokens * token_bytes or crc32(data, tokens) != crc.item(row):
             raise self._damaged(shard, row)
-        if dtype.kind == "u":
-            return Row(data)
-        # The ids of a row come first, then its labels.
-        stored = data.view(np.uint8)
-        ids = tokens * (dtype.itemsize - LABELS.itemsize)
-        return Row(stored[:ids].view(self.headers[shard].dtype), stored[ids:].view(LABELS))
+        ids = np.frombuffer(data, dtype, tokens)
+        return Row(ids, np.frombuffer(data, LABELS, offset=ids.nbytes)) if self._labelled else Row(ids)
 
     def _damaged(self, shard: int, row: int) -> DataError:
         file, name = self._stored[shard][0], self.name(self._starts[shard] + row)
@@ -209,14 +202,14 @@ class TokenRows(Source):
 
     def name(self, index: int) -> str:
         """Return ``file:number`` of the row's record."""
-        shard, row = self._locate(index)
-        return f"{self.headers[shard].source}:{self._open(shard).numbers[row]}"
+        shard = self._shard_of(index)
+        number = self._open(shard).numbers[index - self._starts[shard]]
+        return f"{self.headers[shard].source}:{number}"
 
     def lengths(self, rows: range) -> np.ndarray:
         """Return the number of tokens of each of some consecutive rows, int64."""
-        first, last = self._locate(rows.start)[0], self._locate(rows.stop - 1)[0]
         parts = []
-        for shard in range(first, last + 1):
+        for shard in range(self._shard_of(rows.start), self._shard_of(rows.stop - 1) + 1):
             begin, starts = self._starts[shard], self._open(shard).starts
             parts.append(np.diff(starts[max(0, rows.start - begin) : rows.stop - begin + 1]))
         return np.concatenate(parts).astype(np.int64)

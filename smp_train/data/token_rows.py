@@ -63,9 +63,8 @@ class TokenRows:
         quotes = _positions(line, b'"')
         strings = [line[start + 1 : end] for start, end in zip(quotes[::2], quotes[1::2], strict=False)]
         counts = [strings.count(field.encode()) for field in FIELDS]
-        if counts[0] != 1 or max(counts) > 1 or len(_positions(line, b"[")) != sum(counts):
-            return None
-        if known is not None and counts[1]:
+        lists, mask_twice = len(_positions(line, b"[")), known is not None and counts[1]
+        if counts[0] != 1 or max(counts) > 1 or lists != sum(counts) or mask_twice:
             return None
         try:
             document = self._simd.parse(line)
@@ -97,8 +96,8 @@ def lists_of(record: dict[str, Any]) -> Lists:
     """Return the lists of a parsed record. Raises ValueError: "reason; what to do"."""
     if IDS not in record:
         raise ValueError(f"no {IDS} in this record; keep records of one kind in a data set")
-    mask, labels = (_integers(record[name], name) if name in record else None for name in (MASK, LABELS))
-    return _integers(record[IDS], IDS), mask, labels
+    mask, labels = (integers(record[name], name) if name in record else None for name in (MASK, LABELS))
+    return integers(record[IDS], IDS), mask, labels
 
 
 def checked_row(ids: np.ndarray, mask: np.ndarray | None, labels: np.ndarray | None, vocab_size: int) -> Row:
@@ -152,10 +151,13 @@ def _first_outside(values: np.ndarray, limit: int) -> int | None:
     return None if int(unsigned.max()) < limit else int(np.argmax(unsigned >= limit))
 
 
-def _integers(values: Any, field: str) -> np.ndarray:
-    """Return a list of integers as int64. Raises ValueError, which names the first other element."""
-    if isinstance(values, np.ndarray):  # of any integer type; huge unsigned ids become negative, and are refused
-        return values.astype(np.int64)
+def integers(values: Any, field: str) -> np.ndarray:
+    """Return a list or an array of integers as int64. Raises ValueError, which names the first other element."""
+    if isinstance(values, np.ndarray):
+        if values.ndim != 1 or (values.size and values.dtype.kind not in "iub"):
+            shape = list(values.shape)
+            raise ValueError(f"{field} has {values.dtype} values of shape {shape}; give integers in one dimension")
+        return values.astype(np.int64)  # huge unsigned ids become negative, and are refused
     if not isinstance(values, list):
         raise ValueError(f"{field} is {json.dumps(values, default=str)[:SHOWN]}; a list of integers is needed")
     if set(map(type, values)) <= {int}:

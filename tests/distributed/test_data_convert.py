@@ -58,7 +58,7 @@ def opened_together(folder: str, cache: str | None):
     names = [name for _ in range(steps) for batch in next(stream) for name in batch.samples]
     stream.close()
     rows = Samples(source, 3)
-    held = ValidationData(rows, rows.last_shard(), seq_len=3, micro_batch=2, dp_rank=rank, dp_size=world)
+    held = ValidationData(rows, rows.last_shard().start, seq_len=3, micro_batch=2, dp_rank=rank, dp_size=world)
     validated = [name for batch in held.batches() for name in batch.samples if name]
     distributed.stop()
     return source.fingerprint, names, validated, len(held)

@@ -74,7 +74,7 @@ def rows_in(location: Path, tokenizer: Path, column: str | None = None, **recipe
     """Return the rows of a location's records, as any run would make them."""
     fileset = list_files(str(location), Selection(column=column))
     maker = Recipe(fileset.kind, tokenizer=str(tokenizer), **recipe).open()
-    return [tokens(row) for file in fileset.files for _, row in read_rows(file, maker, BadRecords(skip=False))]
+    return [tokens(row) for file in fileset.files for _, row in read_rows(file, maker, BadRecords())]
 
 
 def maker_of(tokenizer: Path, kind: Kind = CHATS, **recipe: Any) -> RowMaker:
@@ -264,7 +264,7 @@ def test_a_malformed_chat_is_named_or_left_out(
         rows_in(tmp_path, plain)
     assert "\n" not in str(refused.value)
     (file,) = list_files(str(tmp_path)).files
-    bad = BadRecords(skip=True)
+    bad = BadRecords(max_bad=1)
     assert [number for number, _ in read_rows(file, maker_of(plain), bad)] == [1, 3]
     assert bad.count == 1
 

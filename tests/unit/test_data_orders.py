@@ -50,7 +50,7 @@ def test_the_order_of_a_seed_never_changes():
     first = Order(1000, seed=1).rows(np.arange(2000))[1]
     assert (first[:1000] != first[1000:]).mean() > 0.9
     assert (Order(1000, seed=2).rows(np.arange(1000))[1] != first[:1000]).mean() > 0.9
-    # Runs of earlier versions resume on these: a change here needs a new STATE_VERSION.
+    # Runs of earlier versions resume on these: a change here needs a new STATE_VERSION of loader.py.
     assert Order(10, seed=12345).rows(np.arange(20))[1].tolist() == [
         *[3, 4, 2, 6, 0, 1, 8, 5, 9, 7],
         *[0, 8, 4, 3, 5, 9, 7, 1, 2, 6],

@@ -237,14 +237,14 @@ def test_a_killed_preparation_continues(texts, made, tmp_path, monkeypatch, limi
         whole = tmp_path / "whole"
         prepare(texts, whole, *limits)
     with monkeypatch.context() as patch:
-        write = SplitWriter._write_shard
+        write = SplitWriter.write
 
-        def fail(writer, rows):
-            write(writer, rows)
+        def fail(writer):
+            write(writer)
             if len(writer.shards) == 2:
                 raise Killed
 
-        patch.setattr(SplitWriter, "_write_shard", fail)
+        patch.setattr(SplitWriter, "write", fail)
         with pytest.raises(Killed):
             prepare(texts, output, *limits)
     (output / "train" / ".train-00009.json.gz.01ab.partial").write_text("left by the kill")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smp_train.data.bad_records import BadRecords, judge_bad_records
+from smp_train.data.bad_records import BadRecords
 from smp_train.data.files import DataFile, reader_of
 from smp_train.data.kinds import TOKENS
 from smp_train.data.readers import parse_object, records
@@ -233,23 +233,23 @@ def test_a_malformed_record_stops_the_run_or_is_left_out(tmp_path, caplog):
     content = LINE * 3 + b"broken\n" + LINE + b'{"input_ids": [1, 2], "labels": [1, 2]}\n' + LINE
     file = put(tmp_path / "a.jsonl", content)
     with pytest.raises(DataError, match=r"a\.jsonl:4: broken JSON .*--bad_rows skip"):
-        list(read_rows(file, token_maker(), BadRecords(skip=False)))
-    bad = BadRecords(skip=True)
+        list(read_rows(file, token_maker(), BadRecords()))
+    bad = BadRecords(max_bad=1)
     assert [number for number, _ in read_rows(file, token_maker(), bad)] == [1, 2, 3, 5, 7]
     assert (bad.count, bad.first_number) == (2, 4)
     assert "a.jsonl:6: has labels, but earlier rows have no labels" in caplog.text
-    judge_bad_records(bad.count, 7, bad.first, 0.3)
+    BadRecords(0.3, bad.count, bad.first).judge_all(7)
     assert "2 of 7 records are bad" in caplog.text
     with pytest.raises(DataError, match=r"2 of 7 records .*more than --max_bad 20.*a\.jsonl:4: broken JSON"):
-        judge_bad_records(bad.count, 7, bad.first, 0.2)
+        BadRecords(0.2, bad.count, bad.first).judge_all(7)
     with pytest.raises(DataError, match=r"^.*a\.jsonl:4: broken JSON"):
-        judge_bad_records(bad.count, 7, bad.first, None)
+        BadRecords(None, bad.count, bad.first).judge_all(7)
 
 
 def test_records_before_the_damage_come_first(tmp_path):
     """So that all problems of a file are reported, and the rows before the damage are there."""
     file = put(tmp_path / "a.jsonl", LINE * 2 + b"x\n" + LINE + b"y" * (1 << 10) + LINE)
-    bad, numbers = BadRecords(skip=True), list[int]()
+    bad, numbers = BadRecords(max_bad=1), list[int]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("smp_train.data.readers.LINE_BYTES", 1 << 10)
         with pytest.raises(DataError, match=r"a\.jsonl:5: the line has more than"):

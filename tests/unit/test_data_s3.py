@@ -206,6 +206,7 @@ def test_two_processes_do_not_write_one_copy(bucket, tmp_path):
         assert fetched(files, tmp_path) == {"a.json": big(), "b.json": ONE}, "while one copy is used, and one waits"
         assert Path(first).read_bytes() == big()
         assert Path(next(copies)[1]).read_bytes() == ONE
+    assert not Path(first).exists(), "a copy that was taken stays in no case"
 
 
 def test_no_room(bucket, tmp_path, monkeypatch):

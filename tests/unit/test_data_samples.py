@@ -194,7 +194,7 @@ def sample(ids, labels=None):
 
 
 def test_samples_become_a_batch():
-    batch = collate([sample([1, 2, 3, 4])._replace(truncated=1, truncated_targets=2), sample([5, 6, 7, 8])], 4)
+    batch = collate([Sample(sample([1, 2, 3, 4]).row, "a:1", 1, 2), sample([5, 6, 7, 8])], 4)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert batch.labels is batch.input_ids, "nothing is copied where nothing differs"

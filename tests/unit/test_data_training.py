@@ -198,9 +198,9 @@ class Lines(Source):
 @pytest.mark.parametrize(("fast", "most"), [(False, None), (False, 2), (True, None), (True, 1)])
 def test_validation_reads_each_row_once(world, mb, fast, most):
     samples = Samples(Lines(), 6)
-    rows = samples.last_shard() if fast else range(11)
+    first = samples.last_shard().start if fast else 0
     ranks = [
-        ValidationData(samples, rows, seq_len=6, micro_batch=mb, dp_rank=r, dp_size=world, max_batches=most)
+        ValidationData(samples, first, seq_len=6, micro_batch=mb, dp_rank=r, dp_size=world, max_batches=most)
         for r in range(world)
     ]
     batches = [list(rank.batches()) for rank in ranks]

@@ -22,11 +22,11 @@ from smp_train.data.arrays_file import atomic_file
 from smp_train.data.chats import Chats
 from smp_train.data.convert import open_token_rows, processes_for
 from smp_train.data.files import FileSet, Selection, list_files
-from smp_train.data.manifest import MANIFEST
+from smp_train.data.manifest import MANIFEST, read_manifest
 from smp_train.data.prepare.options import SEQ_LEN, read
 from smp_train.data.prepare.shards import SplitWriter, entropy, is_held_out
 from smp_train.data.readers import records
-from smp_train.data.rows import Recipe
+from smp_train.data.rows import Recipe, grouped
 from smp_train.data.text import object_of
 from smp_train.data.tokenizer import end_token, load, load_for_chats, train
 from smp_train.errors import ConfigError, DataError
@@ -43,7 +43,7 @@ TOKENS = "_tokens"
 TOKENIZER_SAMPLE_PER_ENTRY = 512
 """Bytes of text that a tokenizer is trained on, for each entry of its vocabulary."""
 BYTES_PER_TOKEN = 8
-"""Bytes of input for each token of --max_rows that are converted at a time: more than tokens have."""
+"""Bytes of input that are converted for each token of --max_rows: more than a token usually has."""
 NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
 OUTPUT_FILES = re.compile(r"\.?(train|test)-\d{5}\.json(\.gz)?(\..*\.partial)?")
 
@@ -94,7 +94,7 @@ def _list_input(args: Namespace) -> FileSet:
     if inputs[0].kind.name == "tokens":
         raise DataError(f"{inputs[0].location}: holds rows of tokens, which need no preparation; train on them")
     files = [file for fileset in inputs for file in fileset.files]
-    if len(inputs) > 1:  # names are unique in one input
+    if len(inputs) > 1:  # names are unique within one input only
         files = [replace(file, name=file.shown) for file in files]
     files.sort(key=lambda file: hashlib.sha256(file.name.encode(errors="replace")).digest())
     return replace(inputs[0], files=tuple(files))
@@ -133,15 +133,12 @@ def _write_rows(args: Namespace, files: FileSet, recipe: Recipe, train: SplitWri
 
     most = train.max_rows / (1 - args.validation_fraction) + test_rows
     needed = most * (args.seq_len or SEQ_LEN) * BYTES_PER_TOKEN
-    count = 0
     with Progress("prepare", args.max_rows, " rows") as progress:
-        while count < len(files.files) and not has_enough():
-            first, size = count, 0
-            while count < len(files.files) and size <= needed:
-                size += files.files[count].size or needed + 1
-                count += 1
+        for part in grouped(files.files, needed, size=lambda file: file.size or needed):
+            if has_enough():
+                break
             rows = open_token_rows(
-                replace(files, files=files.files[first:count]), recipe, cache_dir=str(Path(args.output, TOKENS)),
+                replace(files, files=tuple(part)), recipe, cache_dir=str(Path(args.output, TOKENS)),
                 max_bad=1.0 if args.bad_rows == "skip" else None, processes=processes_for(args.processes, 1),
             )  # fmt: skip
             for index in range(len(rows)):
@@ -211,12 +208,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _read_manifest(output: Path) -> dict[str, Any]:
     """Return the manifest of an earlier preparation, empty without one. Raises ConfigError for another folder."""
-    try:
-        manifest: dict[str, Any] = json.loads((output / MANIFEST).read_text())
-        if manifest.get("made_by") == MAKER:
-            return manifest
-    except (OSError, ValueError, AttributeError):
-        pass
+    earlier = read_manifest(str(output))
+    if earlier.get("made_by") == MAKER:
+        return earlier
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output}: is not empty and was not made by this command; give another folder")
     return {}

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the verb's flags. Raises ConfigError for every mistake that shows without the data."""
+    """Return the verb's flags. Raises ConfigError for mistakes that are visible without reading data."""
     args = parser().parse_args([_with_underscores(argument) for argument in argv])
     if not 0 <= args.validation_fraction < 1:
         raise ConfigError(f"--validation_fraction {args.validation_fraction}: must be in [0, 1)")

@@ -32,14 +32,11 @@ class SplitWriter:
 
     def __init__(self, args: argparse.Namespace, split: str, max_rows: int, vocab_size: int) -> None:
         self.folder, self.seq_len, self.args, self.max_rows = Path(args.output, split), args.seq_len, args, max_rows
-        self.counts = np.zeros(vocab_size, dtype=np.int64)
-        """How often each token carries loss."""
+        self.counts = np.zeros(vocab_size, dtype=np.int64)  # how often each token carries loss
         self.rows = self.longest = self.documents = self.tokens = self.tokens_added = 0
-        self.shards: list[dict[str, Any]] = []
-        """Name, rows, bytes and checksum of each shard."""
+        self.shards: list[dict[str, Any]] = []  # name, rows, bytes and checksum of each shard
         self._unwritten: list[Row] = []
-        self._remainder = np.empty(0, dtype=np.uint32)
-        """The last tokens, which do not fill a row of text."""
+        self._remainder = np.empty(0, dtype=np.uint32)  # the last tokens, which do not fill a row of text
 
     @property
     def full(self) -> bool:
@@ -67,15 +64,13 @@ class SplitWriter:
     def write(self) -> None:
         """Write the next shard, unless all rows are written."""
         rows = self._unwritten[: self.args.rows_per_shard]
+        if not rows:
+            return
         del self._unwritten[: len(rows)]
-        if rows:
-            targets = np.concatenate([row.targets() for row in rows])
-            self.counts += np.bincount(targets[targets != IGNORED], minlength=self.counts.size)
-            self.tokens += targets.size
-            self.longest = max(self.longest, *(row.input_ids.size for row in rows))
-            self._write_shard(rows)
-
-    def _write_shard(self, rows: list[Row]) -> None:
+        targets = np.concatenate([row.targets() for row in rows])
+        self.counts += np.bincount(targets[targets != IGNORED], minlength=self.counts.size)
+        self.tokens += targets.size
+        self.longest = max(self.longest, *(row.input_ids.size for row in rows))
         path = self.folder / f"{self.folder.name}-{len(self.shards):05d}.json"
         content = b"".join(map(_line, rows))
         if self.args.zip:
