@@ -282,6 +282,7 @@ class CheckpointManager:
         shares = gather(f"cannot save {path}", lambda: (here(""), records()))
 
         def commit() -> None:
+            self._check_owner()  # a job that has taken over may have deleted the attempt's files
             files = _all_files(folder, attempt, shares)
             for file, content in self.tokenizer.items() if not target.node_local else ():
                 files[TOKENIZER + file] = folder.put(attempt, TOKENIZER + file, content)

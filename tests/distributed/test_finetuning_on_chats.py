@@ -182,7 +182,7 @@ def test_a_checkpoint_has_the_tokenizer_of_its_chats(here: Path, tmp_path: Path)
     file = {"finetune": 1, "pretrained_checkpoint_file": here / "model" / "model.safetensors", "max_steps": 1}
     harness.run(train, 1, flags(tmp_path / "beside", **bare | file))  # the tokenizer lies there, too
     with pytest.raises(harness.RankFailed, match="--tokenizer"):
-        harness.run(train, 2, flags(tmp_path / "x", **bare | {"resume_from_checkpoint": tmp_path / "nothing"}))
+        harness.run(train, 2, flags(tmp_path / "x", **bare | {"resume_from_checkpoint": tmp_path / "x/checkpoints"}))
 
 
 @pytest.mark.slow

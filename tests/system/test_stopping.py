@@ -181,9 +181,11 @@ def test_asked_before_the_first_step_it_stops_after_it(tmp_path: Path) -> None:
 
 def test_started_again_when_done_it_leaves_everything_as_it_is(tmp_path: Path) -> None:
     run_to(3, tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("checkpoints/**/*")}
+    (checkpoint,) = tmp_path.glob("checkpoints/run/*steps*")
+    before = {path: path.stat().st_mtime_ns for path in (checkpoint, *checkpoint.rglob("*"))}
     assert "Nothing left to do: step 3 of 3 is done" in run_to(3, tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("checkpoints/**/*")} == before
+    assert {path: path.stat().st_mtime_ns for path in (checkpoint, *checkpoint.rglob("*"))} == before
+    assert list(tmp_path.glob("checkpoints/run/*steps*")) == [checkpoint]
 
 
 def test_a_second_signal_ends_a_rank_at_once_and_commits_nothing_half(tmp_path: Path) -> None:
@@ -206,9 +208,8 @@ def test_a_second_signal_ends_a_rank_at_once_and_commits_nothing_half(tmp_path: 
     with Ranks(tmp_path, 2, *command_line(tmp_path, max_steps=committed[-1] + 1), launcher=as_torchrun) as ranks:
         assert ranks.codes() == [0, 0], ranks.err
         assert f"llama_v2-{committed[-1]}steps at step {committed[-1]}" in ranks[0].out
-    assert {path.name for path in tmp_path.glob("checkpoints/run/*")} == {
-        f"llama_v2-{step}steps" for step in [*committed, committed[-1] + 1]
-    }
+    kept = {path.parent.name for path in tmp_path.glob("checkpoints/run/*/*")}
+    assert kept == {f"llama_v2-{step}steps" for step in [*committed, committed[-1] + 1]}
 
 
 IMPATIENT = """

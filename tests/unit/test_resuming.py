@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,8 +121,8 @@ def killed() -> Iterator[None]:
         for folder in owner.folders:
             claim = owner_of([folder])
             assert claim is not None
-            text = folder.storage.read(claim.file).decode().replace(claim.machine, "another machine")
-            folder.storage.put(claim.file, text.encode())
+            elsewhere = replace(claim, process="elsewhere 99 1", job=replace(claim.job, process="elsewhere 99 1"))
+            folder.storage.put(claim.file, elsewhere.to_bytes())
 
 
 def run(parent: str, name: str, *steps: int) -> None:
@@ -196,8 +197,8 @@ def test_a_given_name_that_is_taken_is_refused_with_both_remedies(parent):
     message = str(refused.value)
     assert refused.value.exit_code == 2
     assert "\n" not in message
-    assert all(part in message for part in ("--run_name mine", "step 6", f"{parent}/mine",
-                                            f"add --resume_from_checkpoint {parent}", "another --run_name"))  # fmt: skip
+    remedies = f"add --resume_from_checkpoint {parent}", "another --run_name"
+    assert all(part in message for part in ("--run_name mine", "step 6", f"{parent}/mine", *remedies))
     assert contents(f"{parent}/mine") == before
     assert claims_in(open_folder(f"{parent}/mine")) == [1]
 
@@ -237,7 +238,8 @@ def test_the_same_command_with_the_flag_starts_and_goes_on(parent):
 def test_the_newest_is_that_of_the_highest_generation_in_all_folders(parent):
     folders = [parent, f"{parent}-rare"]
     for folder, step, generation in ((0, 30, 1), (1, 20, 2), (0, 8, 3), (1, 6, 3)):
-        manager(f"{folders[folder]}/{OURS}", keep=9, generation=generation).save(step, state(step), {"tokens": step * 10})
+        saver = manager(f"{folders[folder]}/{OURS}", keep=9, generation=generation)
+        saver.save(step, state(step), {"tokens": step * 10})
     command: dict[str, Any] = {"checkpoint_dir": folders, "resume_from_checkpoint": parent}
     begun = start(parent, **command)
     assert [candidate.step for candidate in begun.candidates] == [8, 6, 20, 30]
@@ -261,7 +263,8 @@ def test_a_folder_of_other_runs_names_them_and_the_run_begins_at_step_0(parent):
 @pytest.mark.parametrize("kind", ["run", "runs", "checkpoint"])
 def test_a_run_begins_from_another_one_and_goes_on_from_its_own(parent, kind):
     """FOLDER is another run's folder, a folder elsewhere with a run of this name, or another run's checkpoint."""
-    source = {"run": f"{parent}-old/other", "runs": f"{parent}-old", "checkpoint": f"{parent}-old/other/llama_v2-60steps"}
+    other = f"{parent}-old/other"
+    source = {"run": other, "runs": f"{parent}-old", "checkpoint": f"{other}/llama_v2-60steps"}
     run(f"{parent}-old", "mine" if kind == "runs" else "other", 60, 62)
     command: dict[str, Any] = {"run_name": "mine", "resume_from_checkpoint": source[kind]}
     step, path = (60 if kind == "checkpoint" else 62), f"{parent}-old/{'mine' if kind == 'runs' else 'other'}"
@@ -303,11 +306,13 @@ def test_checkpoints_of_awss_sample_right_below_are_begun_from_and_never_ours(pa
     assert aws.committed() == []
 
 
-@pytest.mark.parametrize("missing", ["nowhere", "empty"])
-def test_nothing_there_is_a_start_at_step_0(parent, tmp_path, missing):
-    """As on SageMaker, where the first start and its restarts are given the same command."""
+def test_an_empty_folder_is_a_start_at_step_0_and_one_that_is_missing_elsewhere_is_refused(parent, tmp_path):
+    """On SageMaker the first start and its restarts are given the same command."""
     (tmp_path / "empty").mkdir()
-    assert began(parent, resume_from_checkpoint=str(tmp_path / missing)) == Began(OURS)
+    for location in (parent, f"{parent}/{OURS}", tmp_path / "empty"):
+        assert began(parent, resume_from_checkpoint=str(location)) == Began(OURS)
+    with pytest.raises(CheckpointError, match="nowhere does not exist; give a folder of runs, a run's folder, or one"):
+        start(parent, resume_from_checkpoint=str(tmp_path / "nowhere"))
 
 
 def test_a_file_is_refused(parent, tmp_path):
@@ -343,7 +348,8 @@ def test_an_evaluation_claims_nothing(parent):
     run(parent, "mine", 3)
     before = open_folder(f"{parent}/mine").storage.files()
     for options, name, step in (
-        ({"run_name": "mine", "resume_from_checkpoint": parent}, "mine", 3),
+        ({"run_name": "mine", "resume_from_checkpoint": parent}, "mine-evaluation", 3),
+        ({"run_name": "other", "resume_from_checkpoint": f"{parent}/mine"}, "other", 3),
         ({"resume_from_checkpoint": f"{parent}/mine"}, f"{OURS}-evaluation", 3),
         ({}, f"{OURS}-evaluation", 0),
     ):
@@ -378,7 +384,7 @@ RESTARTS = {
 @pytest.mark.parametrize("flagged", [False, True])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("scheduler", RESTARTS)
-def test_a_restart_of_the_same_job_resumes_its_run(parent, scheduler, given, flagged):
+def test_a_restart_of_the_same_job_resumes_its_run(parent, scheduler, given, flagged, caplog):
     """With the flag and without it, whatever the run is called, at once after its death elsewhere."""
     first, restarted = RESTARTS[scheduler]
     run(parent, OURS, 50)  # an older run has that name
@@ -400,6 +406,7 @@ def test_a_restart_of_the_same_job_resumes_its_run(parent, scheduler, given, fla
         third = start(parent, restarted, **command)
     assert (third.name, third.continues, third.newest.step) == (name, True, 51)
     assert [each.generation for each in (begun, again, third)] == [begun.generation + n for n in range(3)]
+    assert "waiting up to" not in caplog.text
 
 
 OTHERS = {
