@@ -120,8 +120,8 @@ class CheckpointManager:
         self._pending: Any = None
         """The save under way: a `Background`, or a backend's."""
         self._saved: list[Saved] = []
-        self._unanswered: set[str] = set()
-        """Attempts whose COMMITTED was sent and not answered."""
+        self._sent: set[str] = set()
+        """Attempts whose COMMITTED was sent, and which may count though a rank has failed since."""
         self._targets = [Target(policy, folder_of_run(policy.parent, run_name)) for policy in policies]
         if len({target.folder.location for target in self._targets}) < len(policies):
             raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
@@ -292,16 +292,17 @@ class CheckpointManager:
             if not folder.storage.exists(f"{attempt}/{BEGUN}"):
                 raise CheckpointError("another job of this run has deleted this attempt; the step is not committed")
             self.on_stage("publish")
-            self._unanswered.add(attempt)  # if this fails COMMITTED may be there: the next start finds out
+            self._sent.add(attempt)  # if this fails COMMITTED may be there: the next start finds out
             folder.commit(attempt, Marker(request.step, self.model_type, self.generation, files, time.time()))
-            self._unanswered.remove(attempt)
             try:
                 self._check_owner()
             except CheckpointError:
                 folder.withdraw(attempt)
+                self._sent.remove(attempt)
                 raise
 
         on_main(f"cannot save {path}", commit)
+        self._sent.discard(attempt)
         return Saved(request.step, path, time.monotonic() - request.time, not target.node_local)
 
     @contextlib.contextmanager
@@ -310,7 +311,7 @@ class CheckpointManager:
         try:
             yield
         except BaseException:
-            if rank() == 0 and attempt not in self._unanswered:
+            if rank() == 0 and attempt not in self._sent:
                 with contextlib.suppress(OSError, CheckpointError):
                     target.folder.delete(attempt)
             raise

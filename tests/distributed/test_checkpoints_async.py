@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from smp_train.checkpoints import CheckpointManager, Policy, async_save, find, gather_state
+from smp_train.checkpoints.find import open_verified
+from smp_train.distributed import host_copy
 from smp_train.errors import CheckpointError
+from smp_train.models.hub_state import gather_state
+from tests.checkpoint_files import committed, manager, names
 from tests.distributed.test_checkpoints import Small, digests, group, prepare, same_on_all
 from tests.distributed.test_checkpoints import train as updates
 from tests.harness import run, same_message
@@ -28,7 +31,7 @@ from tests.training import flags, read_checkpoint, steps, train
 @contextmanager
 def late_copies() -> Iterator[None]:
     """Copy the state of a save no sooner than this thread has updated it, or waits for the copy so as not to."""
-    trains, updated, copy = threading.get_ident(), threading.Event(), async_save._copy
+    trains, updated, copy = threading.get_ident(), threading.Event(), host_copy._copy
 
     def late(*args: Any) -> None:
         updated.clear()
@@ -36,12 +39,12 @@ def late_copies() -> Iterator[None]:
             pass
         copy(*args)
 
-    async_save._copy = late
+    host_copy._copy = late
     hook = register_optimizer_step_post_hook(lambda *_: updated.set())
     try:
         yield
     finally:
-        async_save._copy = copy
+        host_copy._copy = copy
         hook.remove()
 
 
@@ -58,27 +61,25 @@ def torn(folder: str, layout: str) -> list[dict[str, str]]:
     """Save three times, each time training on at once while copy and writer are held up; what differs from before."""
     with group(), late_copies():
         written = threading.Event()
-        manager = CheckpointManager(
-            [Policy(folder, 1, 9)], model_type="m", asynchronous=True, on_stage=lambda stage: written.wait(600)
-        )
+        saver = manager(folder, 1, 9, "m", asynchronous=True, on_stage=lambda stage: written.wait(600))
         model, optimizer = prepare("small", layout, seed=1)
-        optimizer.register_step_pre_hook(lambda *_: manager.staged())
+        optimizer.register_step_pre_hook(lambda *_: saver.staged())
         updates("small", model, optimizer, range(1))
         expected = []
         for step in (1, 2, 3):
             written.clear()
             expected.append(digests(model, optimizer))
-            assert manager.save(step, gather_state(model, optimizer), {}) == []
+            assert saver.save(step, gather_state(model, optimizer), {}) == []
             updates("small", model, optimizer, range(step, step + 2))
-            assert not manager.poll()
+            assert not saver.poll()
             written.set()
-            while not manager.poll():
+            while not saver.poll():
                 time.sleep(0.001)
-            assert [saved.step for saved in manager.finish()] == [step]
+            assert [saved.step for saved in saver.finish()] == [step]
         problems = []
         for step, before in zip((1, 2, 3), expected, strict=True):
             other, fresh = prepare("small", layout, seed=2)
-            find(f"{folder}/m-{step}steps").load(gather_state(other, fresh))
+            open_verified(f"{folder}/m-{step}steps").load(gather_state(other, fresh))
             found = digests(other, fresh)
             problems.append({key: value for key, value in before.items() if found[key] != value})
         return problems
@@ -95,7 +96,7 @@ def test_an_update_waits_for_the_copy_and_not_for_the_file() -> None:
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters())
     state = gather_state(model, optimizer)
-    stager = async_save.Stager()
+    stager = host_copy.Stager()
     copy, complete = stager.begin(state)
     with torch.no_grad():
         before = model.first.weight.clone()
@@ -108,9 +109,9 @@ def test_an_update_waits_for_the_copy_and_not_for_the_file() -> None:
     model.seen += 1  # as a forward pass does: copied already
     complete()
     assert torch.equal(copy["model"]["seen"], torch.zeros(2))
-    addresses = {path: value.data_ptr() for path, value in async_save.leaves(copy)}
+    addresses = {path: value.data_ptr() for path, value in host_copy.leaves(copy)}
     copy, complete = stager.begin(state)
-    assert addresses == {path: value.data_ptr() for path, value in async_save.leaves(copy)}
+    assert addresses == {path: value.data_ptr() for path, value in host_copy.leaves(copy)}
 
 
 def failing(folder: str) -> tuple[str, int]:
@@ -121,35 +122,36 @@ def failing(folder: str) -> tuple[str, int]:
             if stage == "write" and dist.get_rank() == 1 and fail[0]:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m", asynchronous=True, on_stage=on_stage)
+        saver = manager(folder, 1, 2, "m", asynchronous=True, on_stage=on_stage)
         state = {"model": {f"w{dist.get_rank()}": torch.ones(9)}}
-        manager.save(1, state, {})
+        saver.save(1, state, {})
         with pytest.raises(CheckpointError) as failure:
-            manager.finish()
+            saver.finish()
         fail[0] = False
-        manager.save(2, state, {})
-        return str(failure.value), len(manager.finish())
+        saver.save(2, state, {})
+        return str(failure.value), len(saver.finish())
 
 
 def test_a_failure_in_the_background_is_that_of_all_ranks(tmp_path: Path) -> None:
-    message, committed = same_on_all(run(failing, 2, str(tmp_path)))
+    failures, saves = zip(*run(failing, 2, str(tmp_path)), strict=True)
+    message = same_message(list(failures))
     assert "m-1steps: rank 1 on" in message
     assert "No space left on device" in message
-    assert committed == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m-2steps"]
+    assert saves == (1, 1)
+    assert names(tmp_path) == ["m-2steps"]
 
 
 def overlapping(folder: str) -> list[str]:
     """Reduce on the training group while the writer exchanges on its own, many times over."""
     with group():
-        manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m", asynchronous=True)
+        saver = manager(folder, 1, 2, "m", asynchronous=True)
         for step in range(1, 6):
-            manager.save(step, {"model": {f"w{dist.get_rank()}": torch.full((999,), float(step))}}, {})
+            saver.save(step, {"model": {f"w{dist.get_rank()}": torch.full((999,), float(step))}}, {})
             for _ in range(50):
                 value = torch.ones(100)
                 dist.all_reduce(value)
                 assert value[0] == dist.get_world_size()
-        return [Path(saved.path).name for saved in manager.finish()]
+        return [Path(saved.path).name for saved in saver.finish()]
 
 
 def test_training_and_saving_do_not_mix_up_their_messages(tmp_path: Path) -> None:
@@ -159,23 +161,21 @@ def test_training_and_saving_do_not_mix_up_their_messages(tmp_path: Path) -> Non
 def test_without_memory_for_a_copy_saves_are_synchronous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("smp_train.checkpoints.async_save.free_host_bytes", lambda: 100)
-    manager = CheckpointManager([Policy(str(tmp_path), 1, 2)], model_type="m", asynchronous=True)
-    assert manager.save(1, {"model": {"w": torch.ones(999)}}, {}) == [f"{tmp_path}/m-1steps"]
+    monkeypatch.setattr("smp_train.checkpoints.background.free_host_bytes", lambda: 100)
+    saver = manager(tmp_path, 1, 2, "m", asynchronous=True)
+    assert saver.save(1, {"model": {"w": torch.ones(999)}}, {}) == [f"{tmp_path}/m-1steps"]
     assert "saves are synchronous" in caplog.text
 
 
 def test_a_failing_run_waits_a_little_for_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
-    manager = CheckpointManager(
-        [Policy(str(tmp_path), 1, 2)], model_type="m", asynchronous=True, on_stage=lambda stage: held.wait(600)
-    )
-    manager.save(1, {"model": {"w": torch.ones(9)}}, {})
-    monkeypatch.setattr("smp_train.checkpoints.manager.ABANDON_SECONDS", 0.2)
-    manager.close()  # which would wait for as long as the save is held
-    assert find(tmp_path) is None
+    saver = manager(tmp_path, 1, 2, "m", asynchronous=True, on_stage=lambda stage: held.wait(600))
+    saver.save(1, {"model": {"w": torch.ones(9)}}, {})
+    monkeypatch.setattr("smp_train.checkpoints.save.ABANDON_SECONDS", 0.2)
+    saver.close()  # which would wait for as long as the save is held
+    assert committed(tmp_path) == []
     held.set()
-    manager.finish()
+    saver.finish()
 
 
 def values(folder: Path) -> list[Any]:
@@ -195,7 +195,7 @@ def test_a_run_with_asynchronous_saves_writes_the_same_checkpoints(tmp_path: Pat
     assert values(tmp_path / "async_sharded") == values(tmp_path / "sharded")
     for step in (1, 2, 3, 4):
         ours, theirs = (
-            read_checkpoint(tmp_path / kind / "checkpoints" / f"llama_v2-{step}steps")
+            read_checkpoint(tmp_path / kind / "checkpoints" / "run" / f"llama_v2-{step}steps")
             for kind in ("async_sharded", "sharded")
         )
         assert ours.keys() == theirs.keys()
@@ -211,23 +211,23 @@ def uncopied(folder: str, fault: str) -> list[str]:
                 raise RuntimeError("the device is gone")
 
             if fault == "begin":
-                async_save.Stager.begin = fail  # type: ignore[assignment]
+                host_copy.Stager.begin = fail  # type: ignore[assignment]
             else:
-                async_save._copy = fail
-        manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m", asynchronous=True)
+                host_copy._copy = fail
+        saver = manager(folder, 1, 2, "m", asynchronous=True)
         model, optimizer = prepare("small", "fsdp", seed=1)
         try:
-            saved = manager.save(1, gather_state(model, optimizer), {})
-            manager.staged()
-            manager.finish()
+            saved = saver.save(1, gather_state(model, optimizer), {})
+            saver.staged()
+            saver.finish()
         except CheckpointError as error:
             return [str(error)]
-        return [*saved, str(manager.asynchronous)]
+        return [*saved, str(saver.asynchronous)]
 
 
 def test_a_copy_that_fails_on_one_rank_stops_all_or_none(tmp_path: Path) -> None:
     said = same_message([said for (said,) in run(uncopied, 2, str(tmp_path / "copy"), "copy")])
     assert re.search(r"rank 1 on .*: cannot copy the state to host memory: RuntimeError: the device is gone", said)
-    assert find(tmp_path / "copy", missing_ok=True) is None
+    assert committed(tmp_path / "copy") == []
     assert same_on_all(run(uncopied, 2, str(tmp_path / "begin"), "begin")) == [f"{tmp_path}/begin/m-1steps", "False"]
-    assert find(tmp_path / "begin").step == 1
+    assert open_verified(tmp_path / "begin").step == 1

@@ -23,13 +23,16 @@ import torch.distributed as dist
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.manifest import parse_folder_name
-from smp_train.checkpoints.runs import committed_names
-from smp_train.checkpoints.target import Target
-
-from smp_train.checkpoints import CheckpointManager, Policy, async_save, commit, find, gather_state, open_checkpoint
-from smp_train.checkpoints import manager as manager_module
+from smp_train import distributed
+from smp_train.checkpoints import folder as folder_module
+from smp_train.checkpoints import save as save_module
+from smp_train.checkpoints.find import open_checkpoint
+from smp_train.checkpoints.folder import RunFolder, open_folder
+from smp_train.checkpoints.owner import Ownership
+from smp_train.distributed import host_copy
+from smp_train.distributed.job import Job
+from smp_train.models.hub_state import gather_state
+from tests.checkpoint_files import committed, keys, manager, resumed
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all, train
 from tests.harness import RankFailed, run
 from tests.s3_server import bucket, there
@@ -59,8 +62,6 @@ class Cell(NamedTuple):
         return KILLED_IN if published or goes_on else KILLED_IN - 1
 
 
-OF_A_MOMENT = (".clock-", ".lock-")
-"""Files of the lock that who is killed just then leaves: a start within the minute lets them be."""
 WHO = ((0,), (1,), (0, 1))
 PLACES = ("folder", "s3")
 ALL = [cell for cell in itertools.starmap(Cell, itertools.product(WHO, STAGES, PLACES, (False, True)))
@@ -119,35 +120,44 @@ class Killer:
 
 def training(place: str, asynchronous: bool, killer: Killer | None = None) -> dict[int, dict[str, str]]:
     """Start or go on, and save after every step; the state, hashed, as it was found and after every step."""
-    manager = CheckpointManager(
-        [Policy(place, 1, 2)], model_type="m", asynchronous=asynchronous, on_stage=killer or (lambda stage: None)
-    )
+    job = Job("the job", restarts=0 if killer else 1)
+    owners: list[Ownership] = []
+
+    def acquire() -> int:
+        owners.append(Ownership([open_folder(place)], job))
+        owners[0].acquire()
+        return owners[0].generation
+
     if killer is not None:
-        Target.begin = killer.before("stage", Target.begin)  # type: ignore[method-assign]
-        async_save._copy = killer.before("copy", async_save._copy)
+        RunFolder.begin = killer.before("stage", RunFolder.begin)  # type: ignore[method-assign]
+        host_copy._copy = killer.before("copy", host_copy._copy)
+    generation = distributed.on_main("starting", acquire)
+    saver = manager(
+        place, 1, 2, "m", owner=next(iter(owners), None), generation=generation, asynchronous=asynchronous,
+        on_stage=killer or (lambda stage: None),
+    )  # fmt: skip
     try:
-        manager.lock()
-        found = find(place, strict=True, missing_ok=True)
+        found = resumed(place, strict=True)
         model, optimizer = prepare("small", "fsdp", seed=1 if found is None else 2)
         states = {}
         if found is not None:
             found.load(gather_state(model, optimizer))
             states[found.step] = digests(model, optimizer)
-        optimizer.register_step_pre_hook(lambda *_: manager.staged())
+        optimizer.register_step_pre_hook(lambda *_: saver.staged())
         for step in range(found.step + 1 if found else 1, LAST + 1):
             train("small", model, optimizer, range(step, step + 1))
             if killer is None:
                 states[step] = digests(model, optimizer)
-            manager.save(step, gather_state(model, optimizer), {"step_was": step})
-        manager.finish()
+            saver.save(step, gather_state(model, optimizer), {"step_was": step})
+        saver.finish()
     finally:
-        manager.close()
+        saver.close()
     return states
 
 
 def killed(place: str, cell: Cell, meeting: Path) -> None:
     # Who outlives a peer lets what is being committed come to its end, however long that takes here.
-    manager_module.ABANDON_SECONDS = 600.0
+    save_module.ABANDON_SECONDS = 600.0
     with group():
         training(place, cell.asynchronous, Killer(cell, meeting))
 
@@ -172,18 +182,16 @@ def test_a_kill_at_any_stage_loses_nothing_and_training_goes_on_as_if_it_had_not
             run(there, WORLD, server.url, killed, where, cell, meeting)
         for victim in cell.victims:
             assert f"rank {victim}: no result (exit code -9, late: False)" in str(failed.value), cell
-        storage = open_folder(where)
-        assert max(parse_folder_name(name)[1] for name in committed_names(storage)) == cell.newest, cell
-        for name in committed_names(storage):
+        assert open_checkpoint(where).step == cell.newest, cell
+        for name in committed(where):
             assert open_checkpoint(f"{where}/{name}").verify() == [], cell
     starts = [(f"{tmp_path}/straight", False), *((where, cell.asynchronous) for where, cell in cells.items())]
-    straight, *resumed = same_on_all(run(there, WORLD, server.url, all_in_turn, starts, timeout=900))
+    straight, *resumed_states = same_on_all(run(there, WORLD, server.url, all_in_turn, starts, timeout=900))
     assert sorted(straight) == [1, 2, 3, 4]
-    monkeypatch.setattr(commit, "IN_FLIGHT_SECONDS", -math.inf)
-    for (where, cell), states in zip(cells.items(), resumed, strict=True):
+    monkeypatch.setattr(folder_module, "IN_FLIGHT_SECONDS", -math.inf)
+    for (where, cell), states in zip(cells.items(), resumed_states, strict=True):
         assert states == {step: straight[step] for step in range(cell.newest, LAST + 1)}, cell
-        if place == "s3":  # its last requests may have been on their way: a start within the minute leaves them
-            open_folder(where).sweep(-math.inf)
-        left = {name for name in open_folder(where).storage.files() if not name.startswith(OF_A_MOMENT)}
-        assert {name.partition("/")[0] for name in left} == {"m-3steps", "m-4steps"}, cell
-        assert len({name.rpartition("/")[0] for name in left if name.endswith("meta.json")}) == 2, "one attempt each"
+        open_folder(where).sweep(10**6)  # in S3 its last requests may have been on their way: a start leaves them
+        kept = committed(where)
+        assert [open_checkpoint(f"{where}/{name}").step for name in kept] == [4, 3], cell
+        assert {name.partition("/")[0] for name in keys(where)} == set(kept), cell

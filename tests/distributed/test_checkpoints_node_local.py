@@ -5,17 +5,22 @@ from __future__ import annotations
 import errno
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
 from smp_train.checkpoints.cli import main
-from smp_train.checkpoints.node_local import find_newest
+from smp_train.checkpoints.find import open_verified
+from smp_train.checkpoints.folder import open_folder
+from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.errors import CheckpointError
-from tests.checkpoint_files import flipped, tree
+from smp_train.models.hub_state import gather_state
+from smp_train.naming import Candidate, Start
+from smp_train.resume import look_for_checkpoint
+from tests.checkpoint_files import committed, flipped, names
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
 from tests.distributed.test_checkpoints import train as updates
 from tests.harness import run, same_message
@@ -29,15 +34,21 @@ def folders(folder: str) -> list[str]:
 
 
 def found(folder: str, mesh: Any = MESH) -> Any:
-    return find_newest(f"{folder}/far", folders(folder), run=RunId(), mesh=mesh, strict=False)
+    """Return the checkpoint that a start goes on from."""
+    far = open_folder(f"{folder}/far/run")
+    candidates = tuple(Candidate(*each[:2], far.location, each.name) for each in far.committed())
+    args = SimpleNamespace(
+        strict_resume=0, evaluate_only=0, checkpoint_dir=folders(folder), resume_from_checkpoint=folder
+    )
+    return look_for_checkpoint(cast(Any, args), cast(Any, None), Start("run", True, candidates), mesh)[0]
 
 
 def write(folder: str, layout: str) -> dict[int, dict[str, str]]:
     """Save steps 2 and 3 near, and step 2 far; return the digests of each."""
     with group():
         near, far = folders(folder)
-        manager = CheckpointManager([Policy(near, 1, 2), Policy(far, 2, 2)], model_type="m", asynchronous=True)
-        manager.lock()
+        policies = [Policy(near, 1, 2), Policy(far, 2, 2)]
+        manager = CheckpointManager(policies, run_name="run", model_type="m", asynchronous=True)
         model, optimizer = prepare("small", layout, seed=1)
         optimizer.register_step_pre_hook(lambda *_: manager.staged())
         seen = {}
@@ -64,13 +75,13 @@ def read(folder: str, layout: str, mesh: Any = MESH) -> tuple[int, str, dict[str
 @pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), pytest.param(4, "tensor", marks=pytest.mark.slow)])
 def test_the_same_ranks_resume_from_their_own_disks(tmp_path: Path, world: int, layout: str) -> None:
     seen = same_on_all(run(write, world, str(tmp_path), layout))
-    assert sorted(path.name for path in (tmp_path / "near").iterdir()) == [f"rank{r:05d}" for r in range(world)]
-    names = {path.name for path in (tmp_path / "near" / "rank00001").iterdir()}
-    assert names == {"m-2steps", "m-3steps"}
+    near = tmp_path / "near" / "run"
+    assert sorted(path.name for path in near.iterdir()) == [f"rank{r:05d}" for r in range(world)]
+    assert names(near / "rank00001") == ["m-2steps", "m-3steps"]
     step, where, now = same_on_all(run(read, world, str(tmp_path), layout))
     assert (step, where) == (3, "near")
     assert now == seen[3]
-    for part in ("near/rank00001", "near/rank00001/m-3steps"):
+    for part in ("near/run/rank00001", "near/run/rank00001/m-3steps"):
         with pytest.raises(CheckpointError, match=r"m-3steps is one rank's part of a checkpoint"):
             main(["export", str(tmp_path / part), str(tmp_path / "out")])
     if layout == "fsdp":
@@ -85,12 +96,12 @@ def durable_instead(folder: Path, seen: dict[int, dict[str, str]]) -> None:
     step, where, now = same_on_all(run(read, 1, str(folder), "plain"))
     assert (step, where) == (2, "far")
     assert now == seen[2]
-    path = tree(folder / "near" / "rank00001" / "m-3steps") / "__0_0.distcp"
+    path = folder / "near" / "run" / "rank00001" / "m-3steps" / "__0_0.distcp"
     path.write_bytes(flipped(path.read_bytes()))
     step, where, now = same_on_all(run(read, 2, str(folder), "fsdp"))
     assert (step, where) == (2, "near")
     assert now == seen[2]
-    shutil.rmtree(folder / "near" / "rank00001")  # its node was replaced
+    shutil.rmtree(folder / "near" / "run" / "rank00001")  # its node was replaced
     step, where, now = same_on_all(run(read, 2, str(folder), "fsdp"))
     assert (step, where) == (2, "far")
     assert now == seen[2]
@@ -104,7 +115,7 @@ def failing(folder: str) -> str:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
         rules = [Policy(each, 2, 1) for each in folders(folder)]
-        manager = CheckpointManager(rules, model_type="m", on_stage=on_stage)
+        manager = CheckpointManager(rules, run_name="run", model_type="m", on_stage=on_stage)
         state = {"model": gather_state(prepare("small", "plain", 1)[0])["model"]}
         with pytest.raises(CheckpointError) as failure:
             manager.save(2, state, {})
@@ -128,7 +139,8 @@ def committing(folder: str) -> tuple[int, int]:
             if fail[0] and stage == "commit" and dist.get_rank() == 1:
                 raise OSError(errno.EIO, "Input/output error")
 
-        manager = CheckpointManager([Policy(near, 1, 1), Policy(far, 9, 1)], model_type="m", on_stage=on_stage)
+        policies = [Policy(near, 1, 1), Policy(far, 9, 1)]
+        manager = CheckpointManager(policies, run_name="run", model_type="m", on_stage=on_stage)
         state = {"model": {f"w{dist.get_rank()}": torch.ones(3)}}
         manager.save(1, state, {"mesh": MESH})
         fail[0] = True
@@ -142,8 +154,8 @@ def committing(folder: str) -> tuple[int, int]:
 
 def test_there_is_always_a_step_that_all_ranks_have(tmp_path: Path) -> None:
     assert same_on_all(run(committing, 2, str(tmp_path))) == (1, 2)
-    for rank in ("rank00000", "rank00001"):
-        assert [path.name for path in (tmp_path / "near" / rank).iterdir()] == ["m-2steps"]
+    for rank, attempts in (("rank00000", ["m-2steps-2", "m-2steps"]), ("rank00001", ["m-2steps"])):
+        assert committed(tmp_path / "near" / "run" / rank) == attempts, "the first attempt failed on rank 1"
 
 
 @pytest.mark.slow
@@ -156,13 +168,13 @@ def test_a_run_goes_on_from_its_nodes_disks(tmp_path: Path) -> None:
     words += ["--checkpoint_dir", f"local:{folder / 'near'}", str(far)]
     words += ["--checkpoint_freq", "1", "10", "--num_kept_checkpoints", "2", "2"]
     run(train, 2, [*words, "--max_steps=4"])
-    shutil.rmtree(far / "llama_v2-4steps")  # as if it had been killed after step 4
+    shutil.rmtree(far / "run" / "llama_v2-4steps")  # as if it had been killed after step 4
     run(train, 2, [*words, "--max_steps=6"])
     exact = ("step", "loss", "grad_norm", "lr", "tokens", "consumed")
     ours, theirs = ([[r[key] for key in exact] for r in steps(each)] for each in (folder, tmp_path / "straight"))
     assert ours == theirs
     (resumed,) = [record for record in records(folder) if record.get("event") == "resume"]
     assert (resumed["step"], "near" in resumed["checkpoint"]) == (4, True)
-    shutil.rmtree(far / "llama_v2-6steps")  # killed between the last save near and the last one far
+    shutil.rmtree(far / "run" / "llama_v2-6steps")  # killed between the last save near and the last one far
     run(train, 2, [*words, "--max_steps=6"])
-    assert find(far, strict=True).step == 6
+    assert open_verified(far).step == 6

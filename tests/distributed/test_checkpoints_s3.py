@@ -13,10 +13,10 @@ pytest.importorskip("moto.server")
 
 from transformers import AutoModelForCausalLM
 
-from smp_train import storage
-from smp_train.checkpoints import find
+from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.hf.export import export
 from smp_train.errors import CheckpointError
+from tests.checkpoint_files import committed, names
 from tests.distributed.test_checkpoints import resume, same_on_all, write
 from tests.distributed.test_resume import MESHES
 from tests.harness import run
@@ -57,10 +57,10 @@ def test_a_run_resumes_from_s3_as_if_it_had_never_stopped(server, place, tmp_pat
     assert steps(tmp_path / "s3")[-1]["step"] == 7
     said = (tmp_path / "s3" / "run" / "logs" / "rank-0.log").read_text()
     assert said.count("It was saved on another mesh") == 1
-    assert {key.partition("/")[0] for key in storage.at(place).files()} == {"llama_v2-6steps", "llama_v2-7steps"}
-    export(find(f"{place}/llama_v2-7steps"), tmp_path / "exported")
+    assert committed(f"{place}/run") == names(f"{place}/run")[::-1] == ["llama_v2-7steps", "llama_v2-6steps"]
+    export(open_verified(f"{place}/run/llama_v2-7steps"), tmp_path / "exported")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).state_dict()
-    for number, written in enumerate((final["model_dir"], f"{place}/llama_v2-7steps/hf")):
+    for number, written in enumerate((final["model_dir"], f"{place}/run/llama_v2-7steps/hf")):
         model = AutoModelForCausalLM.from_pretrained(download(written, tmp_path / str(number)), dtype=torch.float32)
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
@@ -76,4 +76,4 @@ def test_a_place_for_the_final_model_that_cannot_be_written_to_stops_at_the_star
     for said in run(there, 2, server.url, stopped_early, flags(tmp_path, **options)):
         assert "--model_dir: s3://no-such-bucket/final/.probe" in said
         assert "no such bucket (404 NoSuchBucket)" in said
-    assert not (tmp_path / "checkpoints").exists() or not any((tmp_path / "checkpoints").glob("*steps"))
+    assert not (tmp_path / "checkpoints").exists() or not any((tmp_path / "checkpoints").glob("*/*steps"))
