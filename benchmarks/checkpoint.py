@@ -42,13 +42,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp_train import distributed
-from smp_train.checkpoints.background import leaves
 from smp_train.checkpoints.dcp import index
 from smp_train.checkpoints.dcp.pickled import unpickle
 from smp_train.checkpoints.dcp.trees import PlainLoadPlanner
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.save import CheckpointManager, Policy
-from smp_train.checkpoints.state import gather_state
+from smp_train.distributed.host_copy import leaves
+from smp_train.models.hub_state import gather_state
 
 KINDS = ("synchronous DCP", "this package, async_sharded", "this package, sharded", "gathered, torch.save")
 LOADED = ("torch's dcp.load", "this package")

@@ -18,7 +18,6 @@ from smp_train.arguments.own import Own, named
 from smp_train.backends.base import Backend, Topology
 from smp_train.best import Best
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.hf import tokenizer
 from smp_train.checkpoints.hf.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, is_node_local
 from smp_train.checkpoints.save import CheckpointManager, Policy
@@ -32,7 +31,7 @@ from smp_train.distributed.watch import watch
 from smp_train.errors import ConfigError
 from smp_train.inference import ids_of
 from smp_train.learning_rates import Schedule, schedule
-from smp_train.models import smp_names
+from smp_train.models import smp_names, tokenizer
 from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import ModelSpec, names_model, resolve, row_length
 from smp_train.models.state_memory import check_state, in_short

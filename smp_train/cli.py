@@ -59,7 +59,7 @@ VERBS: dict[str, Verb] = {
     "evaluate": Verb("loss and perplexity of a checkpoint on data sets", "smp_train.evaluation"),
     "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli", PREPARE_FLAGS),
     "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
-    "checkpoint": Verb("ls, show, verify, export, convert, import and prune checkpoints", "smp_train.checkpoints.cli"),
+    "checkpoint": Verb("list, show, verify, export, convert, import, prune checkpoints", "smp_train.checkpoints.cli"),
     "bench": Verb("measure speed", "smp_train.bench"),
     "report": Verb("write a page and pictures of runs, also beside a running one", "smp_train.telemetry.report"),
 }

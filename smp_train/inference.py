@@ -14,11 +14,11 @@ from torch import nn
 from smp_train import distributed
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.find import open_verified
-from smp_train.checkpoints.hf import tokenizer
 from smp_train.checkpoints.pretrained import kind_of, load_weights
-from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError, ConfigError, one_line
+from smp_train.models import tokenizer
 from smp_train.models.build import build_meta, decoder_layers, materialise
+from smp_train.models.hub_state import gather_state
 from smp_train.models.hugging_face import CONFIG_FILE, GENERATION_FILE, open_configuration
 from smp_train.models.resolve import ModelSpec, resolve_saved
 from smp_train.storage.paths import place

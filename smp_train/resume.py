@@ -17,11 +17,11 @@ from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.checkpoint import Checkpoint, opened
 from smp_train.checkpoints.find import locate, open_checkpoint, open_intact
 from smp_train.checkpoints.folder import open_folder
-from smp_train.checkpoints.hf import tokenizer
 from smp_train.checkpoints.node_local import facts_of_part, is_node_local, open_parts, steps_on_nodes
 from smp_train.data.loader import Loader
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models import tokenizer
 from smp_train.models.configuration import changes_from
 from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
 from smp_train.naming import Start, nothing_found

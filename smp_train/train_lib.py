@@ -15,10 +15,10 @@ from smp_train.arguments.validation import prompts_only, runs_natively
 from smp_train.best import Best
 from smp_train.build_run import NO_LIMIT, Position, Run, build_run, mesh_sizes
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.hf.tokenizer import tokenizer_from
 from smp_train.data.batch import Batch, collate
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import ConfigError, DataError
+from smp_train.models.tokenizer import tokenizer_from
 from smp_train.naming import how_to_resume, output
 from smp_train.parallel import compile
 from smp_train.progress import MOVED, Progress

@@ -98,7 +98,7 @@ def resumed(place: Path | str, *, strict: bool = False, name: str | None = None)
     args = SimpleNamespace(
         strict_resume=int(strict), evaluate_only=0, checkpoint_dir=[split(place)[0]], resume_from_checkpoint=str(place)
     )
-    start = Start(split(place)[1], True, candidates, went_back=name is not None)
+    start = Start(split(place)[1], True, candidates, went_back=name is not None, is_one_checkpoint=name is not None)
     return look_for_checkpoint(cast(Any, args), cast(Any, None), start, {})[0]
 
 
@@ -131,6 +131,11 @@ def committed(place: Path | str) -> list[str]:
     from smp_train.checkpoints.folder import open_folder
 
     return [each.name for each in open_folder(place).committed()]
+
+
+def listed(folder: Path | str) -> list[str]:
+    """Return the names of what lies directly in a folder."""
+    return sorted(os.listdir(folder))
 
 
 def keys(place: Path | str) -> list[str]:

@@ -38,7 +38,7 @@ def write(command_line: list[str], folder: str, kind: str, shards: int, orig: bo
     from transformers import AutoModelForCausalLM
 
     from smp_train import arguments, distributed
-    from smp_train.checkpoints.saver import Library
+    from smp_train.backends.smp_saver import Library
     from smp_train.models.resolve import resolve
 
     FSDP = fsdp.FullyShardedDataParallel

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from smp_train.checkpoints.state import canonical_name
+from smp_train.models.hub_state import canonical_name
 from tests.smp import install
 
 State = dict[str, torch.Tensor]

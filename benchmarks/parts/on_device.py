@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.cells import Skip, Wrong
 from benchmarks.program import STEADY, Flags, below, command, logged, numbers, opened, scratch, words
-from smp_train.checkpoints.background import Stager
+from smp_train.distributed.host_copy import Stager
 from smp_train.distributed.to_host import ToHost
 from smp_train.parallel.activation_offloading import HostPool, Lane, Stored
 

@@ -19,13 +19,13 @@ from smp_train import losses
 from smp_train.arguments import checkpointing
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
-from smp_train.checkpoints.state import gather_state
 from smp_train.distributed import rank
 from smp_train.distributed.agree import ALL_RANKS
 from smp_train.distributed.degrees import advice_for_nodes, check_model, plan
 from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.attention import Attention
+from smp_train.models.hub_state import gather_state
 from smp_train.models.initialization import initialise
 from smp_train.models.lora import is_adapter
 from smp_train.models.traits import can_chunk, check_experts, number_of_experts, split_sizes

@@ -26,12 +26,12 @@ from smp_train.backends import smp_choices, smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
 from smp_train.checkpoints.saver import Saver
-from smp_train.checkpoints.state import gather_state
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.degrees import check_model_on_smp, plan
 from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.hub_names import canonical_name
+from smp_train.models.hub_state import gather_state
 from smp_train.models.initialization import module_initialiser
 from smp_train.models.smp_names import HubModel, Ranks
 from smp_train.models.traits import can_chunk, check_loss, packed_inputs, split_sizes

@@ -159,7 +159,7 @@ class LibrarySaver(Saver):
 
 
 class LibrarySave:
-    """A save that the library writes in the background; see `Pending`.
+    """A save that the library writes in the background; with the methods of `Background`.
 
     A failure of the library on one rank is kept until the save is ended, where all ranks learn of it.
     """

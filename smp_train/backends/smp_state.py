@@ -12,10 +12,10 @@ import torch.distributed.fsdp as fsdp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from smp_train.checkpoints.state import State, arranged, create_optimizer_state
 from smp_train.distributed.dtensor import DTensor, Shard
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name, hub_names
+from smp_train.models.hub_state import State, arranged, create_optimizer_state
 
 
 class Tree:

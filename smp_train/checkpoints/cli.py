@@ -168,8 +168,9 @@ def verify(options: argparse.Namespace) -> None:
     damaged = []
     for folder, name in checkpoints:
         problem, _ = _verify(folder, name)
-        print(f"{name}: {problem or 'intact'}")
-        damaged += [name] * bool(problem)
+        label = f"{os.path.basename(folder.location)}/{name}" if location.kind == "runs" else name
+        print(f"{label}: {problem or 'intact'}")
+        damaged += [label] * bool(problem)
     if damaged:
         raise CheckpointError(f"{len(damaged)} of {len(checkpoints)} damaged in {location.path}: {', '.join(damaged)}")
 
@@ -210,14 +211,16 @@ def _dtype(options: argparse.Namespace) -> Any:
 
 def convert(options: argparse.Namespace) -> None:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
-    from smp_train.checkpoints.hf import model_folder, tokenizer
+    from smp_train.checkpoints.hf.model_folder import new_model
+    from smp_train.checkpoints.pretrained import kind_of
+    from smp_train.models import tokenizer
     from smp_train.models.weight_files import WeightFiles
+    from smp_train.models.weight_writer import stored_tensors, write_weights
 
-    if _operand(options.source, "weights").kind in OURS:
-        raise ConfigError(
-            f"{options.source} {KINDS['checkpoint']}: smp-train checkpoint export {options.source} FOLDER"
-        )
+    _operand(options.source, "weights")
     _operand(options.target, "model")
+    if kind_of(options.source) == "ours":
+        raise ConfigError(f"{options.source} is a checkpoint: smp-train checkpoint export {options.source} FOLDER")
     source = place(options.source)
     folder = source if source.is_dir() else source.parent
     small = {name: (folder / name).read_bytes() for name in (GENERATION_FILE, CONFIG_FILE) if (folder / name).is_file()}
@@ -233,13 +236,13 @@ def convert(options: argparse.Namespace) -> None:
         location = options.tokenizer or tokenizer.tokenizer_folder(str(source))
         small |= {} if location is None else tokenizer.tokenizer_files(location)
         # Opened before the folder to write: if the weights cannot be read, its model stays.
-        items = model_folder.stored_tensors(WeightFiles(source, stack), _dtype(options))
+        items = stored_tensors(WeightFiles(source, stack), _dtype(options))
         with (
-            model_folder.new_model(options.target, overwrite=bool(options.overwrite)) as out,
+            new_model(options.target, overwrite=bool(options.overwrite)) as out,
             Progress(f"convert {source.name}", unit="B") as progress,
         ):
-            out.put_weights(items, int(options.max_shard_gb * 1e9), progress.at)
-            out.put_all(small)
+            index = write_weights(out.stream, items, int(options.max_shard_gb * 1e9), progress.at)
+            out.put_all(small | index)
     print(f"wrote {len(items)} tensors of {source} to {options.target}")
 
 
@@ -249,9 +252,9 @@ def import_weights(options: argparse.Namespace) -> None:
 
     from smp_train.checkpoints.pretrained import load_weights
     from smp_train.checkpoints.save import CheckpointManager, Policy
-    from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
     from smp_train.models.configuration import changes_from
+    from smp_train.models.hub_state import gather_state
     from smp_train.models.resolve import beside, resolve
 
     _operand(options.source, "weights")
@@ -275,8 +278,8 @@ def import_weights(options: argparse.Namespace) -> None:
     step = options.step if options.step is not None else (0 if sample is None else sample.step)
     for checkpoint in target.folder.committed():
         if checkpoint.step == step:
-            taken = os.path.join(target.path, checkpoint.name)
-            raise ConfigError(f"{taken} is a committed checkpoint; give another --step or folder")
+            path = os.path.join(target.path, checkpoint.name)
+            raise ConfigError(f"{path} is a committed checkpoint; give another --step or folder")
     model = build_meta(spec)
     materialise(model, "cpu")
     usage = "start from it with --finetune 1 --pretrained_checkpoint_file"
@@ -305,14 +308,15 @@ def import_weights(options: argparse.Namespace) -> None:
 
 
 def prune(options: argparse.Namespace) -> None:
-    """Delete a run's checkpoints, except for the newest intact ones and the best one that --keep_best keeps."""
+    """Delete a run's checkpoints, except for the newest intact ones and the best that --keep_best keeps."""
     if options.keep < 1:
         raise ConfigError(f"--keep {options.keep}: the last committed checkpoint is never deleted; give at least 1")
     folder = _folder_to_prune(options)
     surplus: list[tuple[str, str]] = []
     intact, best = 0, None
-    for checkpoint in folder.committed():
-        name, damage = checkpoint.name, visible_damage(folder, checkpoint)
+    committed = folder.committed()
+    for checkpoint in committed:
+        name, damage = checkpoint.name, visible_damage(folder, checkpoint.name)
         if not damage and (intact < options.keep or checkpoint.step == best):
             damage, meta = _verify(folder, name)
             if not damage:
@@ -320,7 +324,7 @@ def prune(options: argparse.Namespace) -> None:
                 intact += 1
                 continue
         surplus.append((name, f", which is damaged: {damage}" if damage else ""))
-    if not intact and not surplus:
+    if not committed:
         raise ConfigError(f"{folder.location} holds no committed checkpoint")
     if not intact:
         raise CheckpointError(f"{folder.location}: no checkpoint is intact, so nothing is deleted")
@@ -329,15 +333,23 @@ def prune(options: argparse.Namespace) -> None:
             print(f"kept {name}{damage}; delete it with --damaged 1")
         else:
             if not options.dry_run:
-                folder.delete(name)
+                _delete(folder, name)
             print(f"{'would delete' if options.dry_run else 'deleted'} {name}{damage}")
     if not options.dry_run:
         owner, alive, _ = look_at_owner(folder, Job())
         if alive is False:
-            for line in folder.sweep(newest_claim(folder)[0] + 1):
+            generations = [newest_claim(folder)[0], *(checkpoint.generation for checkpoint in committed)]
+            for line in folder.sweep(max(generations) + 2):
                 print(line)
         else:
             print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")
+
+
+def _delete(folder: RunFolder, name: str) -> None:
+    try:
+        folder.delete(name)
+    except OSError as error:
+        raise CheckpointError(f"{folder.location}/{name} cannot be deleted: {error.strerror or error}") from None
 
 
 def _kept_best(meta: dict[str, Any]) -> int | None:

@@ -22,7 +22,7 @@ def root_cause(error: BaseException) -> str:
     if isinstance(error, SmpTrainError):
         return str(error)
     if isinstance(error, CheckpointException):
-        # DCP gathers action each rank raised, wraps it, and raises the same everywhere.
+        # DCP gathers the failures of all ranks, wraps them, and raises the same on every rank.
         failed, (cause, _) = min(error.failures.items())
         return root_cause(cause) if isinstance(cause, SmpTrainError) else f"rank {failed}: {root_cause(cause)}"
     seen: BaseException | None = error

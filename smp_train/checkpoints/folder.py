@@ -75,7 +75,7 @@ class RunFolder:
     # --- reading
 
     def names(self) -> list[str]:
-        """Return the names of all attempts, committed or not."""
+        """Return the names of all attempts, committed or not, and of swept ones."""
         return [name for name in self.storage.level()[1] if parse_folder_name(name)]
 
     def committed(self) -> list[Committed]:
@@ -166,28 +166,34 @@ class RunFolder:
         self.storage.delete(f"{name}/{COMMITTED}")
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint or an attempt: COMMITTED first, then the files, then what shows that it was ours."""
+        """Delete a checkpoint or an attempt: COMMITTED first, and last the file that shows that it is ours."""
         self.withdraw(name)
-        self.storage.delete_folder(name, last=BEGUN)
+        self.storage.delete_folder(name, but=BEGUN)
+        self.storage.delete(f"{name}/{BEGUN}")
 
     def mark_damaged(self, name: str, why: str) -> None:
         """Add DAMAGED to a checkpoint, which is kept as it is and no longer resumed from."""
         self.storage.put(f"{name}/{DAMAGED}", f"{why}\n".encode())
 
     def sweep(self, generation: int) -> list[str]:
-        """Delete attempts of earlier generations that were never committed; return a line for each.
+        """Delete the files of attempts that earlier generations never committed; return a line for each.
 
-        Only the run's owner may call this. An attempt without a readable BEGUN is not ours and stays.
+        Only the run's owner may call this. BEGUN stays for one more generation, so that no attempt gets the same name:
+        the writer may only have stalled, and would write to it. An attempt without a readable BEGUN is not ours.
         """
         lines, now = [], self.storage.now()
         for name in self.names():
             began = self._began(name)
-            if began is not None and began < generation and not self.storage.exists(f"{name}/{COMMITTED}"):
-                entries = self.storage.files(name).values()
-                if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries):
-                    continue
-                self.storage.delete_folder(name, last=BEGUN)
-                lines.append(f"deleted {name}, which an interrupted save or deletion left")
+            if began is None or began >= generation or self.storage.exists(f"{name}/{COMMITTED}"):
+                continue
+            entries = self.storage.files(name)
+            if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries.values()):
+                continue
+            if entries.keys() != {BEGUN}:
+                self.storage.delete_folder(name, but=BEGUN)
+                lines.append(f"deleted the files of {name}, which an interrupted save or deletion left")
+            if began < generation - 1:
+                self.storage.delete(f"{name}/{BEGUN}")
         for file, entry in self.storage.level()[0].items():
             if file.startswith(PROBE) and now - entry.modified >= PROBE_SECONDS:
                 self.storage.delete(file)

@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Any
 
 from smp_train.checkpoints.aws.sharded import checkpoint_paths
-from smp_train.checkpoints.checkpoint import Checkpoint
+from smp_train.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from smp_train.checkpoints.dcp.storage import TreeReader
 from smp_train.checkpoints.dcp.trees import plain_values, saved_entries
 from smp_train.checkpoints.find import best_of, parent_of
-from smp_train.checkpoints.folder import Committed, RunFolder, open_folder
-from smp_train.checkpoints.format import DAMAGED, parse_folder_name
+from smp_train.checkpoints.folder import RunFolder, open_folder
+from smp_train.checkpoints.format import BEGUN, DAMAGED, parse_folder_name
 from smp_train.errors import CheckpointError, first_few
 
 Facts = dict[str, Any]
@@ -28,7 +28,7 @@ def rows_of_run(folder: RunFolder) -> Iterator[Facts]:
         best = best_of(folder)
     committed = folder.committed()
     for checkpoint in reversed(committed):
-        state = "damaged" if visible_damage(folder, checkpoint) else "committed"
+        state = "damaged" if visible_damage(folder, checkpoint.name) else "committed"
         row = _row(folder.location, checkpoint.name, state)
         if checkpoint.marker is not None:
             row |= {"step": checkpoint.step, "saved": _time(checkpoint.marker.time)}
@@ -36,7 +36,9 @@ def rows_of_run(folder: RunFolder) -> Iterator[Facts]:
     samples = list(rows_of_sample(folder.location))
     yield from samples
     names = {checkpoint.name for checkpoint in committed} | {row["name"] for row in samples}
-    yield from (_row(folder.location, name, "incomplete") for name in folder.names() if name not in names)
+    for name in folder.names():
+        if name not in names and folder.sizes(name).keys() - {BEGUN}:  # a swept attempt has no other file
+            yield _row(folder.location, name, "incomplete")
 
 
 def rows_of_sample(location: str) -> Iterator[Facts]:
@@ -55,14 +57,12 @@ def _row(parent: str, name: str, state: str) -> Facts:
     }  # fmt: skip
 
 
-def visible_damage(folder: RunFolder, checkpoint: Committed) -> str:
-    """Return a sign of damage that shows without reading tensors: DAMAGED, COMMITTED or sizes; empty without one."""
-    sizes = folder.sizes(checkpoint.name)
-    if DAMAGED in sizes:
+def visible_damage(folder: RunFolder, name: str) -> str:
+    """Return what shows that a checkpoint is damaged without reading its tensors; empty if nothing does."""
+    if folder.is_marked_damaged(name):
         return f"it has a file {DAMAGED}"
-    if checkpoint.marker is None:
-        return "COMMITTED cannot be read"
-    return first_few(checkpoint.marker.size_problems(sizes), "; ")
+    checkpoint = read_checkpoint(folder, name)
+    return checkpoint if isinstance(checkpoint, str) else ""
 
 
 def table(rows: Iterable[Facts], folder: str) -> Iterator[str]:

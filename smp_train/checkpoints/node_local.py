@@ -14,17 +14,17 @@ from functools import partial
 from typing import Any
 
 from smp_train.arguments.training_flags import NODE_LOCAL as PREFIX
-from smp_train.checkpoints.background import leaves, put
 from smp_train.checkpoints.checkpoint import TORCHS, Checkpoint, verified
 from smp_train.checkpoints.collective import gather
 from smp_train.checkpoints.folder import folder_of_run
 from smp_train.checkpoints.format import NODE_LOCAL
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
-from smp_train.checkpoints.state import present
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.agree import alone, rank, unless, world_size
 from smp_train.distributed.dtensor import local_tensor
+from smp_train.distributed.host_copy import leaves, put
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.hub_state import present
 from smp_train.storage import normal
 
 logger = logging.getLogger(__name__)

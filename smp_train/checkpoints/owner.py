@@ -22,11 +22,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from smp_train.checkpoints.folder import RunFolder
-from smp_train.distributed.job import Job
+from smp_train.distributed.job import Job, identity, is_alive
 from smp_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Claim:
     Attributes:
         token: random digits that no other claim has.
         began: first generation of this job; restarts of the job claim higher ones.
-        machine, born: see `lives_here`.
+        process: `identity` of the process that claimed.
         released: whether the job has ended in order.
     """
 
@@ -58,10 +58,8 @@ class Claim:
     token: str
     began: int
     job: Job
+    process: str
     host: str
-    machine: str
-    pid: int
-    born: str
     since: str
     released: bool = False
 
@@ -69,8 +67,8 @@ class Claim:
     def fresh(cls, generation: int, job: Job, began: int) -> Claim:
         """Return a claim of this process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        host, pid = socket.gethostname(), os.getpid()
-        return cls(generation, uuid.uuid4().hex, began, job, host, _machine(), pid, _birth(pid), since)
+        token, process = uuid.uuid4().hex, identity(os.getpid())
+        return cls(generation, token, began, job, process, socket.gethostname(), since)
 
     @classmethod
     def parse(cls, data: bytes | None) -> Claim | None:
@@ -91,7 +89,7 @@ class Claim:
         return f".owner-{self.generation}"
 
     def __str__(self) -> str:
-        return f"{self.job.name or 'a job'} on {self.host} (process {self.pid}, since {self.since})"
+        return f"{self.job.name or 'a job'} on {self.host} (process {self.process.split()[1]}, since {self.since})"
 
 
 def newest_claim(folder: RunFolder) -> tuple[int, Claim | None]:
@@ -106,32 +104,16 @@ def claims_in(folder: RunFolder) -> list[int]:
     return [int(match[1]) for match in map(CLAIM.fullmatch, folder.storage.level()[0]) if match]
 
 
+def _holds(folder: RunFolder, claim: Claim) -> bool:
+    """Return whether the file of a claim is in a folder, and no other job has overwritten it."""
+    present = Claim.parse(folder.storage.read_if_there(claim.file))
+    return present is not None and present.token == claim.token
+
+
 def owner_of(folders: Sequence[RunFolder]) -> Claim | None:
     """Return the newest readable claim in a run's folders."""
     claims = [claim for _, claim in map(newest_claim, folders) if claim is not None]
     return max(claims, key=lambda claim: claim.generation, default=None)
-
-
-def _machine() -> str:
-    """Return what processes share that can see each other: this start of the system, and the namespace of processes."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _birth(pid: int) -> str:
-    """Return when a process of this machine began, in ticks; empty if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
-
-
-def lives_here(claim: Claim) -> bool | None:
-    """Return whether the process of a claim lives on this machine; None if it runs on another one."""
-    return _birth(claim.pid) == claim.born if claim.machine and claim.machine == _machine() else None
 
 
 def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | None, float]:
@@ -144,35 +126,32 @@ def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | Non
         return owner, False, 0.0
     entry = folder.storage.entry(f".owner-{generation}")
     age = STALE_SECONDS if entry is None else folder.storage.now() - entry.modified
-    alive = None if owner is None else lives_here(owner)
+    alive = None if owner is None else is_alive(owner.process)
     return owner, False if alive is None and age >= STALE_SECONDS else alive, age
 
 
-@dataclass
 class Ownership:
     """Ownership of one run's checkpoints in all its folders, from `acquire` until `release` or the process' end."""
 
-    folders: Sequence[RunFolder]
-    job: Job = field(default_factory=Job.current)
-    advice: str = ADVICE
-    """The remedy in the message if another job owns the run."""
-    restarted: bool = False
-    """Whether the former owner was an earlier start of this job."""
-    _claim: Claim | None = None
-    _ended: threading.Event = field(default_factory=threading.Event)
-    _beating: threading.Thread | None = None
+    def __init__(self, folders: Sequence[RunFolder], job: Job | None = None, advice: str = ADVICE) -> None:
+        """``advice`` is the remedy in the message if another job owns the run."""
+        self.folders, self.job, self._advice = folders, job or Job.current(), advice
+        self.restarted = False
+        """Whether the former owner was an earlier start of this job."""
+        self._claim: Any = None
+        """The `Claim`, once it is acquired."""
+        self._ended = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="smp-train-owner", daemon=True)
 
     @property
     def generation(self) -> int:
         """The claimed generation."""
-        assert self._claim is not None
-        return self._claim.generation
+        return int(self._claim.generation)
 
     @property
     def began(self) -> int:
         """The first generation of this job."""
-        assert self._claim is not None
-        return self._claim.began
+        return int(self._claim.began)
 
     def acquire(self, *, force: bool = False, wait: Callable[[float], object] = time.sleep) -> None:
         """Claim the next generation: in place of a dead owner at once, of a silent one after `STALE_SECONDS`.
@@ -181,10 +160,11 @@ class Ownership:
         if it lives.
         """
         while True:
+            # Read before the owner is looked at: a claim that another job puts meanwhile is in the way of this one.
+            known = [generation for folder in self.folders for generation in claims_in(folder)]
             self._wait_for_owner(force, wait)
             former = owner_of(self.folders)
             self.restarted = former is not None and self.job.is_restart_of(former.job)
-            known = [generation for folder in self.folders for generation in claims_in(folder)]
             known += [newest.generation for folder in self.folders for newest in folder.committed()[:1]]
             generation = max(known, default=0) + 1
             began = former.began if former is not None and self.restarted else generation
@@ -192,19 +172,20 @@ class Ownership:
                 break
         if former is not None and not former.released:
             logger.warning("%s: took over from %s", self.folders[0].location, former)
-        self._beating = threading.Thread(target=self._beat, name="smp-train-owner", daemon=True)
         self._beating.start()
         atexit.register(self.release)
 
     def _put(self, claim: Claim) -> bool:
         """Put a claim into all folders; withdraw it and return False if another job was faster."""
-        written: list[RunFolder] = []
         for folder in self.folders:
-            if not folder.storage.put_if_absent(claim.file, claim.to_bytes()):
-                for claimed in written:
-                    claimed.storage.delete(claim.file)
+            folder.storage.put_if_absent(claim.file, claim.to_bytes())
+            # A server may ignore the condition, and a network file system may lose the answer to a first try.
+            newest = newest_claim(folder)[1]
+            if newest is None or newest.token != claim.token:
+                for claimed in self.folders:
+                    if _holds(claimed, claim):
+                        claimed.storage.delete(claim.file)
                 return False
-            written.append(folder)
         self._claim = claim
         for folder in self.folders:
             for generation in claims_in(folder):
@@ -215,7 +196,6 @@ class Ownership:
     def advance(self) -> int:
         """Claim and return the next generation of the same job. Raises `CheckpointError` if it was overtaken."""
         self.check()
-        assert self._claim is not None
         if not self._put(replace(self._claim, generation=self.generation + 1)):
             raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
         return self.generation
@@ -230,7 +210,7 @@ class Ownership:
                     break
                 if alive or (last_age is not None and age < last_age):  # touched since
                     raise InUse(
-                        f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {self.advice}"
+                        f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {self._advice}"
                     )
                 if last_age is None:
                     logger.warning(
@@ -244,22 +224,23 @@ class Ownership:
         while not self._ended.wait(BEAT_SECONDS):
             # `check` finds out what goes wrong here, or it does not matter.
             with contextlib.suppress(OSError, CheckpointError):
-                for folder in self.folders:
-                    self._touch(folder)
+                self._touch()
 
-    def _touch(self, folder: RunFolder) -> None:
-        assert self._claim is not None
-        folder.storage.put(self._claim.file, self._claim.to_bytes())
+    def _touch(self) -> None:
+        """Write the claim again where it still is, so that it looks young."""
+        claim: Claim = self._claim
+        for folder in self.folders:
+            if _holds(folder, claim):
+                folder.storage.put(claim.file, claim.to_bytes())
 
     def check(self) -> None:
         """Raise `CheckpointError` if another job has taken over, or this one has released the run."""
-        assert self._claim is not None
         for folder in self.folders:
             if self._ended.is_set():
                 raise CheckpointError(f"checkpoint folder {folder.location} was released; nothing is committed")
             generation, owner = newest_claim(folder)
             if not generation:  # somebody has tidied up by hand
-                self._touch(folder)
+                folder.storage.put(self._claim.file, self._claim.to_bytes())
             elif generation > self.generation or (owner is not None and owner.token != self._claim.token):
                 raise CheckpointError(
                     f"checkpoint folder {folder.location} was taken over by {owner or 'another job'}; "
@@ -272,10 +253,7 @@ class Ownership:
             return
         self._ended.set()
         atexit.unregister(self.release)
-        if self._beating is not None:
-            self._beating.join(BEAT_SECONDS)
+        self._beating.join(BEAT_SECONDS)
         self._claim = replace(self._claim, released=True)
         with contextlib.suppress(OSError, CheckpointError):
-            for folder in self.folders:
-                if self.generation in claims_in(folder):
-                    self._touch(folder)
+            self._touch()

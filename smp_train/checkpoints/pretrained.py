@@ -10,9 +10,9 @@ from torch import nn
 from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.find import locate, open_verified
-from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import load_pretrained
+from smp_train.models.hub_state import gather_state
 from smp_train.models.weight_files import weight_files
 from smp_train.storage.paths import place
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,11 +27,11 @@ from smp_train.checkpoints.format import (
 )
 from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local_part
 from smp_train.checkpoints.owner import Ownership
-from smp_train.checkpoints.saver import HUGGING_FACE, Pending, Records, Saver
-from smp_train.checkpoints.state import present
+from smp_train.checkpoints.saver import HUGGING_FACE, Records, Saver
 from smp_train.distributed import heartbeat
 from smp_train.distributed.agree import alone, here, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.hub_state import present
 from smp_train.storage import wait_for
 
 logger = logging.getLogger(__name__)
@@ -79,24 +78,18 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One attempt at saving one step to one folder."""
+class Request:
+    """A save that was requested at ``time``, on the monotonic clock."""
 
-    target: Target
-    name: str
+    state: dict[str, Any]
     meta: dict[str, Any]
-    requested: float
-    """When the save was requested, on the monotonic clock."""
+    saver: Saver
+    time: float
 
     @property
-    def folder(self) -> RunFolder:
-        """The run's folder."""
-        return self.target.folder
-
-    @property
-    def action(self) -> str:
-        """How messages of a failure begin."""
-        return f"cannot save {os.path.join(self.folder.location, self.name)}"
+    def step(self) -> int:
+        """The step to save."""
+        return int(self.meta["step"])
 
 
 class CheckpointManager:
@@ -124,12 +117,12 @@ class CheckpointManager:
         self.best: int | None = None
         """A step whose checkpoint no policy deletes."""
         self._writer = BackgroundWriter()
-        self._pending: Pending | None = None
+        self._pending: Any = None
+        """The save under way: a `Background`, or a backend's."""
         self._saved: list[Saved] = []
         self._unanswered: set[str] = set()
         """Attempts whose COMMITTED was sent and not answered."""
         self._targets = [Target(policy, folder_of_run(policy.parent, run_name)) for policy in policies]
-        self._durable = [target for target in self._targets if not target.node_local]
         if len({target.folder.location for target in self._targets}) < len(policies):
             raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
 
@@ -140,21 +133,17 @@ class CheckpointManager:
 
         Raises `CheckpointError` on every rank.
         """
-
-        def check_writable() -> None:
-            for target in self._targets:
-                target.folder.check_writable()
-
-        gather("cannot start", check_writable)
-        for folder in (target.folder for target in self._durable):
-            action = f"cannot use checkpoint folder {folder.location}"
-            probe = on_main(action, folder.put_probe)
-            try:
-                gather(action, partial(folder.check_probe, probe))
-            finally:
-                if rank() == 0:
-                    with contextlib.suppress(OSError, CheckpointError):
-                        folder.storage.delete(probe)
+        for target in self._targets:
+            folder, action = target.folder, f"cannot use checkpoint folder {target.folder.location}"
+            gather(action, folder.check_writable)
+            if not target.node_local:
+                probe = on_main(action, folder.put_probe)
+                try:
+                    gather(action, partial(folder.check_probe, probe))
+                finally:
+                    if rank() == 0:
+                        with contextlib.suppress(OSError, CheckpointError):
+                            folder.storage.delete(probe)
 
     def next_generation(self) -> None:
         """Begin another generation, after the run went back to an older checkpoint. Collective."""
@@ -188,46 +177,45 @@ class CheckpointManager:
         due = [target for target in self._targets if force or target.policy.due(step)]
         if not due:
             return []
-        requested, state = time.monotonic(), present(state)
+        began = time.monotonic()
         # A snapshot; and what cannot be stored must fail before the large files are written.
         meta = {**json.loads(on_main("cannot save", lambda: json.dumps(meta))), "step": step}
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
-
-        def write(state: dict[str, Any]) -> list[Saved]:
-            return [self._save_to(target, state, meta, requested, saver) for target in due]
-
+        request = Request(present(state), meta, saver, began)
         if saver.writes_alone(self.asynchronous, [target.folder for target in due]):
             for target in due:
                 self._end_pending()
-                self._pending = self._begin_in_backend(target, state, meta, requested, saver)
+                self._pending = self._begin_in_backend(target, request)
             if self.asynchronous:
                 return []
             self._end_pending()
             return [checkpoint.path for checkpoint in self._saved[-len(due) :]]
+
+        def write(state: dict[str, Any]) -> list[Saved]:
+            return [self._save_to(target, replace(request, state=state)) for target in due]
+
         if self.asynchronous and saver.threads:
-            self._pending = self._writer.begin(state, write)
+            self._pending = self._writer.begin(request.state, write)
             if self._pending is not None:
                 return []
             self.asynchronous = False
-        saved = write(state)
+        saved = write(request.state)
         self._saved += saved
         return [checkpoint.path for checkpoint in saved]
 
-    def _save_to(
-        self, target: Target, state: dict[str, Any], meta: dict[str, Any], requested: float, saver: Saver
-    ) -> Saved:
+    def _save_to(self, target: Target, request: Request) -> Saved:
         """Write and commit into one folder, then apply the policy's retention; collective."""
         if not target.node_local:
-            saved = self._write(self._begin(target, meta, requested), state, saver)
+            saved = self._write(target, request)
             self._retain(target, saved.step)
             return saved
-        parents = [durable.policy.parent for durable in self._durable]
-        meta = {**meta, NODE_LOCAL: facts_of_part(parents, meta.get("mesh"))}
+        parents = [durable.policy.parent for durable in self._targets if not durable.node_local]
+        meta = {**request.meta, NODE_LOCAL: facts_of_part(parents, request.meta.get("mesh"))}
 
         def save_part() -> Saved:
             with alone():
-                return self._write(self._begin(target, meta, requested), local_part(state), saver)
+                return self._write(target, replace(request, state=local_part(request.state), meta=meta))
 
         # Every rank commits its part before any rank deletes an older one, so there is always a step that all have.
         saved = gather("cannot save", save_part)[rank()]
@@ -235,94 +223,96 @@ class CheckpointManager:
             self._retain(target, saved.step)
         return saved
 
-    def _begin(self, target: Target, meta: dict[str, Any], requested: float) -> Attempt:
-        """Reserve the folder of an attempt, the first time after deleting unfinished ones; collective."""
-        step = meta["step"]
+    def _write(self, target: Target, request: Request) -> Saved:
+        """Write the tree into a new attempt and commit it; collective."""
+        attempt = self._begin(target, request)
+        with self._deleted_on_failure(target, attempt):
+            records: dict[str, FileRecord] = {}
+            failure: Exception | None = None
+            try:
+                records = request.saver.write(request.state, target.folder, attempt, self.on_stage)
+            except Exception as error:
+                failure = error  # the ranks that do not have it learn of it at the commit
+            return self._commit(target, attempt, request, lambda: unless(failure, records))
+
+    def _begin_in_backend(self, target: Target, request: Request) -> Any:
+        """Let the backend copy the state and write it in the background; collective."""
+        attempt = self._begin(target, request)
+
+        def commit(records: Records) -> list[Saved]:
+            with self._deleted_on_failure(target, attempt):
+                saved = self._commit(target, attempt, request, records)
+            self._retain(target, saved.step)
+            return [saved]
+
+        with self._deleted_on_failure(target, attempt):
+            return request.saver.begin(request.state, target.folder, attempt, commit)
+
+    def _begin(self, target: Target, request: Request) -> str:
+        """Reserve the folder of an attempt, after sweeping those of earlier starts; return its name. Collective."""
 
         def reserve() -> str:
+            self._check_owner()  # an unfinished attempt may belong to the job that has taken over
             if not target.swept:
-                self._check_owner()  # an unfinished attempt may belong to the job that has taken over
-                _sweep(target.folder, self.generation)
+                self._sweep(target.folder)
                 target.swept = True
-            name = target.folder.begin(self.model_type, step, self.generation)
+            name = target.folder.begin(self.model_type, request.step, self.generation)
             self._check_owner()
             return name
 
-        planned = os.path.join(target.folder.location, folder_name(self.model_type, step))
-        return Attempt(target, on_main(f"cannot save {planned}", reserve), meta, requested)
+        return on_main(f"cannot save {target.folder.location}/{folder_name(self.model_type, request.step)}", reserve)
 
     def _check_owner(self) -> None:
         if self.owner is not None:
             self.owner.check()
 
-    def _write(self, attempt: Attempt, state: dict[str, Any], saver: Saver) -> Saved:
-        """Write the tree and commit it; collective."""
-        with self._deleted_on_failure(attempt):
-            records: dict[str, FileRecord] = {}
-            failure: Exception | None = None
-            try:
-                records = saver.write(state, attempt.folder, attempt.name, self.on_stage)
-            except Exception as error:
-                failure = error  # the ranks that do not have it learn of it at the commit
-            return self._commit(attempt, lambda: unless(failure, records))
+    def _sweep(self, folder: RunFolder) -> None:
+        try:
+            for line in folder.sweep(self.generation):
+                logger.info("checkpoint folder %s: %s", folder.location, line)
+        except (OSError, CheckpointError) as error:
+            logger.warning("checkpoint folder %s cannot be tidied: %s", folder.location, error)
 
-    def _begin_in_backend(
-        self, target: Target, state: dict[str, Any], meta: dict[str, Any], requested: float, saver: Saver
-    ) -> Pending:
-        """Let the backend copy the state and write it in the background; collective."""
-        attempt = self._begin(target, meta, requested)
-
-        def commit(records: Records) -> list[Saved]:
-            with self._deleted_on_failure(attempt):
-                saved = self._commit(attempt, records)
-            self._retain(target, saved.step)
-            return [saved]
-
-        with self._deleted_on_failure(attempt):
-            return saver.begin(state, attempt.folder, attempt.name, commit)
-
-    def _commit(self, attempt: Attempt, records: Records) -> Saved:
+    def _commit(self, target: Target, attempt: str, request: Request, records: Records) -> Saved:
         """Turn the files of all ranks into a checkpoint; collective.
 
         ``records`` returns this rank's files, or raises the failure of this rank: then nothing is committed.
         """
-        shares = gather(attempt.action, lambda: (here(""), records()))
-        folder, name, meta = attempt.folder, attempt.name, attempt.meta
+        folder, path = target.folder, f"{target.folder.location}/{attempt}"
+        shares = gather(f"cannot save {path}", lambda: (here(""), records()))
 
         def commit() -> None:
-            files = _all_files(attempt, shares)
-            if not attempt.target.node_local:
-                for file, content in self.tokenizer.items():
-                    files[TOKENIZER + file] = folder.put(name, TOKENIZER + file, content)
-            files[META] = folder.put(name, META, json.dumps(meta, indent=1).encode())
-            marker = Marker(meta["step"], self.model_type, self.generation, files, time.time())
+            self._check_owner()  # a job that has taken over may have deleted the attempt's files
+            files = _all_files(folder, attempt, shares)
+            for file, content in self.tokenizer.items() if not target.node_local else ():
+                files[TOKENIZER + file] = folder.put(attempt, TOKENIZER + file, content)
+            files[META] = folder.put(attempt, META, json.dumps(request.meta, indent=1).encode())
             self.on_stage("commit")
             self._check_owner()
-            if not folder.storage.exists(f"{name}/{BEGUN}"):
+            if not folder.storage.exists(f"{attempt}/{BEGUN}"):
                 raise CheckpointError("another job of this run has deleted this attempt; the step is not committed")
             self.on_stage("publish")
-            self._unanswered.add(name)  # if this fails COMMITTED may be there: the next start finds out
-            folder.commit(name, marker)
-            self._unanswered.remove(name)
+            self._unanswered.add(attempt)  # if this fails COMMITTED may be there: the next start finds out
+            folder.commit(attempt, Marker(request.step, self.model_type, self.generation, files, time.time()))
+            self._unanswered.remove(attempt)
             try:
                 self._check_owner()
             except CheckpointError:
-                folder.withdraw(name)
+                folder.withdraw(attempt)
                 raise
 
-        on_main(attempt.action, commit)
-        seconds = time.monotonic() - attempt.requested
-        return Saved(meta["step"], os.path.join(folder.location, name), seconds, not attempt.target.node_local)
+        on_main(f"cannot save {path}", commit)
+        return Saved(request.step, path, time.monotonic() - request.time, not target.node_local)
 
     @contextlib.contextmanager
-    def _deleted_on_failure(self, attempt: Attempt) -> Iterator[None]:
+    def _deleted_on_failure(self, target: Target, attempt: str) -> Iterator[None]:
         """Delete the attempt when the body raises, unless it may have been committed."""
         try:
             yield
         except BaseException:
-            if rank() == 0 and attempt.name not in self._unanswered:
+            if rank() == 0 and attempt not in self._unanswered:
                 with contextlib.suppress(OSError, CheckpointError):
-                    attempt.folder.delete(attempt.name)
+                    target.folder.delete(attempt)
             raise
 
     def _retain(self, target: Target, step: int) -> None:
@@ -383,26 +373,20 @@ class CheckpointManager:
             self._saved += pending.result()
 
 
-def _sweep(folder: RunFolder, generation: int) -> None:
-    try:
-        for line in folder.sweep(generation):
-            logger.info("checkpoint folder %s: %s", folder.location, line)
-    except (OSError, CheckpointError) as error:
-        logger.warning("checkpoint folder %s cannot be tidied: %s", folder.location, error)
-
-
-def _all_files(attempt: Attempt, shares: Sequence[tuple[str, dict[str, FileRecord]]]) -> dict[str, FileRecord]:
+def _all_files(
+    folder: RunFolder, attempt: str, shares: Sequence[tuple[str, dict[str, FileRecord]]]
+) -> dict[str, FileRecord]:
     """Join the ranks' records. Raises `CheckpointError` if rank 0 does not see a file that another rank wrote."""
     files = {file: record for _, records in shares for file, record in records.items()}
 
     def missing() -> list[str]:
-        sizes = attempt.folder.sizes(attempt.name)
+        sizes = folder.sizes(attempt)
         return [file for file, record in files.items() if sizes.get(file) != record.size]
 
     if not wait_for(lambda: not missing()) and (unseen := missing()):
         writer = next(rank_name for rank_name, records in shares if unseen[0] in records)
         raise CheckpointError(
-            f"{writer}wrote {unseen[0]}, which rank 0 does not see: the nodes do not share "
-            f"{attempt.folder.location}; give a --checkpoint_dir that they do"
+            f"{writer}wrote {unseen[0]}, which rank 0 does not see: the nodes do not share {folder.location}; "
+            "give a --checkpoint_dir that they do"
         )
     return files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from smp_train.checkpoints.dcp.storage import TreeWriter
 from smp_train.checkpoints.dcp.trees import load_together, save_state, save_together
@@ -19,25 +19,6 @@ SMP_NAMES = "smp"
 
 Records = Callable[[], dict[str, FileRecord]]
 """Returns the records of the files that this rank wrote, or raises what prevented writing them."""
-
-
-class Pending(Protocol):
-    """A save in the background."""
-
-    def staged(self) -> None:
-        """Wait until the state may change."""
-
-    def running(self) -> bool:
-        """Return whether this rank has not seen the save end."""
-
-    def ended_everywhere(self) -> bool:
-        """Return whether the save has ended on every rank; collective."""
-
-    def result(self) -> list[Any]:
-        """Wait for the end and return the checkpoints; raises the failure on every rank. Collective."""
-
-    def abandon(self, seconds: float) -> None:
-        """Wait for the end at most ``seconds``, and ignore failures."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +77,9 @@ class Saver:
 
     def begin(
         self, state: dict[str, Any], folder: RunFolder, attempt: str, commit: Callable[[Records], list[Any]]
-    ) -> Pending:
-        """Begin to write in the background; the result is what ``commit`` returns. Collective."""
+    ) -> Any:
+        """Begin to write in the background and return the save, with the methods of `Background`. Collective.
+
+        Its result is that of ``commit``.
+        """
         raise NotImplementedError

@@ -40,7 +40,7 @@ class Job:
     @classmethod
     def current(cls, environ: Mapping[str, str] | None = None) -> Job:
         """Return the job of this process from the environment, or of another process from its environment."""
-        process = _identity(os.getpid()) if environ is None else ""
+        process = identity(os.getpid()) if environ is None else ""
         environ = os.environ if environ is None else environ
         for variable, kind in UNIQUE_JOBS.items():
             if environ.get(variable):
@@ -48,7 +48,7 @@ class Job:
                 return cls(name, agent=name, process=process)
         agent = ""
         if "TORCHELASTIC_RUN_ID" in environ or environ.get("ROLE_NAME") == LAUNCH:
-            agent = f"{_identity(os.getppid())} {environ.get('TORCHELASTIC_RUN_ID', '')}"
+            agent = f"{identity(os.getppid())} {environ.get('TORCHELASTIC_RUN_ID', '')}"
         restarts = environ.get("SLURM_RESTART_COUNT") or "0"
         for variable, kind in SHARED_JOBS.items():
             if environ.get(variable):
@@ -69,9 +69,26 @@ class Job:
         return bool(self.name) and self.name == earlier.name and self.restarts > earlier.restarts
 
 
-def _identity(pid: int) -> str:
-    """Return host, id and start time of a process: containers that share a host name also share process ids."""
+def identity(pid: int) -> str:
+    """Return the machine, id and start time of a process; the time is empty if it has ended.
+
+    The machine is this start of the system with its namespace of process ids: containers may share a host name.
+    """
+    try:
+        machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # another system than Linux
+        return f"{socket.gethostname()} {pid} "
     started = ""
-    with contextlib.suppress(OSError, IndexError):  # another system than Linux
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{socket.gethostname()}:{pid}:{started}"
+    with contextlib.suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        started = "" if state in "ZX" else fields[18]
+    return f"{machine} {pid} {started}"
+
+
+def is_alive(process: str) -> bool | None:
+    """Return whether a process, by its `identity`, lives on this machine; None if that cannot be known here."""
+    machine, _, numbers = process.partition(" ")
+    pid, _, started = numbers.partition(" ")
+    if not started or machine != identity(os.getpid()).partition(" ")[0]:
+        return None
+    return identity(int(pid)) == process

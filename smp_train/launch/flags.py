@@ -56,12 +56,12 @@ def inline_files(words: Sequence[str]) -> list[str]:
 def complete(
     words: Sequence[str], environ: Mapping[str, str] | None = None, *, base: str = ""
 ) -> tuple[list[str], Resolved]:
-    """Return ``words`` with what a restart of the run needs, and how they then read; complete words stay as they are.
+    """Return training flags completed so that a restarted run resumes, as words and parsed; idempotent.
 
-    A run without a name gets the name of its run folder, or else of its model. With ``base``, an absolute path, a
-    relative run folder and the default folder of checkpoints are below it. Without --resume_from_checkpoint the run
-    resumes from its first folder of checkpoints that outlives a node. Training itself prefers the run's own newest
-    checkpoint to any other, so a --resume_from_checkpoint of the user's is kept at every restart.
+    A run without a name is called after its run folder, else after its model. ``base`` is an absolute path: a relative
+    run folder and the default --checkpoint_dir are placed below it. Without --resume_from_checkpoint the run resumes
+    from the first --checkpoint_dir that outlives a node. A --resume_from_checkpoint that the user gave is kept at every
+    restart, because training itself prefers the run's own newest checkpoint.
 
     Raises `ConfigError` as `smp_train.arguments.parse` does.
     """
@@ -75,7 +75,8 @@ def complete(
         completed = [*without(completed, {"run_dir"}), f"--run_dir={os.path.normpath(os.path.join(base, run_dir))}"]
     if base and not resolved.given("checkpoint_dir"):
         completed.append(f"--checkpoint_dir={os.path.join(base, CHECKPOINTS)}")
-    durable = [place for place in parse(completed, environ).args.checkpoint_dir if not place.startswith(NODE_LOCAL)]
+    parents = parse(completed, environ).args.checkpoint_dir
+    durable = [parent for parent in parents if not parent.startswith(NODE_LOCAL)]
     if durable and not resolved.given("resume_from_checkpoint"):
         completed.append(f"--resume_from_checkpoint={durable[0]}")
     return completed, parse(completed, environ)
@@ -84,9 +85,9 @@ def complete(
 def newest_step(args: Arguments, *, in_s3: bool) -> int:
     """Return the step of the run's newest committed checkpoint that outlives a node, 0 without one.
 
-    Not ``in_s3``, checkpoints in S3 are left out: this machine may lack access, or the packages that read S3.
+    Without ``in_s3``, checkpoints in S3 are left out: this machine may lack access, or the packages that read S3.
 
-    Raises `SmpTrainError` when S3 cannot be asked. It is no `CheckpointError`: a later start may be able to ask S3.
+    Raises `SmpTrainError` when S3 does not answer, and no `CheckpointError`, which would end the job for good.
     """
     parents = [parent for parent in args.checkpoint_dir if not parent.startswith(NODE_LOCAL)]
     try:

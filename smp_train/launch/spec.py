@@ -61,8 +61,8 @@ def build(
 ) -> Spec:  # fmt: skip
     """Check a run and return it, its training flags completed.
 
-    ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE; ``base``
-    (default: the current folder) is the folder that relative default folders are below;
+    ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE. A
+    relative run folder and the default folder of checkpoints are placed below ``base`` (default: the current folder).
     ``environ`` (default ``os.environ``) is the rest of the processes' environment, for `lint`; in a ``container`` they
     have no home folder.
 

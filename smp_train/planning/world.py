@@ -26,12 +26,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from smp_train import losses
 from smp_train.arguments import Arguments
 from smp_train.backends.native import NativeBackend
-from smp_train.checkpoints.background import local_bytes
-from smp_train.checkpoints.state import gather_state, present
 from smp_train.distributed import Runtime
 from smp_train.distributed.dtensor import local_tensor
+from smp_train.distributed.host_copy import local_bytes
 from smp_train.distributed.host_memory import pinned_bytes
 from smp_train.errors import ConfigError, one_line
+from smp_train.models.hub_state import gather_state, present
 from smp_train.models.resolve import ModelSpec
 from smp_train.parallel import activation_offloading, expert_parallel, grad_norm
 from smp_train.planning import stepping

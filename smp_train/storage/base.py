@@ -80,8 +80,8 @@ class Storage(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file, if it is there, and the folders that it was in if they are empty."""
 
-    def delete_folder(self, folder: str, last: str = "") -> None:
-        """Remove all files below ``folder``, the file ``last`` of it at the end, and the folder."""
+    def delete_folder(self, folder: str, but: str = "") -> None:
+        """Remove all files below ``folder``, and the folder; or all but the file ``but`` directly in it."""
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
         """Remove what writers killed before that time have left of files that are ``ours``; return their names.

@@ -137,15 +137,16 @@ class FolderStorage:
         patiently(lambda: path.unlink(missing_ok=True), path)
         self._remove_empty(path.parent)
 
-    def delete_folder(self, folder: str, last: str = "") -> None:
-        """Remove a folder and what is in it, ``last`` at the end, then the folders around it that are empty."""
+    def delete_folder(self, folder: str, but: str = "") -> None:
+        """Remove a folder and its contents, then the folders around it that are empty; or its contents but one file."""
         path = self.root / folder
         with contextlib.suppress(FileNotFoundError):  # another process removes it too
-            for entry in list(os.scandir(path)) if last else ():
-                if entry.name != last:
+            if not but:
+                patiently(lambda: shutil.rmtree(path), path)
+            for entry in list(os.scandir(path)) if but else ():
+                if entry.name != but:
                     remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
                     patiently(partial(remove, entry.path), path)
-            patiently(lambda: shutil.rmtree(path), path)
         self._remove_empty(path.parent)
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:

@@ -214,9 +214,8 @@ class S3Storage:
     def delete(self, name: str) -> None:
         self.request("delete_object", name)
 
-    def delete_folder(self, folder: str, last: str = "") -> None:
-        files = sorted(self.files(folder), key=lambda file: file == last)
-        keys = [self.key(f"{folder}/{file}".lstrip("/")) for file in files]
+    def delete_folder(self, folder: str, but: str = "") -> None:
+        keys = [self.key(f"{folder}/{file}".lstrip("/")) for file in self.files(folder) if file != but]
         for start in range(0, len(keys), 1000):
             batch = [{"Key": key} for key in keys[start : start + 1000]]
             answer = self.request("delete_objects", Delete={"Objects": batch, "Quiet": True})

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from smp_train.checkpoints.async_save import leaves
-from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
 from smp_train.checkpoints.dcp.planner import SavePlanner
-from smp_train.checkpoints.owner import Owner
-from smp_train.checkpoints.state import present
+from smp_train.checkpoints.find import open_verified
+from smp_train.checkpoints.folder import RunFolder, open_folder
+from smp_train.checkpoints.owner import owner_of
+from smp_train.distributed.host_copy import leaves
 from smp_train.errors import CheckpointError, SmpTrainError
-from smp_train.storage import base
-from tests.checkpoint_files import flipped, tree
+from smp_train.models.hub_state import gather_state, present
+from smp_train.storage import base, patience
+from tests.checkpoint_files import committed, contents, flipped, keys, manager, names, owner, resumed
 from tests.harness import RankFailed, run, same_message
 from tests.training import flags
 from tests.training import train as train_command
@@ -129,8 +129,7 @@ def write(folder: str, layouts: list[str]) -> dict[str, dict]:
             model, optimizer = prepare("small", layout, seed=1)
             train("small", model, optimizer, range(2))
             where = f"{layout}{dist.get_world_size()}"
-            manager = CheckpointManager([Policy(f"{folder}/{where}", 2, 1)], model_type="small")
-            manager.save(2, gather_state(model, optimizer), {"of": where})
+            manager(f"{folder}/{where}", 2, 1, "small").save(2, gather_state(model, optimizer), {"of": where})
             saved = digests(model, optimizer)
             train("small", model, optimizer, range(2, 4))
             found[where] = {"saved": saved, "later": digests(model, optimizer)}
@@ -144,8 +143,7 @@ def resume(folder: str, layouts: list[str], sources: list[str]) -> dict[tuple[st
         for layout, source in itertools.product(layouts, sources):
             here = f"{layout}{dist.get_world_size()}"
             model, optimizer = prepare("small", layout, seed=2)
-            checkpoint = find(f"{folder}/{source}", strict=True)
-            assert checkpoint is not None
+            checkpoint = open_verified(f"{folder}/{source}")
             assert checkpoint.meta == {"of": source, "step": 2}
             checkpoint.load(gather_state(model, optimizer))
             found[here, source] = {"saved": digests(model, optimizer)}
@@ -163,10 +161,10 @@ def same_on_all(results: list[Any]) -> Any:
 @pytest.mark.slow
 def test_any_mesh_loads_what_any_mesh_saved_bit_for_bit(tmp_path):
     before, done = {}, []
-    for world, names in LAYOUTS.items():
-        before.update(same_on_all(run(write, world, str(tmp_path), names)))
-    for world, names in LAYOUTS.items():
-        after = same_on_all(run(resume, world, str(tmp_path), names, list(before)))
+    for world, layouts in LAYOUTS.items():
+        before.update(same_on_all(run(write, world, str(tmp_path), layouts)))
+    for world, layouts in LAYOUTS.items():
+        after = same_on_all(run(resume, world, str(tmp_path), layouts, list(before)))
         for (here, source), found in after.items():
             assert found["saved"] == before[source]["saved"], (source, here)
             if "later" in found:  # and the run goes on as if it had never stopped
@@ -183,9 +181,9 @@ def replicated(folder: str) -> int:
     with group():
         model, optimizer = prepare("small", "plain", seed=1)
         train("small", model, optimizer, range(1))
-        CheckpointManager([Policy(folder, 1, 1)], model_type="m").save(1, gather_state(model, optimizer), {})
-        find(folder).load(gather_state(model, optimizer))
-        return sum(path.stat().st_size for path in Path(folder, "m-1steps").glob("*/*.distcp"))
+        manager(folder, 1, 1, "m").save(1, gather_state(model, optimizer), {})
+        open_verified(folder).load(gather_state(model, optimizer))
+        return sum(path.stat().st_size for path in Path(folder, "m-1steps").glob("*.distcp"))
 
 
 def test_replicas_are_written_once(tmp_path):
@@ -221,11 +219,11 @@ def after_evaluation(folder: str) -> dict[str, str]:
         expected = digests(model, optimizer)
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 4, dtype=torch.long))
-        CheckpointManager([Policy(folder, 1, 1)], model_type="m").save(1, gather_state(model, optimizer), {})
+        manager(folder, 1, 1, "m").save(1, gather_state(model, optimizer), {})
         other, fresh = prepare("gpt2", "fsdp", seed=2)
         with torch.no_grad():
             other(input_ids=torch.zeros(1, 4, dtype=torch.long))
-        find(folder).load(gather_state(other, fresh))
+        open_verified(folder).load(gather_state(other, fresh))
         return {name: value for name, value in digests(other, fresh).items() if value != expected[name]}
 
 
@@ -251,26 +249,22 @@ def failing(folder: str, scenario: str) -> str:
                 raise PermissionError(errno.EACCES, "Permission denied")
 
         if scenario == "lost" and rank == 0:
-            sizes = CheckpointFolder.sizes
-            CheckpointFolder.sizes = lambda *a: {k: v for k, v in sizes(*a).items() if not k.startswith("__1_")}
+            sizes = RunFolder.sizes
+            RunFolder.sizes = lambda *a: {k: v for k, v in sizes(*a).items() if not k.startswith("__1_")}
 
         base.VISIBLE_WITHIN_SECONDS = 0.3
         mine = f"{folder}/node{rank}" if scenario in ("unshared", "probe") else folder
-        manager = CheckpointManager([Policy(mine, 1, 2)], model_type="m", on_stage=on_stage)
+        saver = manager(f"{mine}/run" if scenario in ("unshared", "probe") else mine, 1, 2, "m", on_stage=on_stage)
         if scenario == "mount":
             state = {"model": {f"w{rank}": torch.ones(400_000)}}
         try:
             if scenario == "probe":
-                manager.check_shared()
-            manager.save(6, state, {})
+                saver.check_folders()
+            saver.save(6, state, {})
         except CheckpointError as error:
             dist.barrier()  # the group is still usable: nobody was left inside a collective
             return re.sub(r"/node\d", "", str(error))
         return "saved"
-
-
-def committed(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and any(path.iterdir()))
 
 
 SCENARIOS = {
@@ -285,12 +279,12 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_failure_on_one_rank_stops_all_with_its_message(tmp_path, scenario):
-    CheckpointManager([Policy(str(tmp_path), 1, 2)], model_type="m").save(3, {"model": {"w": torch.ones(2)}}, {})
+    manager(tmp_path, 1, 2, "m").save(3, {"model": {"w": torch.ones(2)}}, {})
     message = same_message(run(failing, 2, str(tmp_path), scenario))
     assert "\n" not in message
     assert re.search(SCENARIOS[scenario], message)
-    assert committed(tmp_path) == ["m-3steps"]
-    assert find(tmp_path).step == 3
+    assert names(tmp_path) == ["m-3steps"]
+    assert open_verified(tmp_path).step == 3
 
 
 @pytest.fixture
@@ -305,33 +299,33 @@ def small_disk(tmp_path):
 
 
 def test_a_disk_that_fills_up_stops_all_and_is_given_back(small_disk):
-    message = same_on_all(run(failing, 2, str(small_disk), "mount"))
+    place = f"{small_disk}/run"
+    message = same_on_all(run(failing, 2, place, "mount"))
     # The index, too, may be what finds no room: then without the number.
     assert "MiB free there" in message or "No space left on device" in message
     assert "free space and start" in message
-    assert committed(small_disk) == []
-    assert run(failing, 2, str(small_disk), "small") == ["saved", "saved"]
+    assert names(place) == []
+    assert run(failing, 2, place, "small") == ["saved", "saved"]
 
 
 def test_a_folder_that_is_mounted_read_only_is_found_at_start(small_disk):
-    CheckpointManager([Policy(str(small_disk), 1, 2)], model_type="m").save(3, {"model": {"w": torch.ones(2)}}, {})
+    place = f"{small_disk}/run"
+    manager(place, 1, 2, "m").save(3, {"model": {"w": torch.ones(2)}}, {})
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    manager = CheckpointManager([Policy(str(small_disk), 1, 2)], model_type="m")
     with pytest.raises(CheckpointError, match=r"cannot write to .*: Read-only file system; give another"):
-        manager.check_writable()
-    assert find(small_disk).step == 3  # to start from it needs no leave to write
+        manager(place, 1, 2, "m").check_folders()
+    assert resumed(place).step == 3  # to start from it needs no leave to write
 
 
 def test_a_second_job_on_the_folder_is_refused_by_name(tmp_path):
-    held = Owner(open_folder(tmp_path / "checkpoints", RunId.fresh("one")))
-    held.acquire()
+    held = owner(tmp_path / "checkpoints" / "one")
     with pytest.raises(RankFailed) as refused:
         run(train_command, 2, flags(tmp_path, run_name="one"))
-    said = rf"CheckpointError: rank 0 on \S+: cannot start: .* is in use by a job on \S+ \(process {os.getpid()}, since"
+    said = rf"CheckpointError: .* is in use by a job on \S+ \(process {os.getpid()}, since"
     assert re.search(said, str(refused.value))
     assert run(train_command, 2, flags(tmp_path, run_name="one", break_checkpoint_lock=1)) == [0, 0]
     held.release()
-    assert find(tmp_path / "checkpoints").step == 3
+    assert open_verified(tmp_path / "checkpoints").step == 3
 
 
 def refused(command_line: list[str]) -> str:
@@ -343,18 +337,21 @@ def refused(command_line: list[str]) -> str:
 def test_a_run_that_fails_at_its_start_lets_its_folder_go(tmp_path):
     line = flags(tmp_path, use_synthetic_data=None, training_dir=tmp_path / "nowhere")
     assert all("nowhere" in said for said in run(refused, 2, line))
-    assert not list((tmp_path / "checkpoints").glob(".lock*"))  # nobody need wait until it is known to be dead
+    assert not (tmp_path / "checkpoints" / "run").exists()
+    owner(tmp_path / "checkpoints" / "run").release()
+    assert all("nowhere" in said for said in run(refused, 2, line))
+    assert owner_of([open_folder(tmp_path / "checkpoints" / "run")]).released, "nobody waits until it is known dead"
 
 
 def mismatched(folder: str) -> str:
     with group():
         model, optimizer = prepare("small", "fsdp", seed=1)
-        CheckpointManager([Policy(folder, 1, 1)], model_type="m").save(1, gather_state(model, optimizer), {})
+        manager(folder, 1, 1, "m").save(1, gather_state(model, optimizer), {})
         state = gather_state(model, optimizer)
         if dist.get_rank() == 1:
             state["model"]["surplus"] = torch.ones(1)
         with pytest.raises(CheckpointError) as refusal:
-            find(folder).load(state)
+            open_verified(folder).load(state)
         return str(refusal.value)
 
 
@@ -364,21 +361,61 @@ def test_a_mismatch_on_one_rank_is_refused_on_all(tmp_path):
 
 def find_damaged(folder: str) -> tuple[int, str]:
     with group():
-        manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m")
+        saver = manager(folder, 1, 2, "m")
         for step in (3, 6):
-            manager.save(step, {"model": {f"w{dist.get_rank()}": torch.full((50,), float(step))}}, {})
-        path = tree(Path(folder, "m-6steps")) / "__1_0.distcp"
+            saver.save(step, {"model": {f"w{dist.get_rank()}": torch.full((50,), float(step))}}, {})
+        path = Path(folder, "m-6steps", "__1_0.distcp")
         if dist.get_rank() == 0:
             path.write_bytes(flipped(path.read_bytes()))
         dist.barrier()
         with pytest.raises(CheckpointError) as refusal:
-            find(folder, strict=True)
-        return find(folder).step, str(refusal.value)
+            resumed(folder, strict=True)
+        return resumed(folder).step, str(refusal.value)
 
 
 def test_damage_that_one_rank_sees_is_acted_on_by_all(tmp_path):
     step, message = same_on_all(run(find_damaged, 2, str(tmp_path)))
     assert step == 3
     assert "__1_0.distcp has CRC-32" in message
-    assert committed(tmp_path) == ["m-3steps", "m-6steps"]
-    assert (tmp_path / "m-6steps" / "COMMITTED.damaged").exists()
+    assert committed(tmp_path) == ["m-6steps", "m-3steps"]
+    assert (tmp_path / "m-6steps" / "DAMAGED").exists()
+
+
+def unanswered(folder: str) -> tuple[str, int]:
+    """Return what a start is told while one rank's file system does not answer for one of its files."""
+    with group():
+        saver = manager(folder, 1, 2, "m")
+        for step in (3, 6):
+            saver.save(step, {"model": {f"w{dist.get_rank()}": torch.full((5000,), float(step))}}, {})
+        checksum, calls = RunFolder.checksum, [0]
+        patience.WAITS = (0.0, 0.0)
+
+        def fails(self: RunFolder, name: str, file: str, size: int) -> Any:
+            if file == "__1_0.distcp":
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(Path, "open", fail)
+                    return checksum(self, name, file, size)
+            return checksum(self, name, file, size)
+
+        def fail(path: Path, *args: Any) -> Any:
+            calls[0] += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+        if dist.get_rank() == 1:
+            RunFolder.checksum = fails  # type: ignore[method-assign]
+        with pytest.raises(CheckpointError) as refusal:
+            resumed(folder)
+        assert refusal.value.exit_code == 4
+        return re.sub(r"rank 1 on \S+: ", "", str(refusal.value)), calls[0]
+
+
+def test_a_file_system_that_does_not_answer_one_rank_is_no_damage(tmp_path):
+    """It is asked again, and then reported: nothing is marked or renamed, and training does not go back."""
+    (message, calls), (_, calls_of_rank_1) = run(unanswered, 2, str(tmp_path))
+    assert re.search(r"m-6steps/__1_0.distcp cannot be read: Input/output error; .* does not answer", message)
+    assert "start the same command again" in message
+    assert (calls, calls_of_rank_1) in [(0, 3), (3, 0)], "one rank reads the file"
+    assert committed(tmp_path) == ["m-6steps", "m-3steps"]
+    assert not [key for key in keys(tmp_path) if "DAMAGED" in key]
+    assert resumed(tmp_path).step == 6
+    assert contents(tmp_path)

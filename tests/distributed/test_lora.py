@@ -87,7 +87,7 @@ def initial_adapters(command_line: list[str]) -> tuple[dict[str, Any], list[Any]
     from unittest import mock
 
     from smp_train import train_lib
-    from smp_train.checkpoints.state import gather_state
+    from smp_train.models.hub_state import gather_state
 
     seen: dict[str, Any] = {}
     rows: list[Any] = []

@@ -103,8 +103,8 @@ def dealt(exchange: Any, compute: Any, share: int, group: Any, hidden: Any, inde
 def measured(settings: list[dict[str, Any]]) -> list[Any]:
     """Return of each setting what rank 0's tensors took, in bytes: on the device, on the host, and saved from a GPU."""
     from smp_train import train_utils
-    from smp_train.checkpoints.background import local_bytes
-    from smp_train.checkpoints.state import gather_state, present
+    from smp_train.distributed.host_copy import local_bytes
+    from smp_train.models.hub_state import gather_state, present
     from smp_train.parallel import expert_parallel
     from smp_train.planning import stepping
     from smp_train.planning.world import Memory

@@ -11,8 +11,8 @@ import torch
 from smp_train import arguments, backends, distributed
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.save import CheckpointManager, Policy
-from smp_train.checkpoints.state import gather_state
 from smp_train.models.build import build_meta, materialise
+from smp_train.models.hub_state import gather_state
 from smp_train.models.initialization import initialise
 from smp_train.models.resolve import resolve
 from tests.harness import run

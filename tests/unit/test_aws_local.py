@@ -12,14 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
-from smp_train.checkpoints.commit import open_folder
 from torch._tensor import _rebuild_from_type_v2
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from smp_train.checkpoints.aws import flat, local
 from smp_train.checkpoints.aws.flat import FlatPart
 from smp_train.checkpoints.dcp.pickled import Unpickler
+from smp_train.checkpoints.dcp.storage import TreeReader
+from smp_train.checkpoints.folder import open_folder
 from smp_train.errors import CheckpointError
+
+
+def tree_reader(folder: Path) -> TreeReader:
+    """Return the reader of the tree in a sub-folder."""
+    return TreeReader(open_folder(folder).storage, "tree", open_folder(folder).sizes("tree"))
 
 
 class Runs:
@@ -43,7 +49,7 @@ def test_nothing_in_a_file_runs(tmp_path: Path) -> None:
     assert local.plain_values(found) == {"total_steps": 3, "cli_args.lr": 0.1}
     tree = {"model": content["model"], "model_config": content["model_config"]}
     torch.distributed.checkpoint.save(tree, checkpoint_id=tmp_path / "tree", no_dist=True)
-    assert list(local.rank_contents_of_tree(open_folder(tmp_path).reader("tree"))["model"]) == ["a"]
+    assert list(local.rank_contents_of_tree(tree_reader(tmp_path))["model"]) == ["a"]
     assert not marker.exists()
 
 
@@ -294,7 +300,7 @@ def test_flat_experts_are_read_in_the_order_of_transformers_4_alone(
         held = local.read_rank_file(tmp_path / "0.pt")
     else:
         torch.distributed.checkpoint.save(content, checkpoint_id=tmp_path / "tree", no_dist=True)
-        held = local.rank_contents_of_tree(open_folder(tmp_path).reader("tree"))
+        held = local.rank_contents_of_tree(tree_reader(tmp_path))
     if readable:
         found = flat.joined_tensors([held], "mixtral", EXPERTS)
         assert all(torch.equal(all_of(found[f"model.{name}"]), value) for name, value in whole.items())

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import pickle
-import re
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.checkpoint_files import (
     flipped,
     harm,
     keys,
+    listed,
     loaded,
     manager,
     names,
@@ -38,11 +38,6 @@ from tests.checkpoint_files import (
     state,
     stop_at,
 )
-
-
-def listed(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
 
 # --- saving and finding
 
@@ -79,17 +74,6 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypat
     assert {("sync", str(path)) for path in (tmp_path, run, folder)} <= set(done[:committed])
     assert any(what == "sync" and "/.COMMITTED." in path for what, path in done[:committed])
     assert ("sync", str(folder)) in done[committed:]
-
-
-def test_what_a_library_wrote_itself_is_brought_to_the_disk_with_its_names(tmp_path, monkeypatch):
-    synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    folder, part = open_folder(tmp_path), tmp_path / "m-3steps" / "tp0_ep0"
-    part.parent.mkdir(parents=True)
-    folder.make("m-3steps/tp0_ep0")
-    (part / "__0_0.distcp").write_bytes(b"data")
-    assert folder.secure("m-3steps/tp0_ep0", "__0_0.distcp", 4).size == 4
-    assert synced == [str(part.parent), str(part / "__0_0.distcp"), str(part)]
 
 
 @pytest.mark.core
@@ -427,10 +411,14 @@ def test_leftovers_of_earlier_generations_are_swept_and_no_others(tmp_path):
     for name, begun in (("m-8steps", b""), ("m-9steps", b"[]")):
         folder.put(name, ".begun", begun)
     (tmp_path / "m-5steps").mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.glob("m-*/*") if "m-1steps" not in path.parts}
     save(tmp_path, 7, generation=2)
-    assert [name for name in names(tmp_path) if name.startswith("m-")] == [
-        "m-2steps", "m-3steps", "m-5steps", "m-8steps", "m-9steps",
-    ]  # fmt: skip
+    assert {path: path.read_bytes() for path in before} == before
+    assert [path.name for path in (tmp_path / "m-1steps").iterdir()] == [".begun"]
+    assert folder.begin("m", 1, 2) == "m-1steps-2"  # the writer of the first attempt may only have stalled
+    save(tmp_path, 8, generation=3)
+    assert not (tmp_path / "m-1steps").exists()
+    assert [path.name for path in (tmp_path / "m-2steps").iterdir()] == [".begun"]
 
 
 def test_a_deletion_that_was_cut_short_is_finished(tmp_path):
@@ -440,7 +428,7 @@ def test_a_deletion_that_was_cut_short_is_finished(tmp_path):
     for file in ("meta.json", "__0_0.distcp"):
         folder.storage.delete(f"llama_v2-6steps/{file}")
     assert loaded(tmp_path) == 3
-    save(tmp_path, 4, generation=2)
+    save(tmp_path, 4, generation=3)
     assert listed(tmp_path) == ["llama_v2-3steps", "llama_v2-4steps"]
 
 
@@ -465,7 +453,7 @@ def test_meta_that_is_not_json_fails_before_anything_is_written(tmp_path):
 def test_a_save_whose_attempt_was_deleted_by_another_job_does_not_count(tmp_path):
     def meanwhile(stage: str) -> None:
         if stage == "commit":
-            open_folder(tmp_path).sweep(2)
+            open_folder(tmp_path).sweep(9)
 
     save(tmp_path, 3)
     with pytest.raises(CheckpointError, match=r"6steps: .*deleted this attempt; the step is not committed"):
@@ -524,7 +512,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, monk
     assert "cannot be deleted" in caplog.text
     assert committed(tmp_path) == ["llama_v2-2steps"]
     monkeypatch.undo()
-    save(tmp_path, 3, keep=1, generation=2)
+    save(tmp_path, 3, keep=1, generation=3)
     assert listed(tmp_path) == ["llama_v2-3steps"]
 
 
@@ -616,7 +604,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
         open_verified(tmp_path).load(state())
     manager(tmp_path).save(2, {"extra": {"x": Evil()}}, {})
     capsys.readouterr()
-    with pytest.raises(CheckpointError, match=re.compile("weights.only", re.IGNORECASE)):
+    with pytest.raises(CheckpointError, match="no code of a file is run"):
         open_verified(tmp_path).load({"extra": {"x": None}})
     assert "ran" not in capsys.readouterr().out
 

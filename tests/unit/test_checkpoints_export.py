@@ -17,11 +17,12 @@ from smp_train.checkpoints.dcp.storage import TreeReader
 from smp_train.checkpoints.find import open_checkpoint, open_verified
 from smp_train.checkpoints.hf.export import export
 from smp_train.checkpoints.listing import in_bytes
-from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hf_weights import load_pretrained
+from smp_train.models.hub_state import gather_state
 from smp_train.models.resolve import resolve
+from smp_train.saving import write_model
 from tests.checkpoint_files import manager, owning
 from tests.s3_server import bucket, download, serving, upload
 from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled, save
@@ -98,6 +99,20 @@ def test_what_is_there_is_not_overwritten_unasked(own: bool, llama: tuple[Path, 
         card.write_text(first.replace("| steps | 4 |", "| steps | 3 |"))
     export(open_verified(llama[1]), tmp_path, overwrite=True)
     assert card.read_text() == first
+
+
+def test_the_end_of_a_training_never_fails_for_a_model_that_is_there(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    backend = SimpleNamespace(full_weights=lambda model: None)
+    run: Any = SimpleNamespace(runtime=SimpleNamespace(is_main=True), backend=backend, model=None)
+    for _ in range(3):
+        write_model(run, str(llama[1]), str(tmp_path))
+    for folder in (tmp_path, tmp_path / "previous-1", tmp_path / "previous-2"):
+        assert torch.equal(expected_logits(folder), expected_logits(llama[0]))
+    whole = {name: torch.ones_like(value) for name, value in load_file(llama[0] / "model.safetensors").items()}
+    backend.full_weights = lambda model: whole  # gathered, as on SMP
+    write_model(run, str(llama[1]), str(tmp_path))
+    assert all(bool((value == 1).all()) for value in load_file(tmp_path / "model.safetensors").values())
+    assert torch.equal(expected_logits(tmp_path / "previous-3"), expected_logits(llama[0]))
 
 
 def test_what_is_not_a_whole_model_is_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:

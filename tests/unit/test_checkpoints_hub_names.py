@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.hf.export import export
 from smp_train.checkpoints.pretrained import load_weights
-from smp_train.checkpoints.state import gather_state
 from smp_train.models.build import build_meta, materialise
+from smp_train.models.hub_state import gather_state
 from smp_train.models.resolve import resolve
 from tests.checkpoint_files import manager
 from tests.training import flatten, read_checkpoint

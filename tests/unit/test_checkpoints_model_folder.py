@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +16,7 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.weight_files import WeightFiles
 from smp_train.storage.paths import names_in
 from smp_train.storage.paths import place as path_of
+from tests.killing import killed
 
 INDEX = "model.safetensors.index.json"
 CARD = b"---\ntags: [smp-train]\n---\n"
@@ -134,51 +132,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         check_writable(tmp_path / "file", "model_dir")
 
 
-# --- a process that is killed: no operation later than the n-th has any effect, for every n
-
-
-class Killed(BaseException):
-    """The process has ended."""
-
-
-@contextlib.contextmanager
-def killed_in_folder(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[list[str]]:
-    """Let the first operations on files through, and none later; yield the list of operations."""
-    seen: list[str] = []
-
-    def counted(name: str) -> None:
-        original = getattr(Path, name)
-
-        def call(path: Path, *args: Any, **more: Any) -> Any:
-            if name != "open" or args == ("xb",):
-                seen.append(f"{name} {path.name}")
-                if len(seen) > after:
-                    raise Killed
-            return original(path, *args, **more)
-
-        patched.setattr(Path, name, call)
-
-    with monkeypatch.context() as patched, contextlib.suppress(Killed):
-        for name in ("rename", "unlink", "mkdir", "rmdir", "open"):
-            counted(name)
-        yield seen
-
-
-@contextlib.contextmanager
-def killed_in_s3(server: Any, after: int) -> Iterator[list[str]]:
-    """Let the first requests that change something through, and none later; yield the list of requests."""
-    seen: list[str] = []
-
-    def on_request(method: str, path: str) -> str | None:
-        if method not in ("PUT", "POST", "DELETE"):
-            return None
-        seen.append(f"{method} {path}")
-        return "AccessDenied" if len(seen) > after else None
-
-    server.on_request = on_request
-    with contextlib.suppress(CheckpointError):
-        yield seen
-    server.on_request = lambda method, path: None
+# --- a process that is killed
 
 
 def opened(place: str) -> bytes | None:
@@ -209,11 +163,7 @@ def test_a_kill_at_any_operation_leaves_nothing_that_opens_wrongly(
     while True:
         place = f"{parent}/{after}"
         fill(place)
-        if kind == "folder":
-            killing = killed_in_folder(monkeypatch, after)
-        else:
-            killing = killed_in_s3(request.getfixturevalue("server"), after)
-        with killing as seen, new_model(place, overwrite=True) as out:
+        with killed(request, monkeypatch, kind, after) as seen, new_model(place, overwrite=True) as out:
             write(out)
         outcomes.append(opened(place))
         assert opened(f"{place}/previous-1") in (None, b"old")

@@ -1,8 +1,9 @@
-"""One job at a time on a folder of checkpoints: who is refused, who takes over, and what clocks have to do with it."""
+"""One job at a time writes a run's checkpoints: who is refused, who takes over, what an overtaken job can still do."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -13,40 +14,40 @@ from pathlib import Path
 
 import pytest
 import torch
-from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 
-from smp_train.checkpoints import CheckpointManager, Policy, find, owner
-from smp_train.checkpoints.owner import OWNER, Owner, Token
+from smp_train.checkpoints import owner
+from smp_train.checkpoints.find import open_checkpoint, open_verified
+from smp_train.checkpoints.folder import RunFolder, open_folder
+from smp_train.checkpoints.owner import Claim, Ownership, claims_in, owner_of
+from smp_train.distributed.environment import LAUNCH
+from smp_train.distributed.job import Job, identity
 from smp_train.errors import CheckpointError
-from tests.checkpoint_files import files, keys
+from tests.checkpoint_files import committed, files, keys, listed, manager, names, owning, resumed, state
+from tests.checkpoint_files import owner as acquired
 
 STATE = {"model": {"w": torch.ones(3)}}
-ELSEWHERE = {"host": "node-7", "job": "Slurm job 4711", "pid": 99}
+SLURM = Job("Slurm job 4711")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> CheckpointFolder:
+def folder(tmp_path: Path) -> RunFolder:
     return open_folder(tmp_path)
 
 
-def names(folder: CheckpointFolder) -> list[str]:
-    return sorted(os.listdir(folder.location))
-
-
-def owned_elsewhere(folder: CheckpointFolder) -> Token:
+def owned_elsewhere(folder: RunFolder, job: Job = SLURM, generation: int = 1) -> Claim:
     """Let a job on another machine be the owner."""
-    token = dataclasses.replace(Token.fresh(), **ELSEWHERE)
-    folder.storage.put(OWNER, token.to_bytes())
-    return token
+    claim = dataclasses.replace(Claim.fresh(generation, job, generation), host="node-7", process="other 99 1")
+    folder.storage.put(claim.file, claim.to_bytes())
+    return claim
 
 
-def waits(folder: CheckpointFolder, on_wait=lambda number: None):
-    """Return a clock that moves only when it is waited for: it makes what is there look older."""
+def waits(folder: RunFolder, on_wait=lambda number: None):
+    """Return a clock that moves only while a start waits: it makes the claims there look older."""
     asked: list[float] = []
 
     def wait(seconds: float) -> None:
         asked.append(seconds)
-        for path in Path(folder.location).glob(f"{OWNER}*"):
+        for path in Path(folder.location).glob(".owner-*"):
             seen = path.stat().st_mtime - seconds
             os.utime(path, (seen, seen))
         on_wait(len(asked))
@@ -60,26 +61,28 @@ def at_once(seconds: float) -> None:
     pytest.fail("there is nothing to wait for")
 
 
-def test_the_second_one_is_refused_at_once_and_told_who_owns_it(folder, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    first, second = Owner(folder), Owner(folder)
-    first.acquire()
+# --- one owner
+
+
+def test_the_second_job_is_refused_at_once_and_told_who_owns_the_run(folder):
+    first = acquired(folder.location, SLURM)
     with pytest.raises(CheckpointError) as refused:
-        second.acquire(wait=at_once)
+        Ownership([folder], SLURM).acquire(wait=at_once)
     said = rf"in use by Slurm job 4711 on \S+ \(process {os.getpid()}, since 2\d+-.*UTC\)"
     assert re.search(said, str(refused.value))
     assert "\n" not in str(refused.value)
     first.release()
-    second.acquire()
+    second = acquired(folder.location, wait=at_once)
+    assert (first.generation, second.generation, second.restarted) == (1, 2, False)
     second.release()
-    assert names(folder) == []
+    assert listed(folder.location) == [".owner-2"], "the claim stays, so that the next generation is a higher one"
 
 
 OWNS = """
 import os, sys
-from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.owner import Owner
-Owner(open_folder(sys.argv[1])).acquire()
+from smp_train.checkpoints.folder import open_folder
+from smp_train.checkpoints.owner import Ownership
+Ownership([open_folder(sys.argv[1])]).acquire()
 if os.fork() == 0:
     sys.stdin.read()  # a child outlives it
     os._exit(0)
@@ -88,37 +91,159 @@ sys.stdin.read()
 """
 
 
-def test_a_process_of_this_machine_owns_it_as_long_as_it_lives(folder, caplog):
-    """Killed, it owns nothing, whatever its children do and as whom its number is used again."""
+def test_a_process_of_this_machine_owns_the_run_as_long_as_it_lives(folder, caplog):
+    """Killed, it owns nothing, whatever its children do and whoever gets its process id."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNS, folder.location], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         assert process.stdout.readline() == b"owns\n"
         with pytest.raises(CheckpointError, match=rf"in use by .*process {process.pid},"):
-            Owner(folder).acquire(wait=at_once)
+            Ownership([folder]).acquire(wait=at_once)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has asked for its exit code
-        taken = Owner(folder)
-        taken.acquire(wait=at_once)
-        assert "took over the lock of a job on" in caplog.text
+        taken = acquired(folder.location, wait=at_once)
+        assert "took over from a job on" in caplog.text
+        assert taken.generation == 2
         taken.release()
-        assert names(folder) == []
     finally:
         process.kill()
         process.communicate()
 
 
-@pytest.mark.parametrize("wrong", [0, -1e6, 1e6])
+STARTS = """
+import sys, time
+from smp_train.checkpoints.folder import open_folder
+from smp_train.checkpoints.owner import Ownership
+from smp_train.errors import CheckpointError
+ownership = Ownership([open_folder(each) for each in sys.argv[1:]])
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    ownership.acquire()
+except CheckpointError as error:
+    print("refused" if "in use by" in str(error) else error, flush=True)
+else:
+    time.sleep(0.5)
+    ownership.check()
+    print("owns", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_of_jobs_that_start_at_once_exactly_one_owns_the_run(tmp_path):
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for _ in range(3):
+        jobs = [
+            subprocess.Popen(
+                [sys.executable, "-c", STARTS, *folders], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for _ in range(4)
+        ]
+        assert [job.stdout.readline() for job in jobs] == ["ready\n"] * 4
+        for job in jobs:
+            job.stdin.write("go\n")
+            job.stdin.flush()
+        assert sorted(job.stdout.readline() for job in jobs) == ["owns\n", *["refused\n"] * 3]
+        for job in jobs:
+            job.kill()
+            job.communicate()
+
+
+@pytest.mark.parametrize("before", ["nothing", "dead"])
+@pytest.mark.parametrize("reached", ["claims_in", "owner_of", "committed", "put_if_absent"])
+def test_a_job_that_is_overtaken_while_it_starts_does_not_rob_the_other(place, monkeypatch, before, reached):
+    """At each point of its start; the other one's claim may have been followed by further ones."""
+    folder = open_folder(place)
+    if before == "dead":
+        acquired(place).release()
+    others: list[Ownership] = []
+
+    def meanwhile(function):
+        def first(*args, **options):
+            if not others:
+                others.append(Ownership([open_folder(place)], Job()))
+                others[0].acquire()
+                others[0].advance()
+            return function(*args, **options)
+
+        return first
+
+    late = Ownership([folder], Job())
+    with monkeypatch.context() as patched:
+        if reached == "put_if_absent":
+            patched.setattr(folder.storage, reached, meanwhile(folder.storage.put_if_absent))
+        elif reached == "committed":
+            patched.setattr(folder, reached, meanwhile(folder.committed))
+        else:
+            patched.setattr(owner, reached, meanwhile(getattr(owner, reached)))
+        with pytest.raises(CheckpointError, match="in use by a job"):
+            late.acquire(wait=at_once)
+    others[0].check()
+    assert claims_in(folder) == [others[0].generation]
+    others[0].release()
+
+
+@pytest.mark.slow
+def test_a_server_that_ignores_conditions_has_one_owner_too(server, s3_place, monkeypatch):
+    """Both find no claim, and the later one overwrites that of the first, which finds out before it writes."""
+    monkeypatch.setattr(server, "conditions", False)
+    monkeypatch.setattr(owner, "BEAT_SECONDS", 0.02)
+    folder = open_folder(s3_place)
+    first, second = Ownership([folder], SLURM), Ownership([folder], Job())
+    put, writers = folder.storage.put_if_absent, []
+
+    def both(name: str, data: bytes) -> bool:
+        if not writers:
+            writers.append(1)
+            second.acquire()
+            folder.storage.put(name, data)  # `first` has asked before `second` wrote
+            return True
+        return put(name, data)
+
+    monkeypatch.setattr(folder.storage, "put_if_absent", both)
+    first.acquire()
+    first_claim = owner_of([folder])
+    time.sleep(0.2)  # both beat
+    assert owner_of([folder]).token == first_claim.token
+    first.check()
+    with pytest.raises(CheckpointError, match="was taken over by Slurm job 4711"):
+        second.check()
+    second.release()
+    first.check()
+    assert not owner_of([folder]).released
+    first.release()
+
+
+def test_a_file_system_that_loses_the_answer_to_a_first_try(folder, monkeypatch):
+    """As NFS where a link is made, the answer is lost, and the second try finds it there."""
+    put = folder.storage.put_if_absent
+
+    def lost(name: str, data: bytes) -> bool:
+        assert put(name, data)
+        return False
+
+    monkeypatch.setattr(folder.storage, "put_if_absent", lost)
+    first = Ownership([folder])
+    first.acquire(wait=at_once)
+    first.check()
+    first.release()
+
+
+# --- owners on other machines, and clocks
+
+
+@pytest.mark.parametrize("wrong", [0, -3600, 3600, -1e6])
 def test_an_owner_elsewhere_that_beats_is_alive_whatever_this_machines_clock_says(folder, monkeypatch, wrong):
     """By our clock the beat may be of next week, or of last year: its age is by the storage's own."""
     monkeypatch.setattr(owner, "STALE_SECONDS", 3600.0)  # of which the test itself may take some
-    beat = f"{OWNER}-{owned_elsewhere(folder).token}"
+    claim = owned_elsewhere(folder)
     now = time.time() + wrong
     monkeypatch.setattr(time, "time", lambda: now)
-    wait = waits(folder, lambda number: folder.storage.put(beat, b"") if number == 40 else None)
+    beat = lambda number: folder.storage.put(claim.file, claim.to_bytes()) if number == 40 else None  # noqa: E731
+    wait = waits(folder, beat)
     with pytest.raises(CheckpointError, match=r"in use by Slurm job 4711 on node-7 \(process 99"):
-        Owner(folder).acquire(wait=wait)
+        Ownership([folder]).acquire(wait=wait)
     assert len(wait.asked) == 40
 
 
@@ -126,70 +251,60 @@ def test_an_owner_elsewhere_that_beats_is_alive_whatever_this_machines_clock_say
 def test_an_owner_elsewhere_that_is_silent_is_dead(folder, caplog, ahead):
     """Also where the storage's clock was put back after it died: it takes longer, and nothing else."""
     began = time.monotonic()
-    token = owned_elsewhere(folder)
-    beat = f"{OWNER}-{token.token}"
-    folder.storage.put(beat, b"")
-    os.utime(Path(folder.location, beat), (time.time() + ahead, time.time() + ahead))
-    taken, wait = Owner(folder), waits(folder)
+    claim = owned_elsewhere(folder)
+    os.utime(Path(folder.location, claim.file), (time.time() + ahead, time.time() + ahead))
+    taken, wait = Ownership([folder]), waits(folder)
     taken.acquire(wait=wait)
     needed = owner.STALE_SECONDS + ahead  # of which the test itself has taken some
     assert needed - 2 - (time.monotonic() - began) <= sum(wait.asked) <= needed + 2
     assert "waiting up to" in caplog.text
-    assert names(folder) == [OWNER], "its last beat is gone"
+    assert listed(folder.location) == [".owner-2"]
     taken.release()
 
 
-def test_of_two_that_take_over_one_can_commit(folder, monkeypatch):
-    """The second one decides by what it saw before the first one took over."""
-    old = owned_elsewhere(folder).to_bytes()
-    os.utime(Path(folder.location, OWNER), (1, 1))
-    first, second = Owner(folder), Owner(folder)
-    read, seen = Owner._read, []
-
-    def late(self: Owner) -> bytes | None:
-        if self is second and not seen:
-            seen.append(old)
-            first.acquire()
-            return old
-        return read(self)
-
-    monkeypatch.setattr(Owner, "_read", late)
-    with pytest.raises(CheckpointError, match="in use by"):
-        second.acquire(wait=lambda seconds: None)
-    first.check()
-    first.release()
+def test_a_clock_that_went_back_changes_no_order(place, monkeypatch):
+    with owning(place) as saver:
+        saver.save(60, state(60), {"tokens": 600})
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    with owning(place) as saver:
+        saver.save(12, state(12), {"tokens": 120})
+    assert resumed(place).step == 12
 
 
 @pytest.mark.parametrize("data", [b"?", b'{"host": "a", "token": "../../etc"}'])
-def test_an_unreadable_owner_ages_too(folder, data):
-    folder.storage.put(OWNER, data)
-    taken = Owner(folder)
+def test_an_unreadable_claim_ages_too(folder, data):
+    folder.storage.put(".owner-4", data)
+    taken = Ownership([folder])
     taken.acquire(wait=waits(folder))
+    assert taken.generation == 5
     taken.release()
-    assert names(folder) == []
 
 
-def test_an_owner_of_versions_before_is_seen_by_its_stamps(folder, monkeypatch):
-    content = b'{"host": "a", "pid": 1, "job": "", "since": "", "machine": "m", "began": "1", "token": "' + b"0" * 32
-    folder.storage.put(OWNER, content + b'"}')
-    path = Path(folder.location, OWNER)
-    with pytest.raises(CheckpointError, match="in use by a job on a"):
-        Owner(folder).acquire(wait=waits(folder, lambda number: path.touch() if number == 9 else None))
+def test_an_owner_that_released_the_run_is_replaced_at_once_on_any_machine(folder):
+    claim = dataclasses.replace(owned_elsewhere(folder), released=True)
+    folder.storage.put(claim.file, claim.to_bytes())
+    acquired(folder.location, wait=at_once).release()
 
 
-def test_it_beats_until_it_is_released(folder, monkeypatch):
+def test_a_run_in_which_only_checkpoints_are_left_gets_a_higher_generation(place):
+    manager(place, generation=7).save(3, STATE, {})
+    taken = acquired(place)
+    assert taken.generation == 8
+    taken.release()
+
+
+def test_the_owner_beats_until_it_releases_the_run(folder, monkeypatch):
     monkeypatch.setattr(owner, "BEAT_SECONDS", 0.01)
     begun, go = threading.Event(), threading.Event()
     put = folder.storage.put
 
     def slow(name: str, data: bytes) -> None:
-        if "-" in name:
-            begun.set()
-            go.wait(60)
+        begun.set()
+        go.wait(60)
         put(name, data)
 
     monkeypatch.setattr(folder.storage, "put", slow)
-    held = Owner(folder)
+    held = Ownership([folder])
     held.acquire()
     assert begun.wait(60)
     monkeypatch.setattr(owner, "BEAT_SECONDS", 600.0)
@@ -198,117 +313,185 @@ def test_it_beats_until_it_is_released(folder, monkeypatch):
     released.join(0.2)
     go.set()
     released.join()
-    assert names(folder) == [], "a beat that was on its way when it was released is gone too"
+    assert owner_of([folder]).released, "a beat that was on its way does not take it back"
 
 
-def manager(folder: Path | str, keep: int = 2, **more) -> CheckpointManager:
-    return CheckpointManager([Policy(str(folder), 1, keep)], model_type="m", **more)
+# --- restarts of the owner's job
 
 
-def save_locked(folder: Path) -> None:
-    saver = manager(folder)
-    saver.lock()
-    saver.save(3, STATE, {})
-    saver.close()
+RESTARTED = [
+    (Job("Slurm job 7", 0), Job("Slurm job 7", 1)),
+    (Job("training job x", agent="training job x"), Job("training job x", agent="training job x")),
+    (Job("Kubernetes job ns/x", agent="Kubernetes job ns/x"), Job("Kubernetes job ns/x", agent="Kubernetes job ns/x")),
+    (Job(agent="a:1"), Job(agent="a:1")),
+    (Job("Slurm job 7", 0, "a:1"), Job("Slurm job 7", 0, "a:1")),
+]
+OTHERS = [
+    (Job("Slurm job 7", 1), Job("Slurm job 7", 1)),  # two steps of one allocation
+    (Job("Slurm job 7", 0, "a:1"), Job("Slurm job 7", 0, "a:2")),
+    (Job("Slurm job 7", 2), Job("Slurm job 7", 1)),  # the earlier start woke up
+    (Job("Slurm job 7", 0), Job("Slurm job 8", 1)),
+    (Job(), Job()),
+    (Job(agent="a:1"), Job(agent="b:1")),
+]
 
 
-def test_who_was_forced_out_commits_nothing_more(tmp_path):
-    first, second = manager(tmp_path), manager(tmp_path)
-    first.lock()
+@pytest.mark.parametrize(("before", "now"), RESTARTED)
+def test_a_restart_of_the_owners_job_takes_over_at_once_on_any_machine(folder, before, now):
+    owned_elsewhere(folder, before, 3)
+    taken = acquired(folder.location, now, wait=at_once)
+    assert (taken.generation, taken.restarted, taken.began) == (4, True, 3)
+    taken.release()
+    again = acquired(folder.location, dataclasses.replace(now, restarts=9), wait=at_once)
+    assert (again.generation, again.began) == (5, 3)
+    again.release()
+
+
+@pytest.mark.parametrize(("before", "now"), OTHERS)
+def test_another_job_does_not_take_over_from_one_that_beats(folder, before, now):
+    claim = owned_elsewhere(folder, before, 3)
+    wait = waits(folder, lambda number: folder.storage.put(claim.file, claim.to_bytes()))
+    with pytest.raises(CheckpointError, match="in use by"):
+        Ownership([folder], now).acquire(wait=wait)
+    assert owner_of([folder]) == claim
+
+
+ENVIRONMENTS = [
+    ({"SLURM_JOB_ID": "7"}, Job("Slurm job 7")),
+    ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, Job("Slurm job 7", 2)),
+    ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "x"}, Job("Slurm job 7")),
+    ({"PBS_JOBID": "7.server"}, Job("PBS job 7.server")),
+    ({"TRAINING_JOB_NAME": "x"}, Job("training job x", agent="training job x")),
+    ({"SMP_TRAIN_JOB": "ns/x", "SLURM_JOB_ID": "7"}, Job("Kubernetes job ns/x", agent="Kubernetes job ns/x")),
+    ({}, Job()),
+]
+
+
+@pytest.mark.parametrize(("environment", "job"), ENVIRONMENTS)
+def test_the_job_of_a_process_is_in_its_environment(environment, job):
+    assert Job.current(environment) == job
+    for agent in ({"TORCHELASTIC_RUN_ID": "x"}, {"ROLE_NAME": LAUNCH}) if not job.agent else ():
+        restarted = Job.current({**environment, **agent})
+        assert restarted.agent.startswith(identity(os.getppid()))
+        assert dataclasses.replace(restarted, agent="") == job
+    assert Job.from_json(json.loads(json.dumps(dataclasses.asdict(job)))) == job
+
+
+# --- what a job that was overtaken can still do
+
+
+def test_a_job_that_was_forced_out_commits_nothing_more(tmp_path):
+    first = manager(tmp_path, model_type="m", owner=acquired(tmp_path))
     first.save(1, STATE, {})
-    with pytest.raises(CheckpointError, match=r"cannot start: .*in use.*--break_checkpoint_lock 1"):
-        second.lock()
-    second.lock(force=True)
-    with pytest.raises(CheckpointError, match=r"cannot save .*m-2steps: .* was taken over by a job on .*process"):
-        first.save(2, STATE, {})
-    second.save(3, STATE, {})
-    first.close()
-    assert (tmp_path / OWNER).exists(), "the first one's end does not unlock the second one's folder"
-    second.close()
-    with pytest.raises(CheckpointError, match="nothing is committed"):  # as a save that outlived a failing run
+    with pytest.raises(CheckpointError, match=r"in use.*--break_checkpoint_lock 1"):
+        acquired(tmp_path)
+    with owning(tmp_path, force=True, model_type="m") as second:
+        with pytest.raises(CheckpointError, match=r"cannot save .*m-2steps: .* was taken over by a job on .*process"):
+            first.save(2, STATE, {})
+        with pytest.raises(CheckpointError, match=r"cannot go back: .*taken over"):
+            first.next_generation()
+        second.save(3, STATE, {})
+        first.close()
+        assert not owner_of([open_folder(tmp_path)]).released, "the first one's end does not release the second's claim"
         second.save(4, STATE, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m-1steps", "m-3steps"]
-    assert find(tmp_path).step == 3
+    with pytest.raises(CheckpointError, match="nothing is committed"):  # as a save that outlived a failing run
+        second.save(5, STATE, {})
+    assert committed(tmp_path) == ["m-4steps", "m-3steps"]
+    assert names(tmp_path) == ["m-3steps", "m-4steps"]
 
 
-def test_who_was_forced_out_leaves_the_save_of_the_other_alone(tmp_path):
+def test_a_job_that_was_forced_out_leaves_the_save_of_the_other_alone(tmp_path):
     """Its first save would sweep what it takes for a dead job's."""
-    first = manager(tmp_path)
-    first.lock()
+    first = manager(tmp_path, model_type="m", owner=acquired(tmp_path), generation=9)
 
     def meanwhile(stage: str) -> None:
         if stage == "publish":
             with pytest.raises(CheckpointError, match="was taken over"):
                 first.save(2, STATE, {})
 
-    second = manager(tmp_path, on_stage=meanwhile)
-    second.lock(force=True)
-    second.save(3, STATE, {})
+    with owning(tmp_path, force=True, model_type="m", on_stage=meanwhile) as second:
+        second.save(3, STATE, {})
     first.close()
-    second.close()
-    assert (find(tmp_path).step, find(tmp_path).verify()) == (3, [])
+    assert (open_verified(tmp_path).step, names(tmp_path)) == (3, ["m-3steps"])
 
 
+STAGES = ("write", "checksum", "commit", "publish")
+
+
+@pytest.mark.parametrize("sweeps", [True, False])
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_late_commit_leaves_the_successors_checkpoint_alone(place, ended):
-    """The first one stands still before it publishes: the second takes over and saves, and perhaps ends meanwhile."""
-    second = manager(place)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_writer_that_stalls_does_not_count_and_touches_nothing_of_its_successor(place, stage, ended, sweeps):
+    """The second job takes over, saves the same step and keeps one, while the first one stands still."""
+    with owning(place, model_type="m") as before:
+        before.save(1, {"model": {"w": torch.full((3,), 5.0)}}, {})
+    successors: list = []
 
-    def meanwhile(stage: str) -> None:
-        if stage == "publish":
-            second.lock(force=True)
-            second.save(2, {"model": {"w": torch.zeros(3)}}, {})
+    def meanwhile(reached: str) -> None:
+        if reached == stage and not successors:
+            ownership = acquired(place, force=True)
+            successors.append(manager(place, 1, 1, "m", owner=ownership, generation=ownership.generation))
+            if sweeps:
+                successors[0].save(2, {"model": {"w": torch.zeros(3)}}, {})
             if ended:
-                second.close()
+                successors[0].close()
 
-    first = manager(place, on_stage=meanwhile, keep=1)
-    first.lock()
-    with pytest.raises(CheckpointError, match=r"cannot save .*m-2steps: .*is not committed$") as late:
+    ownership = acquired(place)
+    first = manager(place, 1, 1, "m", owner=ownership, generation=ownership.generation, on_stage=meanwhile)
+    with pytest.raises(CheckpointError, match=r"cannot save .*m-2steps: .*taken over by"):
         first.save(2, STATE, {})
     first.close()
+    (second,) = successors
+    if not sweeps:
+        assert keys(place) == files("m-1steps"), "the late attempt is gone, and the older checkpoint is not"
+        if ended:
+            return
+        second.save(2, {"model": {"w": torch.zeros(3)}}, {})
     second.close()
-    assert ("taken over" in str(late.value)) is not ended
-    found, state = find(place), {"model": {"w": torch.ones(3)}}
-    found.load(state)
-    assert (found.step, state["model"]["w"].tolist()) == (2, [0.0] * 3)
-    assert keys(place) == files("m-2steps")
+    (name,) = committed(place)
+    assert name == ("m-2steps-2" if sweeps else "m-2steps"), "a stalled writer's name is not used again"
+    found, loaded = open_verified(place), {"model": {"w": torch.ones(3)}}
+    found.load(loaded)
+    assert (found.step, found.marker.generation, loaded["model"]["w"].tolist()) == (2, 3, [0.0] * 3)
+    assert keys(place) == files(name)
 
 
-def test_a_file_system_that_loses_the_answer_to_a_first_try(folder, monkeypatch):
-    """As NFS where a link is made, the answer is lost, and the second try finds it there."""
-    put, asked = folder.storage.put_if_absent, iter("1")
-
-    def lost(name: str, data: bytes) -> bool:
-        next(asked)
-        put(name, data)
-        return False
-
-    with monkeypatch.context() as patched:
-        patched.setattr(folder.storage, "put_if_absent", lost)
-        first = Owner(folder)
-        first.acquire(wait=at_once)
-    first.check()
-    first.release()
-    assert names(folder) == []
-
-
-def test_what_is_left_goes_whatever_the_clock_says(tmp_path):
-    """Under the lock, what is unfinished is a dead job's, also if it is stamped with a time that is still to come."""
-    left = tmp_path / "m-2steps" / "0123abcd" / "__0_0.distcp"
-    left.parent.mkdir(parents=True)
-    (tmp_path / "m-1steps" / "0123abcd" / "tp0_ep0").mkdir(parents=True)
-    left.touch()
-    os.utime(left, (time.time() + 9e5, time.time() + 9e5))
-    save_locked(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["m-3steps"]
+def test_a_late_commit_that_its_writer_cannot_withdraw_is_never_the_newest_and_harms_nothing(place, monkeypatch):
+    """The writer is killed between its late commit and the check after it."""
+    with owning(place, model_type="m") as first:
+        first.save(2, STATE, {})
+        attempt = open_folder(place)
+        marker = open_checkpoint(place).marker
+        with owning(place, force=True, model_type="m", keep=2) as second:
+            second.save(1, {"model": {"w": torch.zeros(3)}}, {})
+            for step, generation in ((9, 1), (8, 1)):
+                attempt.commit(f"m-{step}steps", dataclasses.replace(marker, step=step, generation=generation))
+            assert resumed(place).step == 1
+            second.save(3, {"model": {"w": torch.zeros(3)}}, {})
+            assert committed(place)[:2] == ["m-3steps", "m-1steps"], "the intact ones are kept"
+            found = resumed(place)
+    assert (found.step, found.verify()) == (3, [])
 
 
-def test_what_another_job_tries_its_folder_with_stays_for_a_moment(tmp_path):
-    """It does so before it asks for the lock, or will not ask for it: an evaluation only reads."""
+def test_leftovers_go_whatever_the_clock_says(tmp_path):
+    """What is unfinished is a dead job's, also if it is stamped with a time that is still to come."""
+    folder = open_folder(tmp_path)
+    folder.put(folder.begin("m", 2, 1), "tp0_ep0/__0_0.distcp", b"half")
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (time.time() + 9e5, time.time() + 9e5))
+    owned_elsewhere(folder)
+    with owning(tmp_path, force=True) as saver:
+        saver.save(3, STATE, {})
+    assert [path.name for path in (tmp_path / "m-2steps").iterdir()] == [".begun"]
+
+
+def test_a_probe_of_another_job_stays_for_a_moment(tmp_path):
+    """It probes the folder before it owns the run, or never owns it: an evaluation only reads."""
     probe = open_folder(tmp_path).put_probe()
-    for there in (True, False):
-        save_locked(tmp_path)
-        assert (tmp_path / probe).exists() == there
-        if there:
+    for present in (True, False):
+        with owning(tmp_path) as saver:
+            saver.save(3, STATE, {})
+        assert (tmp_path / probe).exists() == present
+        if present:
             long_ago = time.time() - 3600
             os.utime(tmp_path / probe, (long_ago, long_ago))

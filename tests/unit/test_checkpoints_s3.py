@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import math
 
 import pytest
 
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.checkpoints.commit import CheckpointFolder, open_folder
-from smp_train.checkpoints.runs import summary
-
-from smp_train.checkpoints import commit, find, open_checkpoint
+from smp_train.checkpoints import folder as folder_module
+from smp_train.checkpoints.find import open_checkpoint, open_verified
+from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.errors import CheckpointError
 from smp_train.storage import client, s3
-from tests.checkpoint_files import files, keys, loaded, manager, save, state
+from tests.checkpoint_files import check, committed, files, keys, loaded, manager, names, owning, resumed, save, state
 
 CHANGES = ("PUT", "POST", "DELETE")
 
@@ -35,6 +33,12 @@ def small_parts(monkeypatch) -> None:
 def uploads(place: str) -> list[str]:
     answer = client.client().list_multipart_uploads(Bucket=s3.S3Storage(place).bucket)
     return [upload["Key"] for upload in answer.get("Uploads", ())]
+
+
+def sweep(place: str) -> list[str]:
+    """Tidy as a start a long time later does."""
+    folder = open_folder(place)
+    return folder.sweep(10**6)
 
 
 def test_a_large_object_goes_up_in_parts_and_comes_back_in_ranges(place, monkeypatch):
@@ -78,22 +82,26 @@ def freeze(server, after: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_writer_that_dies_after_any_request_loses_nothing(server, place, monkeypatch):
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_writer_that_dies_after_any_request_loses_nothing(server, place, monkeypatch, generation):
+    """In a start's first save, which sweeps before it, and in a later one."""
     small_parts(monkeypatch)
     rows, after, outcomes = 20_000, 0, []  # in parts
     while True:
         run = f"{place}/{after}"
         save(run, 2)
+        if generation == 2:
+            folder = open_folder(run)
+            folder.put(folder.begin("llama_v2", 3, 1), "meta.json", b"half")
         seen = freeze(server, after)
         with contextlib.suppress(CheckpointError):
-            save(run, 3, rows=rows, keep=1)
+            save(run, 3, rows=rows, keep=1, generation=generation)
         server.on_request = lambda method, path: None
         outcomes.append(loaded(run, rows, of_step=3))
-        assert "this program" not in summary(run, commit.UNKNOWN)
-        committed = {key.partition("/")[0] for key in keys(run) if key.endswith("COMMITTED")}
-        assert f"llama_v2-{outcomes[-1]}steps" in committed
-        open_folder(run).sweep(-math.inf)  # as the next job does once it holds the lock
-        assert keys(run) == files(*committed)
+        kept = committed(run)
+        assert f"llama_v2-{outcomes[-1]}steps" in [name.removesuffix("-2") for name in kept]
+        sweep(run)
+        assert keys(run) == files(*kept)
         assert uploads(run) == []
         if len(seen) <= after:
             break
@@ -104,26 +112,28 @@ def test_a_writer_that_dies_after_any_request_loses_nothing(server, place, monke
 
 
 @pytest.mark.slow
-def test_a_step_that_is_saved_again_is_replaced_at_once(server, place):
-    """A replacement that dies after any request leaves the older or the newer one, whole."""
+def test_a_step_that_is_saved_again_replaces_nothing(server, place):
+    """An attempt that dies after any request leaves the earlier one whole."""
     after, tokens = 0, set()
     while True:
         run = f"{place}/{after}"
         save(run, 1, 3)
         seen = freeze(server, after)
         with contextlib.suppress(CheckpointError):
-            manager(run).save(3, state(3), {"tokens": 30, "again": True})
+            manager(run, generation=2).save(3, state(3), {"tokens": 30, "again": True})
         server.on_request = lambda method, path: None
         assert loaded(run) == 3
-        tokens.add(find(run).meta.get("again"))
+        tokens.add(open_verified(run).meta.get("again"))
+        if "llama_v2-3steps" in committed(run):
+            check(open_verified(f"{run}/llama_v2-3steps"))
         if len(seen) <= after:
             break
         after += 1
     assert tokens == {None, True}
-    assert keys(run) == files("llama_v2-1steps", "llama_v2-3steps")
+    assert keys(run) == files("llama_v2-3steps", "llama_v2-3steps-2")
 
 
-def test_a_save_that_fails_once_it_is_committed_takes_nothing_back(server, place, monkeypatch):
+def test_a_save_that_fails_once_it_is_committed_takes_nothing_back(server, place):
     """The last request has its effect, but no answer comes, however often it is tried."""
     save(place, 2)
     server.on_request = lambda method, path: "lost" if method == "PUT" and path.endswith("3steps/COMMITTED") else None
@@ -134,43 +144,39 @@ def test_a_save_that_fails_once_it_is_committed_takes_nothing_back(server, place
 
 
 @pytest.mark.parametrize("lands", [True, False])
-def test_a_committed_that_was_given_up_and_lands_later_names_a_whole_checkpoint(place, monkeypatch, lands):
+def test_a_committed_that_was_given_up_and_lands_later_is_a_whole_checkpoint(place, monkeypatch, lands):
     save(place, 2, 3)
-    put, late = CheckpointFolder.put, []
+    commit, late = RunFolder.commit, []
 
-    def slow(self, name, file, data):
-        if file == "COMMITTED":
-            late.append((self, name, file, data))
-            raise CheckpointError("no answer came in time")
-        return put(self, name, file, data)
+    def slow(self, name, marker):
+        late.append((self, name, marker))
+        raise CheckpointError("no answer came in time")
 
-    again = manager(place)
     with monkeypatch.context() as patched:
-        patched.setattr(CheckpointFolder, "put", slow)
+        patched.setattr(RunFolder, "commit", slow)
         with pytest.raises(CheckpointError, match="no answer"):
-            again.save(3, state(3), {"tokens": 30, "again": True})
+            manager(place, generation=2).save(3, state(3), {"tokens": 30, "again": True})
     assert loaded(place) == 3
     for request in late if lands else ():
-        put(*request)
+        commit(*request)
     assert loaded(place) == 3
-    assert find(place, strict=True).meta.get("again", False) == lands
-    open_folder(place).sweep(-math.inf)
-    assert keys(place) == files("llama_v2-2steps", "llama_v2-3steps")
+    assert resumed(place, strict=True).meta.get("again", False) == lands
+    sweep(place)
+    assert keys(place) == files("llama_v2-2steps", "llama_v2-3steps", *["llama_v2-3steps-2"] * lands)
 
 
 def test_the_last_request_of_the_dead_may_still_be_on_its_way(place, monkeypatch):
     """What would be left without its COMMITTED is not removed while that may come."""
-    monkeypatch.setattr(commit, "IN_FLIGHT_SECONDS", 3600.0)
+    monkeypatch.setattr(folder_module, "IN_FLIGHT_SECONDS", 3600.0)
     save(place, 2, 3)
-    storage = open_folder(place)
-    committed = storage.read("llama_v2-3steps", "COMMITTED")
-    storage.storage.delete("/".join(["llama_v2-3steps", "COMMITTED"]))
-    following = manager(place, keep=10)
-    following.lock()
-    following.save(4, state(4), {"tokens": 40})
-    following.close()
-    storage.put("llama_v2-3steps", "COMMITTED", committed)
-    assert loaded(f"{place}/llama_v2-3steps") == 3
+    folder = open_folder(place)
+    marker = folder.read("llama_v2-3steps", "COMMITTED")
+    folder.withdraw("llama_v2-3steps")
+    with owning(place, keep=10) as following:
+        following.generation = 5
+        following.save(4, state(4), {"tokens": 40})
+    folder.put("llama_v2-3steps", "COMMITTED", marker)
+    check(open_verified(f"{place}/llama_v2-3steps"))
 
 
 def test_what_is_deleted_is_no_checkpoint_from_the_first_request_on(server, place):
@@ -182,12 +188,14 @@ def test_what_is_deleted_is_no_checkpoint_from_the_first_request_on(server, plac
         with contextlib.suppress(CheckpointError):
             open_folder(run).delete("llama_v2-1steps")
         server.on_request = lambda method, path: None
-        assert find(f"{run}/llama_v2-2steps").verify() == []
+        assert open_checkpoint(f"{run}/llama_v2-2steps").verify() == []
         if after:
-            with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
-                open_checkpoint(f"{run}/llama_v2-1steps")
+            assert committed(run) == ["llama_v2-2steps"]
         if len(seen) <= after:
             break
+        assert names(run) == ["llama_v2-1steps", "llama_v2-2steps"]
+        sweep(run)
+        assert names(run) == ["llama_v2-1steps"] * (after == 0) + ["llama_v2-2steps"], "a start knows it for ours"
         after += 1
     assert keys(run) == files("llama_v2-2steps")
 
@@ -203,14 +211,42 @@ def test_what_is_refused_is_named_and_is_no_damage(server, place):
     with pytest.raises(CheckpointError, match=save_it):
         save(place, 2)
     with pytest.raises(CheckpointError, match=f"cannot write to checkpoint folder {place}: .*AccessDenied"):
-        manager(place).check_writable()
+        manager(place).check_folders()
     server.on_request = lambda method, path: "AccessDenied" if method == "GET" and "distcp" in path else None
     with pytest.raises(CheckpointError, match=refused.format("GetObject")):
-        find(place)
+        resumed(place)
     server.on_request = lambda method, path: None
+    assert keys(place) == files("llama_v2-1steps")
     assert loaded(place) == 1
     with pytest.raises(CheckpointError, match=r"s3://no-such-bucket/x.*: no such bucket \(404 NoSuchBucket\)"):
-        manager("s3://no-such-bucket/x").check_writable()
+        manager("s3://no-such-bucket/x").check_folders()
+
+
+@pytest.mark.parametrize("fault", ["SlowDown", "reset"])
+def test_throttling_and_broken_connections_are_retried_and_then_reported(server, place, fault):
+    save(place, 1, 2)
+    failures = iter(range(3))
+    server.on_request = lambda method, path: fault if "2steps" in path and next(failures, None) is not None else None
+    assert loaded(place) == 2
+    server.on_request = lambda method, path: fault if "2steps" in path and "distcp" in path else None
+    with pytest.raises(CheckpointError, match="distcp"):
+        resumed(place)
+    server.on_request = lambda method, path: None
+    assert keys(place) == files("llama_v2-1steps", "llama_v2-2steps"), "nothing is marked"
+
+
+def test_two_that_reserve_a_name_at_once_have_two(place):
+    """Both have seen that the name is free."""
+    one, two = open_folder(place), open_folder(place)
+    put, reserved = one.storage.put_if_absent, []
+
+    def late(name: str, data: bytes) -> bool:
+        if not reserved:
+            reserved.append(two.begin("m", 3, 2))
+        return put(name, data)
+
+    one.storage.put_if_absent = late
+    assert (one.begin("m", 3, 1), reserved) == ("m-3steps-2", ["m-3steps"])
 
 
 # --- what is there already
@@ -218,21 +254,21 @@ def test_what_is_refused_is_named_and_is_no_damage(server, place):
 
 def test_what_others_put_there_stays(place):
     save(place, 3)
-    storage = open_folder(place)
+    storage = open_folder(place).storage
     for file in ("notes.txt", "tensorboard/events", "llama_v2-3steps/hf/config.json", "llama_v2-3stepsnot/x"):
-        storage.put("", file, b"mine")
+        storage.put(file, b"mine")
     save(place, 4)
     assert len(keys(place)) == 2 * len(files("one")) + 4
     save(place, 5, keep=1)
     assert keys(place) == sorted(["notes.txt", "tensorboard/events", "llama_v2-3stepsnot/x", *files("llama_v2-5steps")])
 
 
-def test_a_save_that_may_be_under_way_is_not_swept(server, place):
+def test_a_save_that_may_be_under_way_is_not_swept(place):
+    """One of this generation, or of one that follows."""
     save(place, 1)
-    saver = manager(place)
-    other = open_folder(place)
-    other.put("llama_v2-9steps/0123abcd", "0/__0_0.distcp", b"half")
-    assert other.sweep(60) == []
-    saver.save(2, state(2), {"tokens": 20})
-    assert "llama_v2-9steps/*/__0_0.distcp" in keys(place)
-    assert len(other.sweep(-math.inf)) == 1
+    folder = open_folder(place)
+    for generation in (2, 3):
+        folder.put(folder.begin("llama_v2", 9, generation), "__0_0.distcp", b"half")
+    save(place, 2, generation=2)
+    assert set(names(place)) == {"llama_v2-1steps", "llama_v2-2steps", "llama_v2-9steps", "llama_v2-9steps-2"}
+    assert len(sweep(place)) == 2

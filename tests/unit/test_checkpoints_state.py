@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from smp_train.checkpoints.find import open_verified
-from smp_train.checkpoints.state import create_optimizer_state, gather_state
 from smp_train.models.hub_names import canonical_name
+from smp_train.models.hub_state import create_optimizer_state, gather_state
 from tests.checkpoint_files import manager
 
 

@@ -30,6 +30,7 @@ from tests.checkpoint_files import (
     state,
     with_generation,
 )
+from tests.killing import killed
 
 Capture = pytest.CaptureFixture[str]
 
@@ -86,8 +87,10 @@ def test_states_of_checkpoints(tmp_path: Path, capsys: Capture) -> None:
     harm(place, step(1), ".distcp", lambda data: data[:-1])
     open_folder(place).mark_damaged(step(3), "it is damaged")
     (place / step(4) / "COMMITTED").write_text("{")
-    (place / step(6)).mkdir()
-    (place / step(6) / ".begun").write_text("{}")
+    for number in (6, 7):  # the seventh was swept
+        (place / step(number)).mkdir()
+        (place / step(number) / ".begun").write_text("{}")
+    (place / step(6) / "__0_0.distcp").write_bytes(b"half")
     (place / "llama_v2-8steps" / "tp0_ep0").mkdir(parents=True)
     (place / "llama_v2-8steps" / "tp0_ep0" / ".metadata").write_bytes(b"theirs")
     expected = {
@@ -117,7 +120,7 @@ def test_a_folder_of_runs_is_listed_with_the_checkpoints_of_each(place: str, cap
     expected = dict.fromkeys(names, "committed") | {"llama_v2-70steps": "SMP sample"}
     assert states(capsys, place) == expected
     assert states(capsys, f"{place}/second") == {step(1): "committed"}
-    assert len(printed(capsys, "verify", place)) == 3
+    assert printed(capsys, "verify", place) == [f"{name}: intact" for name in (names[1], names[0], names[2])]
 
 
 def test_nothing_is_listed_of_an_empty_folder(tmp_path: Path, capsys: Capture) -> None:
@@ -233,7 +236,8 @@ def test_of_generations_the_later_one_is_newer(tmp_path: Path) -> None:
 def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
     save(place, 3, 6, 9)
     with owning(place) as running:
-        attempt = running._targets[0].folder.begin("llama_v2", 12, running.generation)
+        attempt = open_folder(place).begin("llama_v2", 12, running.generation)
+        open_folder(place).put(attempt, "__0_0.distcp", b"half")
         printed_lines = printed(capsys, "prune", place, "--keep", "1")
         assert printed_lines[:2] == [f"deleted {step(3)}", f"deleted {step(6)}"]
         assert "is in use by a job on" in printed_lines[2]
@@ -243,9 +247,35 @@ def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
     assert printed(capsys, "prune", place, "--keep", "1", "--dry_run", "1") == []
     assert names(place) == [attempt, step(9)]
     assert printed(capsys, "prune", place, "--keep", "1") == [
-        f"deleted {attempt}, which an interrupted save or deletion left"
+        f"deleted the files of {attempt}, which an interrupted save or deletion left"
     ]
-    assert keys(place) == files(step(9))
+    assert keys(place) == sorted([f"{attempt}/.begun", *files(step(9))])
+
+
+@pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_prune_that_is_killed_at_any_operation_keeps_what_it_should(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    parent = str(tmp_path) if kind == "folder" else request.getfixturevalue("s3_place")
+    after = 0
+    while True:
+        place = f"{parent}/{after}"
+        save(place, 3, 6, 9)
+        harm(place, step(9), ".distcp", flipped)
+        before = contents(place)
+        kept = {name: data for name, data in before.items() if name.startswith(step(6))}
+        with killed(request, monkeypatch, kind, after) as seen:
+            main(["prune", place, "--keep", "1", "--damaged", "1"])
+        assert kept.items() <= contents(place).items() <= before.items()
+        for name in set(committed(place)) - {step(9)}:
+            assert open_verified(f"{place}/{name}").name == name
+        assert main(["prune", place, "--keep", "1", "--damaged", "1"]) == 0
+        assert committed(place) == [step(6)]
+        assert [name for name in contents(place) if name not in kept and not name.endswith(".begun")] == []
+        if len(seen) <= after:
+            break
+        after += 1
+    assert after > 5
 
 
 def test_a_restart_still_knows_its_predecessor_after_a_prune(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from smp_train.checkpoints.background import local_bytes
+from smp_train.distributed.host_copy import local_bytes
 from smp_train.distributed.host_memory import free_host_bytes
 
 GIB = 1 << 30

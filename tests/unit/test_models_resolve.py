@@ -200,7 +200,7 @@ def test_a_name_on_the_hub_brings_its_chat_template_and_how_it_generates(
     import huggingface_hub
 
     from smp_train.checkpoints.hf.card import hub_name
-    from smp_train.checkpoints.hf.tokenizer import open_tokenizer, tokenizer_folder
+    from smp_train.models.tokenizer import open_tokenizer, tokenizer_folder
 
     hub, cache = tmp_path / "hub", tmp_path / "models--org--tiny/snapshots/abc"
     write_tokenizer(hub, PLAIN)

@@ -44,7 +44,7 @@ class _Inert:
         pass
 
     def extend(self, values: Any) -> None:
-        """Ignore the arguments."""
+        pass
 
     append = extend
 
@@ -81,19 +81,16 @@ class _Unpickler(pickled.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a known function, a dtype, or the class of placeholders."""
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         return self.KNOWN.get((module, name), _Inert)
 
     def load_build(self) -> None:
-        """Store the state of a placeholder; leave every other object unchanged."""
         state = self.stack.pop()
         if isinstance(self.stack[-1], _Inert):
             self.stack[-1].state = state
 
     def load_newobj(self, operands: int = 2) -> None:
-        """Replace a class and its arguments by a placeholder for an object that is built without its constructor."""
         self.stack[-operands:] = [_Inert()]
 
     dispatch |= {pickle.BUILD[0]: load_build, pickle.NEWOBJ[0]: load_newobj}

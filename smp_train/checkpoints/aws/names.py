@@ -53,14 +53,12 @@ class _MetadataFirstReader(Reader):
     """A reader whose index is complete after `preload`; DCP's other set-up steps do nothing."""
 
     def _unchanged(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first argument, a plan, unchanged."""
         return args[0] if args else None
 
     set_up_storage_reader = prepare_local_plan = prepare_global_plan = reset = _unchanged
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return True."""
         return True
 
 
@@ -94,14 +92,14 @@ class _RenamedReader(_MetadataFirstReader):
 
     def __init__(self) -> None:
         self._sources: dict[MetadataIndex, tuple[Reader, MetadataIndex, tuple[int, ...]]] = {}
-        """Of each chunk: the other reader, its saved chunk, and the offset within that chunk."""
+        """By chunk: another reader, a chunk that it has saved, and the offset in that chunk."""
         self._chunks: dict[str, tuple[TensorProperties, list[ChunkStorageMetadata]]] = {}
 
     def _add_block(
         self, key: str, offset: Sequence[int], size: Sequence[int],
         reader: Reader, source_key: str, source_offset: Sequence[int], entry: Any,
     ) -> None:  # fmt: skip
-        """Add a block of the tensor ``key``, restricted to the saved chunks of another reader's ``entry``.
+        """Add a block of the tensor ``key``, restricted to the chunks of ``entry``, which ``reader`` has saved.
 
         Either offset may have additional leading dimensions, in which the block has size 1.
         """
@@ -129,7 +127,6 @@ class _RenamedReader(_MetadataFirstReader):
         self._metadata = Metadata(entries, storage_meta=StorageMeta())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Request each saved chunk once from the other readers."""
         planners: dict[Reader, _ChunkPlanner] = {}
         for item in plan.items:
             reader, index, start = self._sources[item.storage_index]
@@ -170,12 +167,10 @@ class _ChunkPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return memory for a block."""
         original = self.slices[read_item.storage_index][0][0]
         return torch.empty(read_item.lengths, dtype=self._planner.resolve_tensor(original).dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Copy the slices of a block to the original requests."""
         for item, offset, size in self.slices[read_item.storage_index]:
             starts = [a - begin for a, begin in zip(offset, read_item.storage_offsets, strict=True)]
             block = tensor[tuple(slice(a, a + n) for a, n in zip(starts, size, strict=True))]

@@ -33,10 +33,10 @@ from smp_train.checkpoints.find import parent_of
 from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.format import BEGUN, COMMITTED, META, METADATA, Marker
 from smp_train.checkpoints.saver import SMP_NAMES, Saver
-from smp_train.checkpoints.state import State
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
+from smp_train.models.hub_state import State
 from smp_train.models.smp_names import Ranks, is_transformed
 from smp_train.models.weight_files import WeightFiles
 from smp_train.storage import is_s3, normal

@@ -18,9 +18,9 @@ from smp_train.checkpoints.collective import gather, root_cause
 from smp_train.checkpoints.dcp.index import narrowed
 from smp_train.checkpoints.dcp.planner import SavePlanner
 from smp_train.checkpoints.dcp.storage import Reader, TreeWriter
-from smp_train.checkpoints.state import State, present
 from smp_train.distributed.agree import ALL_RANKS, group, is_alone, unless
 from smp_train.errors import CheckpointError, first_few
+from smp_train.models.hub_state import State, present
 from smp_train.models.weight_files import load_plain
 
 logger = logging.getLogger(__name__)

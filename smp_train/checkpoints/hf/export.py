@@ -14,16 +14,17 @@ from torch import Size, Tensor
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
 from smp_train.checkpoints.hf.card import CARD_FILE, hub_name, is_our_card, model_card
-from smp_train.checkpoints.hf.model_folder import SHARD_BYTES, LazyTensors, Progress, new_model, saved_files
-from smp_train.checkpoints.hf.tokenizer import tokenizer_files
+from smp_train.checkpoints.hf.model_folder import new_model
 from smp_train.checkpoints.pretrained import load_weights
-from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError, ConfigError, first_few
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hub_names import canonical_name, hub_names, named_once, note, to_hub
+from smp_train.models.hub_state import gather_state
 from smp_train.models.hugging_face import GENERATION_FILE, model_of
 from smp_train.models.lora import merge_adapters
 from smp_train.models.resolve import ModelSpec, resolve_saved
+from smp_train.models.tokenizer import saved_files, tokenizer_files
+from smp_train.models.weight_writer import SHARD_BYTES, LazyTensors, Progress, write_weights
 from smp_train.storage.paths import place
 
 MODEL = "model."
@@ -66,7 +67,8 @@ def export(
         weights, config = _merged_weights(checkpoint, base) if merge else (weights, checkpoint.model_config())
         settings, items = _model(checkpoint, config, weights, dtype)
     with new_model(folder, overwrite=overwrite) as out:
-        out.put_weights(items, shard_bytes, on_progress, name="adapter_model" if has_adapter and not merge else "model")
+        name = "adapter_model" if has_adapter and not merge else "model"
+        out.put_all(write_weights(out.stream, items, shard_bytes, on_progress, name))
         for setting in settings:
             out.put_all(saved_files(setting.save_pretrained))
         out.put_all(files)

@@ -9,75 +9,30 @@ that is killed in between therefore leaves no folder that opens with wrong or mi
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
-import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import BinaryIO
 
 from smp_train import storage
 from smp_train.checkpoints.hf.card import CARD_FILE, is_our_card
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
-from smp_train.models.hf_weights import NOT_WEIGHTS
 from smp_train.models.hugging_face import ADAPTER_FILE, CONFIG_FILE, GENERATION_FILE
-from smp_train.models.streamed import FORMAT_DTYPES
-from smp_train.models.weight_files import INDEXES, NOT_MODEL_FILES, PICKLED, SAFETENSORS, Block, WeightFiles
+from smp_train.models.tokenizer import TOKENIZER_FILES
+from smp_train.models.weight_files import INDEXES, NOT_MODEL_FILES, PICKLED, SAFETENSORS
 from smp_train.storage import Storage
 from smp_train.storage.paths import names_in, place
 
 ENTRY_FILES = (CONFIG_FILE, ADAPTER_FILE)
 """Files by which a model, or an adapter, is opened."""
-TOKENIZER_FILES = frozenset({
-    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-})  # fmt: skip
-SHARD_BYTES = 5_000_000_000
 MOVING = ".moving"
 """File in ``previous-<n>`` while files are moved there."""
 _PREVIOUS = re.compile(r"previous-(\d{1,9})")
-_DTYPE_NAMES = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
-Progress = Callable[[int, int], None]
-"""A function that is called with the bytes written so far and in all."""
 
 logger = logging.getLogger(__name__)
-
-
-class LazyTensors(NamedTuple):
-    """Tensors to write, by name, which only have shape and dtype (they may be on meta), and a function to read them."""
-
-    tensors: Mapping[str, Tensor]
-    read: Callable[[], Mapping[str, Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes of all tensors."""
-        return sum(value.nbytes for value in self.tensors.values())
-
-
-def stored_tensors(files: WeightFiles, dtype: torch.dtype | None) -> list[LazyTensors]:
-    """Return the tensors in weight files, those of floating point in ``dtype`` if it is not None."""
-    items = []
-    for name in files.files:
-        if not NOT_WEIGHTS.search(name):
-            block = files.tensor(name)
-            stored = block[(slice(0, 0),) * len(block.get_shape()) or ...].dtype
-            to = dtype if dtype is not None and stored.is_floating_point else stored
-            tensors = {name: torch.empty(block.get_shape(), dtype=to, device="meta")}
-            items.append(LazyTensors(tensors, partial(_read_block, name, block, to)))
-    return items
-
-
-def _read_block(name: str, block: Block, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: block[...].to(dtype)}
 
 
 class ModelFolder:
@@ -103,67 +58,6 @@ class ModelFolder:
                 continue
             with self.stream(name, len(data)) as file:
                 file.write(data)
-
-    def put_weights(
-        self, items: Iterable[LazyTensors], shard_bytes: int, on_progress: Progress | None = None, name: str = "model"
-    ) -> None:
-        """Write tensors to files ``<name>*.safetensors`` of about ``shard_bytes``, and the index of several files."""
-        shards = _shards(items, shard_bytes)
-        total, done = sum(item.nbytes for shard in shards for item in shard), 0
-        file_of: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            file = f"{name}-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else f"{name}.safetensors"
-            for written in self._put_safetensors(file, shard):
-                done += written
-                if on_progress is not None:
-                    on_progress(done, total)
-            file_of |= {tensor: file for item in shard for tensor in item.tensors}
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-            self.put_all({INDEXES[0]: (json.dumps(index, indent=2) + "\n").encode()})
-
-    def _put_safetensors(self, name: str, items: list[LazyTensors]) -> Iterator[int]:
-        """Write one file of the safetensors format; yield the number of bytes after each item.
-
-        The format (https://github.com/huggingface/safetensors#format): the header's length in 8 bytes, little endian;
-        the header, JSON; the tensors without gaps. The library itself needs all tensors of a file in memory at once.
-        """
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for key, value in (pair for item in items for pair in item.tensors.items()):
-            offsets = [offset, offset + value.nbytes]
-            header[key] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": list(value.shape), "data_offsets": offsets}
-            offset = offsets[1]
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with self.stream(name, offset) as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for item in items:
-                values = item.read()
-                for key, expected in item.tensors.items():
-                    value = values[key].detach().contiguous()
-                    if (value.shape, value.dtype) != (expected.shape, expected.dtype):
-                        raise CheckpointError(f"{key} is {list(value.shape)}, {list(expected.shape)} was announced")
-                    file.write(value.reshape(-1).view(torch.uint8).numpy().data)
-                yield item.nbytes
-
-
-def saved_files(save: Callable[[str], Any]) -> dict[str, bytes]:
-    """Return by name the small files that ``save`` writes to a folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        save(folder)
-        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-def _shards(items: Iterable[LazyTensors], shard_bytes: int) -> list[list[LazyTensors]]:
-    shards: list[list[LazyTensors]] = [[]]
-    for item in items:
-        if shards[-1] and sum(earlier.nbytes for earlier in shards[-1]) + item.nbytes > shard_bytes:
-            shards.append([])
-        shards[-1].append(item)
-    # Large dtypes first: every tensor is then aligned to its elements.
-    return [sorted(shard, key=lambda item: -next(iter(item.tensors.values())).dtype.itemsize) for shard in shards]
 
 
 @contextmanager

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from smp_train.checkpoints.hf.model_folder import TOKENIZER_FILES, saved_files
 from smp_train.models.hugging_face import load_tokenizer
 from smp_train.storage.paths import names_in, on_this_machine, place, temporary
 
 SETTINGS = "tokenizer_config.json"
+TOKENIZER_FILES = frozenset({
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+})  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -106,3 +110,11 @@ def adds_chat_template(files: Mapping[str, bytes], model: Mapping[str, bytes]) -
     if not same:
         logger.warning("The data's tokenizer has another vocabulary than the model's, which goes into the checkpoints")
     return same
+
+
+def saved_files(save: Callable[[str], Any]) -> dict[str, bytes]:
+    """Return by name the small files that ``save`` writes to a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
