@@ -2,10 +2,10 @@
 
     python -m tests.soak --kills 200 [--place folder|s3] [--seed N]
 
-Two ranks train, saving every other step. At a random moment rank 0, rank 1 or both are killed (SIGKILL), the survivor
-a little later; then the same command starts again. After each kill the newest committed checkpoint must be there, not
-older than the one before, and intact; at the end every step that was ever logged, and the last checkpoint, must be
-those of a run that was never disturbed, bit for bit.
+Two ranks train, saving every other step. At a random moment after a commit rank 0, rank 1 or both are killed (SIGKILL),
+the survivor a little later; then the same command starts again. Some starts are killed before they have trained, too.
+After each kill the newest committed checkpoint must be there, not older than the one before, and intact; at the end
+every step that was ever logged, and the last checkpoint, must be those of a run that was never disturbed, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.discovery import committed_names, find, open_checkpoint
-from smp_train.checkpoints.manifest import parse_folder_name
 
 from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
+from smp_train.checkpoints.find import open_checkpoint, open_verified
+from smp_train.checkpoints.folder import open_folder
 from smp_train.telemetry.metrics import read_metrics
 from tests.harness import as_torchrun, forkserver, free_port, run
 from tests.s3_server import environment, serving
-from tests.training import flags, train
+from tests.training import TINY, flags, train
 
 WORLD = 2
 OPTIONS = {
@@ -60,71 +60,88 @@ def trained(variables: dict[str, str], words: list[str]) -> None:
 
 
 class Soak:
-    """One training that is killed over and over."""
+    """One training that is killed over and over; its checkpoints are below ``parent``."""
 
-    def __init__(self, folder: Path, place: str, seed: int, variables: dict[str, str]) -> None:
-        self.folder, self.place, self.variables = folder, place, variables
+    def __init__(self, folder: Path, parent: str, seed: int, variables: dict[str, str]) -> None:
+        self.folder, self.parent, self.variables = folder, parent, variables
         self.random = random.Random(seed)
-        self.newest = 0
+        self.newest = (0, 0)
+        """Generation and step of the newest checkpoint that has been seen."""
         self.killed: Counter[str] = Counter()
-        self.saves = 0
+        self.commits = 0
+        """Kills before which the start that was killed had committed a checkpoint."""
 
     def words(self, last: int) -> list[str]:
         """Return the command line, the same every time."""
-        options = {"checkpoint_dir": self.place, "resume_from_checkpoint": self.place, "max_steps": last}
+        options = {"checkpoint_dir": self.parent, "resume_from_checkpoint": self.parent, "max_steps": last}
         return flags(self.folder, **OPTIONS | options)
 
     def kill_once(self) -> None:
-        """Start, kill at a random moment, and check what is left."""
+        """Start, kill at a random moment after a commit, and check what is left."""
+        if self.random.random() < 0.1:
+            self.killed["a start"] += 1
+            self.start_and_kill(lambda: self.random.uniform(0, 2))
+        before = self.newest
+        victims = self.start_and_kill(self.wait_for_commit)
+        self.killed["both ranks" if len(victims) == 2 else f"rank {victims[0]}"] += 1
+        assert self.newest > before
+        self.commits += 1
+
+    def wait_for_commit(self) -> float:
+        """Return, after a commit of a start, how many seconds to wait before the kill."""
+        deadline = time.monotonic() + 300
+        while self.committed() <= self.newest:
+            assert time.monotonic() < deadline, f"no commit within five minutes; see {self.folder / 'log'}"
+            assert all(process.exitcode is None for process in self.ranks), f"a rank ended; see {self.folder / 'log'}"
+            time.sleep(0.05)
+        return self.random.uniform(0, 1.5)
+
+    def start_and_kill(self, wait: Callable[[], float]) -> list[int]:
+        """Start, kill ranks after ``wait`` and the seconds that it returns, check what is left; return the ranks."""
         port, log = free_port(), str(self.folder / "log")
         context = forkserver()
-        ranks = [
+        self.ranks = [
             context.Process(target=rank, args=(number, port, self.variables, log, self.words(10**6)), daemon=True)
             for number in range(WORLD)
         ]
-        before = size(self.metrics)
-        for process in ranks:
+        for process in self.ranks:
             process.start()
         victims = self.random.choice(([0], [1], [0, 1]))
-        early = self.random.random() < 0.1
-        deadline = time.monotonic() + 300
-        while not early and size(self.metrics) == before:
-            assert time.monotonic() < deadline, f"no step within five minutes; see {log}"
-            assert all(process.exitcode is None for process in ranks), f"a rank ended by itself; see {log}"
-            time.sleep(0.005)
-        time.sleep(self.random.uniform(0, 2.0 if early else 1.5))
+        time.sleep(wait())
         for number in victims:
-            os.kill(ranks[number].pid, signal.SIGKILL)
+            os.kill(self.ranks[number].pid, signal.SIGKILL)
         time.sleep(self.random.uniform(0, 0.2))  # a survivor may go on a little
-        for process in ranks:
+        for process in self.ranks:
             process.kill()
             process.join()
-        self.killed["both ranks" if len(victims) == 2 else f"rank {victims[0]}"] += 1
         self.check()
+        return victims
 
     @property
-    def metrics(self) -> Path:
-        """The file that grows with each step."""
-        return self.folder / "run" / "metrics.jsonl"
+    def run_folder(self) -> str:
+        """The folder of the run's checkpoints."""
+        return f"{self.parent}/{TINY['run_name']}"
+
+    def committed(self) -> tuple[int, int]:
+        """Return generation and step of the newest committed checkpoint."""
+        return max((each[:2] for each in open_folder(self.run_folder).committed()[:1]), default=(0, 0))
 
     def check(self) -> None:
         """Nothing committed is lost or damaged."""
-        storage = open_folder(self.place)
-        steps = sorted(parse_folder_name(name)[1] for name in committed_names(storage))
-        newest = steps[-1] if steps else 0
-        records = read_metrics(self.folder / "run") if self.metrics.exists() else []
-        told = [record["step"] for record in records if record.get("event") == "save"]
-        known = max([self.newest, *told])
-        assert newest >= known, f"step {known} was committed, {newest} is the newest now"
-        if newest:
-            problems = open_checkpoint(f"{self.place}/llama_v2-{newest}steps").verify()
+        newest = self.committed()
+        logs = self.folder / "run"
+        records = read_metrics(logs) if (logs / "metrics.jsonl").exists() else []
+        told = max([record["step"] for record in records if record.get("event") == "save"], default=0)
+        assert newest >= self.newest, f"{self.newest} was committed, {newest} is the newest now"
+        assert newest[1] >= told, f"step {told} was committed, {newest} is the newest now"
+        if newest[1]:
+            problems = open_checkpoint(self.run_folder).verify()
             assert problems == [], problems
-        self.saves += (newest - self.newest) // OPTIONS["checkpoint_freq"]
         self.newest = newest
 
     def finish(self) -> int:
         """Train on to the end, and compare with a run that was never disturbed; return its last step."""
-        last = self.newest + 4
+        last = self.newest[1] + 4
         run(trained, WORLD, self.variables, self.words(last), timeout=600)
         straight = self.folder / "straight"
         run(train, WORLD, flags(straight, **OPTIONS | {"max_steps": last, "checkpoint_freq": last}), timeout=600 + last)
@@ -133,19 +150,10 @@ class Soak:
         assert {record["step"] for record in ours} == set(expected) == set(range(1, last + 1))
         for record in ours:
             assert [record[key] for key in EXACT] == expected[record["step"]], f"step {record['step']} differs"
-        name = f"llama_v2-{last}steps"
-        theirs, found = tensors(f"{straight}/checkpoints/{name}"), tensors(f"{self.place}/{name}")
+        theirs, found = tensors(f"{straight}/checkpoints/{TINY['run_name']}"), tensors(self.run_folder)
         assert found.keys() == theirs.keys()
         assert all(torch.equal(value, theirs[key]) for key, value in found.items())
         return last
-
-
-def size(path: Path) -> int:
-    """Return a file's size, 0 where it is not there."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
@@ -153,9 +161,9 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(folder / "run") if "event" not in record]
 
 
-def tensors(checkpoint: str) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint."""
-    reader = find(checkpoint).reader()
+def tensors(run_folder: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of a run's newest checkpoint."""
+    reader = open_verified(run_folder).reader()
     return {key: read_tensor(reader, key) for key, entry in saved_entries(reader).items() if hasattr(entry, "size")}
 
 
@@ -163,7 +171,7 @@ def soak(kills: int, *, s3: bool, seed: int, folder: Path, tell: Any = lambda li
     """Kill ``kills`` times and compare; raises AssertionError for anything that is not as it should be."""
     with contextlib.ExitStack() as stack:
         variables: dict[str, str] = {}
-        place = str(folder / "checkpoints")
+        parent = str(folder / "checkpoints")
         if s3:
             logging.getLogger("werkzeug").setLevel(logging.ERROR)
             variables = environment(stack.enter_context(serving()).url)
@@ -171,15 +179,16 @@ def soak(kills: int, *, s3: bool, seed: int, folder: Path, tell: Any = lambda li
             from smp_train.storage.client import client
 
             client().create_bucket(Bucket="soak")
-            place = "s3://soak/run"
-        done = Soak(folder, place, seed, variables)
+            parent = "s3://soak/checkpoints"
+        done = Soak(folder, parent, seed, variables)
         for number in range(1, kills + 1):
             done.kill_once()
             if number % 10 == 0:
-                tell(f"{number} kills, step {done.newest} committed")
+                tell(f"{number} kills, step {done.newest[1]} committed")
         last = done.finish()
-        tell(f"{kills} kills ({dict(done.killed)}), {done.saves} checkpoints between them: none lost, none damaged; "
-             f"all of {last} steps and the last checkpoint are those of an undisturbed run")  # fmt: skip
+        assert done.commits == kills
+        tell(f"{kills} kills ({dict(done.killed)}), each after a commit: no checkpoint lost, none damaged; all of "
+             f"{last} steps and the last checkpoint are those of an undisturbed run")  # fmt: skip
         return done
 
 
