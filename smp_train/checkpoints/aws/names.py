@@ -16,14 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from smp_train.checkpoints.dcp.storage import Reader
@@ -59,9 +52,9 @@ class TensorReader(Reader):
         """Describe each tensor as one chunk."""
         entries: dict[str, Any] = {}
         for name, value in self._tensors.items():
-            whole = ChunkStorageMetadata(torch.Size([0] * len(value.size())), value.size())
-            entries[name] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [whole])
-        self._metadata = Metadata(entries, storage_data={}, storage_meta=StorageMeta())
+            whole = dcp.ChunkStorageMetadata(torch.Size([0] * len(value.size())), value.size())
+            entries[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=value.dtype), value.size(), [whole])
+        self._metadata = dcp.Metadata(entries, storage_data={}, storage_meta=dcp.StorageMeta())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         """Copy the requested slices into the planner's tensors."""
@@ -79,10 +72,10 @@ class _RenamedReader(Reader):
     def __init__(self, model: HubModel) -> None:
         super().__init__("")
         self.model = model
-        self._sources: dict[MetadataIndex, tuple[Reader, MetadataIndex, list[int]]] = {}
+        self._sources: dict[dcp.MetadataIndex, tuple[Reader, dcp.MetadataIndex, list[int]]] = {}
         """By chunk: another reader, a chunk that it has saved, and the offset in that chunk."""
         entries: dict[str, Any] = {}
-        self._index = Metadata(entries, storage_data={}, storage_meta=StorageMeta())
+        self._index = dcp.Metadata(entries, storage_data={}, storage_meta=dcp.StorageMeta())
 
     def _add_block(
         self, key: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int],
@@ -93,7 +86,7 @@ class _RenamedReader(Reader):
         Either offset may have additional leading dimensions, in which the block has size 1.
         """
         source: Any = reader.read_metadata().state_dict_metadata[source_key]
-        entry: Any = TensorStorageMetadata(source.properties, torch.Size(shape), [])
+        entry: Any = dcp.TensorStorageMetadata(source.properties, torch.Size(shape), [])
         entry = self._index.state_dict_metadata.setdefault(key, entry)
         end = np.add(source_offset, _with_dims(size, len(source_offset), 1))
         for chunk in source.chunks:
@@ -101,12 +94,12 @@ class _RenamedReader(Reader):
             common = np.minimum(end, np.add(chunk.offsets, chunk.sizes)) - low
             shift = _with_dims((low - source_offset).tolist(), len(offset), 0)
             target = torch.Size(np.add(offset, shift).tolist())
-            index = MetadataIndex(key, target)
+            index = dcp.MetadataIndex(key, target)
             if (common > 0).all() and index not in self._sources:  # else apart, or another rank's replica
                 start = (low - chunk.offsets).tolist()
-                self._sources[index] = (reader, MetadataIndex(source_key, chunk.offsets), start)
+                self._sources[index] = (reader, dcp.MetadataIndex(source_key, chunk.offsets), start)
                 sizes = torch.Size(_with_dims(common.tolist(), len(offset), 1))
-                entry.chunks.append(ChunkStorageMetadata(target, sizes))
+                entry.chunks.append(dcp.ChunkStorageMetadata(target, sizes))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         planners: dict[Reader, _ChunkPlanner] = {}
@@ -133,7 +126,7 @@ class _ChunkPlanner(DefaultLoadPlanner):
     def __init__(self, planner: LoadPlanner) -> None:
         super().__init__()
         self._planner = planner
-        self.slices: dict[MetadataIndex, list[tuple[ReadItem, Any, Any]]] = {}
+        self.slices: dict[dcp.MetadataIndex, list[tuple[ReadItem, Any, Any]]] = {}
 
     def requests(self) -> LoadPlan:
         """Return a request per saved chunk, for the smallest block with all slices."""
@@ -188,9 +181,9 @@ class HubReader(_RenamedReader):
         names: dict[str, tuple[str, str]] = {}
         for key, entry in saved.items():
             moment = MOMENTS.fullmatch(key)
-            if isinstance(entry, TensorStorageMetadata) and moment:
+            if isinstance(entry, dcp.TensorStorageMetadata) and moment:
                 names[key] = moment["name"], "optim.state.{}." + moment["what"]
-            elif isinstance(entry, TensorStorageMetadata) and key.startswith(prefix) and not _NOT_MODEL.match(key):
+            elif isinstance(entry, dcp.TensorStorageMetadata) and key.startswith(prefix) and not _NOT_MODEL.match(key):
                 names[key] = key.removeprefix(prefix), _WEIGHT
         shapes = {plain(name): saved[key].size for key, (name, form) in names.items() if form == _WEIGHT}
         unknown = []
