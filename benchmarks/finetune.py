@@ -67,7 +67,7 @@ def measured(ranks: Runtime, scratch: Path, kind: str, more: list[str]) -> dict[
     flags = [
         *("--hf_pretrained_model_name_or_dir", str(scratch / "model"), "--use_synthetic_data", "1", "--bf16", "0"),
         *("--train_batch_size", "1", "--max_context_width", "64", "--max_steps", "100", "--run_name", kind),
-        *("--run_dir", str(scratch / kind), "--checkpoint_dir", str(scratch / "checkpoints" / kind), *more),
+        *("--run_dir", str(scratch / kind), "--checkpoint_dir", str(scratch / "checkpoints"), *more),
     ]
     resolved = arguments.parse(flags)
     arguments.validate(resolved.args, ranks.world_size, ranks.local_world_size)

@@ -53,7 +53,7 @@ def parent_of(path: str) -> tuple[str, str]:
 
 
 def locate(location: str | os.PathLike[str]) -> Location:
-    """Return what is at a location; ``<run folder>/best`` is the run's best checkpoint. Not collective."""
+    """Return the kind of a location; ``<run folder>/best`` is the run's best checkpoint. Not collective."""
     path = normal(location)
     parent, name = parent_of(path)
     if name == BEST and is_run_folder(open_folder(parent)):

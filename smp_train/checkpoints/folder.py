@@ -58,9 +58,9 @@ def open_folder(location: str | os.PathLike[str]) -> RunFolder:
 
 
 def folder_of_run(parent: str, run_name: str) -> RunFolder:
-    """Return a run's folder below --checkpoint_dir; below ``local:DIR``, a node's own disk, that of this rank's parts.
+    """Return a run's folder below --checkpoint_dir, or this rank's folder of parts below ``local:DIR``.
 
-    This is the only place that knows the path.
+    No other function knows the path.
     """
     path = posixpath.join(parent.removeprefix(LOCAL), run_name)
     return open_folder(f"{path}/rank{rank():05d}" if parent.startswith(LOCAL) else path)

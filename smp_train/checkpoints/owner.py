@@ -227,7 +227,7 @@ class Ownership:
                 self._touch()
 
     def _touch(self) -> None:
-        """Write the claim again where it still is, so that it looks young."""
+        """Rewrite the claim in the folders that still have it, so that it looks young."""
         claim: Claim = self._claim
         for folder in self.folders:
             if _holds(folder, claim):

@@ -81,15 +81,11 @@ class Target:
 class Request:
     """A save that was requested at ``time``, on the monotonic clock."""
 
+    step: int
     state: dict[str, Any]
     meta: dict[str, Any]
     saver: Saver
     time: float
-
-    @property
-    def step(self) -> int:
-        """The step to save."""
-        return int(self.meta["step"])
 
 
 class CheckpointManager:
@@ -170,7 +166,7 @@ class CheckpointManager:
         """Write and commit ``state`` into each folder that is due, or into all with ``force``. Collective.
 
         ``meta`` must be plain JSON; rank 0's is stored. ``saver`` writes the tree. Returns the paths of the complete
-        checkpoints; when asynchronous an empty list, and `finish` has them. Raises `CheckpointError` on every rank when
+        checkpoints; when asynchronous an empty list, see `finish`. Raises `CheckpointError` on every rank when
         any rank failed; the attempt then does not count, and earlier checkpoints are untouched.
         """
         self._end_pending()
@@ -182,7 +178,7 @@ class CheckpointManager:
         meta = {**json.loads(on_main("cannot save", lambda: json.dumps(meta))), "step": step}
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
-        request = Request(present(state), meta, saver, began)
+        request = Request(step, present(state), meta, saver, began)
         if saver.writes_alone(self.asynchronous, [target.folder for target in due]):
             for target in due:
                 self._end_pending()
@@ -249,7 +245,7 @@ class CheckpointManager:
             return request.saver.begin(request.state, target.folder, attempt, commit)
 
     def _begin(self, target: Target, request: Request) -> str:
-        """Reserve the folder of an attempt, after sweeping those of earlier starts; return its name. Collective."""
+        """Sweep attempts of earlier starts once, then reserve a folder; return its name. Collective."""
 
         def reserve() -> str:
             self._check_owner()  # an unfinished attempt may belong to the job that has taken over

@@ -101,14 +101,14 @@ def test_what_fsdp1_holds_on_each_rank_resumes(tmp_path: Path) -> None:
         name = f"{family}-{STEPS}steps"
         line = flags(place / "native", **options(family, **changes), resume_from_checkpoint=place / "aws")
         harness.run(train, 2, line)  # no step is left: it saves what it has resumed from
-        native = place / "native" / "checkpoints" / name
+        native = place / "native" / "checkpoints" / "run" / name
         truth = torch.load(place / "aws" / "truth.pt")
         if changes:
             truth.pop("model.lm_head.weight")  # a tied weight is saved once
         assert any(value.abs().max() > 0 for key, value in truth.items() if key.endswith("exp_avg"))
         same(truth, read_checkpoint(native))
         if again:
-            same(truth, read_checkpoint(place / "smp" / "checkpoints" / name))
+            same(truth, read_checkpoint(place / "smp" / "checkpoints" / "run" / name))
             (place / "config.json").write_text(json.dumps(config_of(native)))
             assert cli.main(["import", str(place / "aws"), str(place / "ours"), "--model", str(place)]) == 0
             same(truth, read_checkpoint(place / "ours" / name))

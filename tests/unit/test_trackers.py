@@ -190,7 +190,7 @@ def test_attempts_of_a_run_are_one_curve_in_tensorboard_and_wandb_and_hold_no_se
     }  # fmt: skip
     line = [*flags(tmp_path, **options), "--report_to", "wandb", "tensorboard"]
     harness.run(train_with_secrets, 2, [*line, "--max_steps=4"])
-    back = f"--resume_from_checkpoint={tmp_path / 'checkpoints' / 'llama_v2-2steps'}"
+    back = f"--resume_from_checkpoint={tmp_path / 'checkpoints' / 'mine' / 'llama_v2-2steps'}"
     harness.run(train_with_secrets, 2, [*line, "--max_steps=6", back])
 
     losses = {record["step"]: record["loss"] for record in steps(tmp_path)}  # a later attempt's replaces an earlier's

@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from smp_train.checkpoints.dcp.storage import Reader
-from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
+from smp_train.checkpoints.dcp.trees import read_tensor
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.layouts import flat_order
@@ -30,7 +31,6 @@ SMP_SLICES = (
 )
 _LAYER = re.compile(r"\w+\.(?:layers|h)\.\d+\.")
 _NORM = re.compile(r"(?:norm\w*|ln_\w+)\.weight$")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FlatPart(NamedTuple):
@@ -43,21 +43,15 @@ class FlatPart(NamedTuple):
 class StoredTensor:
     """A tensor of a DCP tree that is read on access."""
 
-    def __init__(self, reader: Reader, key: str) -> None:
-        self._reader, self._key, entry = reader, key, saved_entries(reader)[key]
-        self._size: torch.Size = entry.size
-        self.dtype = entry.properties.dtype
-
-    def size(self) -> torch.Size:
-        """Return the shape."""
-        return self._size
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self._size.numel()
+    def __init__(self, reader: Reader, key: str, entry: Any) -> None:
+        self.size, self.numel, self.dtype = (lambda: entry.size), entry.size.numel, entry.properties.dtype
+        self._read = partial(read_tensor, reader, key)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return read_tensor(self._reader, self._key)[index]
+        return self._read()[index]
+
+
+_Tensor = torch.Tensor | StoredTensor
 
 
 class JoinedTensor:
@@ -108,8 +102,8 @@ def joined_tensors(
     if is_transformed(names, kind):
         raise CheckpointError(SMP_SLICES)
     # `HubReader` refuses tensors of unknown names, except buffers and tied weights.
-    tensors = {f"model.{name}": parameters[0][name] for name in names if name not in shapes}
-    tensors = {key: value for key, value in tensors.items() if _is_tensor(value)}
+    surplus = {f"model.{name}": parameters[0][name] for name in names if name not in shapes}
+    tensors: dict[str, Any] = {key: value for key, value in surplus.items() if isinstance(value, _Tensor)}
     # Each parameter of the optimizer: the names of the model's parameters in it, and its parts by rank.
     units = {
         name: ([name], _shard_group(name, [rank.get(name) for rank in parameters], math.prod(shapes[name])))
@@ -121,7 +115,7 @@ def joined_tensors(
     if units and (sum(map(len, groups)) == len(units) or len(names) < len(parameters[0])):
         numbers = _optimizer_numbers({name: parameters[0][name].numel() for name in units}, groups, states[0], kind)
     else:  # FSDP1 that shards nothing stores parameters by name, but the optimizer's state of flat parameters
-        units = _flat_units(parameters, kind, shapes, getattr(contents[0].get(MODEL_CONFIG), "state", ()))
+        units = _flat_units(parameters, kind, shapes, getattr(contents[0].get(MODEL_CONFIG), "state", None) or ())
         numbers = list(itertools.chain(*groups))
         if len(numbers) != len(units):
             raise CheckpointError(
@@ -140,7 +134,7 @@ def _unit_tensors(
     """Return the tensors in one parameter of the optimizer: weights, moments and steps, with their names as keys."""
     flat, whole = is_flat(unit), sum(map(math.prod, shapes.values()))
     slices = {"model.{}": parts} if None not in parts else {}
-    for moment in _MOMENTS:
+    for moment in ("exp_avg", "exp_avg_sq"):
         moments = [state[moment] for state in states if moment in state]
         lengths = [part.numel() for part in moments]
         # Moments of flat parameters are padded to equal lengths.
@@ -155,7 +149,7 @@ def _unit_tensors(
     for name, shape in shapes.items():
         tensors |= {form.format(name): JoinedTensor(slices[form], shape, start) for form in slices}
         if step is not None:
-            tensors[f"optimizer.state.{name}.step"] = step if _is_tensor(step) else torch.tensor(float(step))
+            tensors[f"optimizer.state.{name}.step"] = step if isinstance(step, _Tensor) else torch.tensor(float(step))
         start += math.prod(shape)
     return tensors
 
@@ -189,68 +183,52 @@ def _optimizer_numbers(
 def _flat_units(
     parameters: Sequence[dict[str, Any]], kind: str, shapes: Mapping[str, Sequence[int]], config: Any
 ) -> dict[str, tuple[list[str], dict[int, Any]]]:
-    """Return the names and parts of each flat parameter. Without flat parameters rank 0 has no part of each unit."""
+    """Return the names and parts of each flat parameter. Without flat parameters rank 0 has no part of each unit.
+
+    Units and the names in each are in the model's order; a parameter is in its innermost unit.
+    """
     order = flat_order(kind, shapes)
-    flats = [name for name in parameters[0] if is_flat(name)]
-    if flats and any(".experts." in name for name in order):
-        _check_expert_order(config)
-    layers = dict.fromkeys(f"{layer[0]}_flat_param" for name in order if (layer := _LAYER.match(name)))
-    units = {}
-    for flat, names in _names_in_units(flats or ["_flat_param", *layers], order).items():
-        whole = sum(math.prod(shapes[name]) for name in names)
-        pieces = [rank.get(flat) for rank in parameters]
-        units[flat] = (names, _ordered_parts(flat, pieces, whole) if flats else {0: None})
-    return units
-
-
-def _check_expert_order(config: Any) -> None:
-    """Raise `CheckpointError` unless transformers 4 wrote the experts: transformers 5 stacks them by kind."""
-    # `transformers_version` does not help: it names the version that wrote config.json.
-    if not ("torch_dtype" in config or ("rope_theta" in config and "rope_parameters" not in config)):
+    stored = [name for name in parameters[0] if is_flat(name)]
+    # `transformers_version` is that of the program that wrote config.json, not of the one that stacked the experts.
+    transformers_4 = "torch_dtype" in config or ("rope_theta" in config and "rope_parameters" not in config)
+    if stored and not transformers_4 and any(".experts." in name for name in order):
         version = "is of transformers 5" if "rope_parameters" in config else "does not show transformers 4"
         raise CheckpointError(
             f"its model_config {version}, and transformers 5 stores experts in another order, which flat parameters do "
             "not show; have that program save a sharded checkpoint"
         )
-
-
-def _names_in_units(flats: Iterable[str], order: Sequence[str]) -> dict[str, list[str]]:
-    """Return the parameters in each flat parameter, both in the model's order; the innermost unit has a parameter."""
-    prefixes = {flat: flat.removesuffix("_flat_param") for flat in flats}
-    first = {
-        flat: next((index for index, name in enumerate(order) if name.startswith(prefix)), len(order))
-        for flat, prefix in prefixes.items()
-    }
-    units: dict[str, list[str]] = {flat: [] for flat in sorted(first, key=lambda flat: (first[flat], len(flat)))}
+    layers = dict.fromkeys(f"{layer[0]}_flat_param" for name in order if (layer := _LAYER.match(name)))
+    flats = stored or ["_flat_param", *layers]
+    units: dict[str, list[str]] = {}
     for name in order:
-        enclosing = [flat for flat, prefix in prefixes.items() if name.startswith(prefix)]
+        enclosing = sorted((flat for flat in flats if name.startswith(flat.removesuffix("_flat_param"))), key=len)
         if not enclosing:
             raise CheckpointError(f"it lacks the flat parameter that {name} is in")
-        units[max(enclosing, key=len)].append(name)
-    return units
+        units |= {flat: [] for flat in enclosing if flat not in units}
+        units[enclosing[-1]].append(name)
+    units |= {flat: [] for flat in stored if flat not in units}
+    if not stored:
+        return {flat: (names, {0: None}) for flat, names in units.items()}
+    whole = {flat: sum(math.prod(shapes[name]) for name in names) for flat, names in units.items()}
+    parts = {flat: _ordered_parts(flat, [rank.get(flat) for rank in parameters], whole[flat]) for flat in units}
+    return {flat: (names, parts[flat]) for flat, names in units.items()}
 
 
 def _ordered_parts(flat: str, pieces: Sequence[Any], whole: int) -> dict[int, Any]:
     """Return the parts of a flat parameter in order, each by the first rank that holds it."""
     length = -(-whole // len(pieces))
-    if all(_is_tensor(piece) and piece.numel() == length for piece in pieces):  # pieces with padding
+    if all(isinstance(piece, _Tensor) and piece.numel() == length for piece in pieces):  # with padding
         return {rank: piece for rank, piece in enumerate(pieces) if rank * length < whole}
     by_offset: dict[int, tuple[int, Any]] = {}
     for rank, piece in enumerate(pieces):
         if isinstance(piece, FlatPart) and piece.tensor.numel():
             by_offset.setdefault(piece.offset, (rank, piece.tensor))
-    end, contiguous = 0, True
-    for offset, (_, tensor) in sorted(by_offset.items()):
-        contiguous = contiguous and offset == end
-        end += tensor.numel()
-    if end != whole or not contiguous:
+    parts = {rank: tensor for _, (rank, tensor) in sorted(by_offset.items())}
+    ends = itertools.accumulate((tensor.numel() for tensor in parts.values()), initial=0)
+    if [*sorted(by_offset), whole] != list(ends):
         lengths = sorted({getattr(piece, "tensor", piece).numel() for piece in pieces if piece is not None})
         raise CheckpointError(
             f"{flat} has {whole} numbers here, and parts of {lengths} on {len(pieces)} ranks there (those of some "
             "ranks are missing, or it is of another model: --num_layers, --hidden_width, --vocab_size)"
         )
-    return {rank: tensor for _, (rank, tensor) in sorted(by_offset.items())}
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | StoredTensor)
+    return parts

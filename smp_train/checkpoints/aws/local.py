@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from smp_train.checkpoints.aws.flat import MODEL_CONFIG, FlatPart, StoredTensor
@@ -122,12 +123,8 @@ def read_rank_file(path: Any) -> dict[str, Any]:
 
 def plain_values(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers and strings of a rank file outside model and optimizer, by flat name."""
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        nested = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
-        if key not in ("model", "optimizer"):
-            values |= {name: item for name, item in nested.items() if isinstance(item, int | float | str)}
-    return values
+    values, _ = flatten_state_dict({key: content[key] for key in content.keys() - {"model", "optimizer"}})
+    return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
 
 
 def is_local(keys: Iterable[str]) -> bool:
@@ -142,21 +139,18 @@ def rank_contents_of_tree(reader: Reader) -> dict[str, Any]:
     groups: dict[int, list[int]] = {}
     config = None
     for key, entry in saved_entries(reader).items():
-        numbered, group = _NUMBERED.fullmatch(key), _GROUP.fullmatch(key)
-        if numbered:
-            value = StoredTensor(reader, key) if isinstance(entry, TensorStorageMetadata) else plain_value(reader, key)
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if key.startswith("model.") and is_tensor:
+            model[key.removeprefix("model.")] = StoredTensor(reader, key, entry)
+        elif numbered := _NUMBERED.fullmatch(key):
+            value = StoredTensor(reader, key, entry) if is_tensor else plain_value(reader, key)
             state.setdefault(int(numbered["number"]), {})[numbered["what"]] = value
         elif key == "optimizer.param_groups":  # the form of torch before 2.4
             groups = {index: values["params"] for index, values in enumerate(plain_value(reader, key))}
-        elif group:
+        elif group := _GROUP.fullmatch(key):
             groups[int(group[1])] = plain_value(reader, key)
-        elif key.startswith("model.") and isinstance(entry, TensorStorageMetadata):
-            model[key.removeprefix("model.")] = StoredTensor(reader, key)
         elif key == MODEL_CONFIG:
             with suppress(CheckpointError):  # needed for flat experts only
                 config = plain_value(reader, key, InertLoadPlanner)
-    return {
-        "model": model,
-        "optimizer": {"state": state, "param_groups": [{"params": groups[index]} for index in sorted(groups)]},
-        MODEL_CONFIG: config,
-    }
+    param_groups = [{"params": groups[index]} for index in sorted(groups)]
+    return {"model": model, "optimizer": {"state": state, "param_groups": param_groups}, MODEL_CONFIG: config}

@@ -13,18 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
 
 from smp_train.checkpoints.dcp.storage import Reader
 from smp_train.errors import CheckpointError, first_few
@@ -37,7 +30,6 @@ MODEL_PREFIXES = ("model.", "app.model.", "state_dict.", "module.", "")
 """Prefixes that programs put before parameter names; ours is the first."""
 MOMENTS = re.compile(r"(?:app\.)?optim(?:izer)?\.state\.(?P<name>.+)\.(?P<what>exp_avg|exp_avg_sq|max_exp_avg_sq|step)")
 _NOT_MODEL = re.compile(r"(?:app\.)?(?:optim(?:izer)?|scheduler|lr_scheduler|cli_args|model_config)\b")
-_EXTRA_STATE = re.compile(r"_extra_state$")
 _WEIGHT = "model.{}"
 _TIED = re.compile(r"(?:^|\.)(?:lm_head|embed_out|embed_tokens|embed_in)\.weight$")
 
@@ -49,94 +41,75 @@ class Tree(NamedTuple):
     reader: Reader
 
 
-class _MetadataFirstReader(Reader):
-    """A reader whose index is complete after `preload`; DCP's other set-up steps do nothing."""
-
-    def _unchanged(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else None
-
-    set_up_storage_reader = prepare_local_plan = prepare_global_plan = reset = _unchanged
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-
-class TensorReader(_MetadataFirstReader):
+class TensorReader(Reader):
     """Reads tensors in memory, or mapped from a file, as if they were a DCP tree."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
+        super().__init__("")
         self._tensors = tensors
 
     def preload(self) -> None:
         """Describe each tensor as one chunk."""
         entries: dict[str, Any] = {}
         for name, value in self._tensors.items():
-            size = value.size()
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            entries[name] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), size, [chunk])
-        self._metadata = Metadata(entries, storage_meta=StorageMeta())
+            whole = dcp.ChunkStorageMetadata(torch.Size([0] * len(value.size())), value.size())
+            entries[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=value.dtype), value.size(), [whole])
+        self._metadata = dcp.Metadata(entries, storage_data={}, storage_meta=dcp.StorageMeta())
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         """Copy the requested slices into the planner's tensors."""
         for item in plan.items:
             index = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
             target = planner.resolve_tensor(item).detach()
             target.copy_(self._tensors[item.storage_index.fqn][index])
             planner.commit_tensor(item, target)
-        return _completed()
+        return torch.futures.collect_all([])
 
 
-class _RenamedReader(_MetadataFirstReader):
+class _RenamedReader(Reader):
     """Reads tensors that consist of parts of other readers' chunks."""
 
-    def __init__(self) -> None:
-        self._sources: dict[MetadataIndex, tuple[Reader, MetadataIndex, tuple[int, ...]]] = {}
+    def __init__(self, model: HubModel) -> None:
+        super().__init__("")
+        self.model = model
+        self._sources: dict[dcp.MetadataIndex, tuple[Reader, dcp.MetadataIndex, list[int]]] = {}
         """By chunk: another reader, a chunk that it has saved, and the offset in that chunk."""
-        self._chunks: dict[str, tuple[TensorProperties, list[ChunkStorageMetadata]]] = {}
+        entries: dict[str, Any] = {}
+        self._index = dcp.Metadata(entries, storage_data={}, storage_meta=dcp.StorageMeta())
 
     def _add_block(
-        self, key: str, offset: Sequence[int], size: Sequence[int],
-        reader: Reader, source_key: str, source_offset: Sequence[int], entry: Any,
+        self, key: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int],
+        reader: Reader, source_key: str, source_offset: Sequence[int],
     ) -> None:  # fmt: skip
-        """Add a block of the tensor ``key``, restricted to the chunks of ``entry``, which ``reader`` has saved.
+        """Add a block of the tensor ``key`` of ``shape``, restricted to the chunks that ``reader`` has saved.
 
         Either offset may have additional leading dimensions, in which the block has size 1.
         """
-        source_size, dims = _with_dims(size, len(source_offset), 1), len(offset)
-        for chunk in entry.chunks:
-            low = [max(a, b) for a, b in zip(source_offset, chunk.offsets, strict=True)]
-            ends = zip(source_offset, source_size, chunk.offsets, chunk.sizes, strict=True)
-            common = [min(a + n, b + m) - begin for (a, n, b, m), begin in zip(ends, low, strict=True)]
-            shift = _with_dims([a - b for a, b in zip(low, source_offset, strict=True)], dims, 0)
-            target = torch.Size(a + b for a, b in zip(offset, shift, strict=True))
-            index = MetadataIndex(key, target)
-            if any(length <= 0 for length in common) or index in self._sources:  # apart, or another rank's replica
-                continue
-            start = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
-            self._sources[index] = (reader, MetadataIndex(source_key, chunk.offsets), start)
-            chunks = self._chunks.setdefault(key, (entry.properties, []))[1]
-            chunks.append(ChunkStorageMetadata(target, torch.Size(_with_dims(common, dims, 1))))
+        source: Any = reader.read_metadata().state_dict_metadata[source_key]
+        entry: Any = dcp.TensorStorageMetadata(source.properties, torch.Size(shape), [])
+        entry = self._index.state_dict_metadata.setdefault(key, entry)
+        end = np.add(source_offset, _with_dims(size, len(source_offset), 1))
+        for chunk in source.chunks:
+            low = np.maximum(source_offset, chunk.offsets)
+            common = np.minimum(end, np.add(chunk.offsets, chunk.sizes)) - low
+            shift = _with_dims((low - source_offset).tolist(), len(offset), 0)
+            target = torch.Size(np.add(offset, shift).tolist())
+            index = dcp.MetadataIndex(key, target)
+            if (common > 0).all() and index not in self._sources:  # else apart, or another rank's replica
+                start = (low - chunk.offsets).tolist()
+                self._sources[index] = (reader, dcp.MetadataIndex(source_key, chunk.offsets), start)
+                sizes = torch.Size(_with_dims(common.tolist(), len(offset), 1))
+                entry.chunks.append(dcp.ChunkStorageMetadata(target, sizes))
 
-    def _set_metadata(self, sizes: Mapping[str, Sequence[int]]) -> None:
-        """Build the index of the added chunks from the size of each tensor."""
-        entries: dict[str, Any] = {
-            key: TensorStorageMetadata(self._chunks[key][0], torch.Size(size), self._chunks[key][1])
-            for key, size in sizes.items()
-        }
-        self._metadata = Metadata(entries, storage_meta=StorageMeta())
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         planners: dict[Reader, _ChunkPlanner] = {}
         for item in plan.items:
             reader, index, start = self._sources[item.storage_index]
-            offsets, size = _with_dims(item.storage_offsets, len(start), 0), _with_dims(item.lengths, len(start), 1)
-            offset = [a + b for a, b in zip(start, offsets, strict=True)]
+            offset = np.add(start, _with_dims(item.storage_offsets, len(start), 0))
             chunk_planner = planners.setdefault(reader, _ChunkPlanner(planner))
-            chunk_planner.slices.setdefault(index, []).append((item, offset, size))
-        for reader, chunk_planner in planners.items():
-            reader.read_data(chunk_planner.requests(), chunk_planner).wait()
-        return _completed()
+            slices = chunk_planner.slices.setdefault(index, [])
+            slices.append((item, offset, offset + _with_dims(item.lengths, len(start), 1)))
+        return torch.futures.collect_all([reader.read_data(each.requests(), each) for reader, each in planners.items()])
 
 
 def _with_dims(values: Sequence[int], dims: int, fill: int) -> list[int]:
@@ -147,23 +120,22 @@ def _with_dims(values: Sequence[int], dims: int, fill: int) -> list[int]:
 class _ChunkPlanner(DefaultLoadPlanner):
     """Requests each saved chunk once, because a reader loads the whole chunk for every request.
 
-    ``slices`` has by saved chunk the original requests, each with offset and size of its slice of the chunk.
+    ``slices`` has by saved chunk the original requests, each with the first and last corner of its slice of the chunk.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
         super().__init__()
         self._planner = planner
-        self.slices: dict[MetadataIndex, list[tuple[ReadItem, list[int], list[int]]]] = {}
+        self.slices: dict[dcp.MetadataIndex, list[tuple[ReadItem, Any, Any]]] = {}
 
     def requests(self) -> LoadPlan:
         """Return a request per saved chunk, for the smallest block with all slices."""
         items = []
         for index, slices in self.slices.items():
-            low = [min(offsets) for offsets in zip(*(offset for _, offset, _ in slices), strict=True)]
-            ends = ([a + n for a, n in zip(offset, size, strict=True)] for _, offset, size in slices)
-            lengths = torch.Size(max(last) - begin for last, begin in zip(zip(*ends, strict=True), low, strict=True))
-            first = slices[0][0]
-            items.append(replace(first, storage_index=index, storage_offsets=torch.Size(low), lengths=lengths))
+            (first, *_), begins, ends = zip(*slices, strict=True)
+            low = np.min(begins, axis=0)
+            sizes = torch.Size((np.max(ends, axis=0) - low).tolist())
+            items.append(replace(first, storage_index=index, storage_offsets=torch.Size(low.tolist()), lengths=sizes))
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -171,9 +143,9 @@ class _ChunkPlanner(DefaultLoadPlanner):
         return torch.empty(read_item.lengths, dtype=self._planner.resolve_tensor(original).dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        for item, offset, size in self.slices[read_item.storage_index]:
-            starts = [a - begin for a, begin in zip(offset, read_item.storage_offsets, strict=True)]
-            block = tensor[tuple(slice(a, a + n) for a, n in zip(starts, size, strict=True))]
+        low = read_item.storage_offsets
+        for item, begin, end in self.slices[read_item.storage_index]:
+            block = tensor[tuple(map(slice, begin - low, end - low))]
             target = self._planner.resolve_tensor(item).detach()
             target.copy_(block.view(target.shape))
             self._planner.commit_tensor(item, target)
@@ -183,67 +155,53 @@ class HubReader(_RenamedReader):
     """Reads ``model.<name>`` and ``optim.state.<name>.<moment>`` under the hub's names from a checkpoint's trees."""
 
     def __init__(self, trees: Sequence[Tree], model: HubModel) -> None:
-        super().__init__()
-        self.trees, self.model = trees, model
+        super().__init__(model)
+        self.trees = trees
 
     def preload(self) -> None:
-        """Build the index from the indexes of all trees. Raises `CheckpointError` if part of the model is missing."""
-        self._sources, self._chunks = {}, {}
+        """Build the index from all trees' indexes. Raises `CheckpointError` if part of the model is missing."""
         unknown = [key for tree in self.trees for key in self._add_tree(tree)]
         if unknown:
             raise CheckpointError(
                 f"it has unexpected entries {first_few(unknown)}: no name of the hub's or SMP's for this "
                 f"{self.model.kind} (another --num_layers? Else have SMP write a full checkpoint, and start from that)"
             )
-        sizes: dict[str, tuple[int, ...]] = {}
-        for key, (_, chunks) in self._chunks.items():
-            moment = MOMENTS.fullmatch(key)
-            name = moment["name"] if moment else key.removeprefix("model.")
-            sizes[key] = () if moment and moment["what"] == "step" else tuple(self.model.shapes[name])
-            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(sizes[key]):
+        entries: Mapping[str, Any] = self._index.state_dict_metadata
+        for key, entry in entries.items():
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != entry.size.numel():
                 raise CheckpointError(f"it does not hold all of {key}: trees of some ranks are missing")
-        self._set_metadata(sizes)
+        self._metadata = self._index
 
     def _add_tree(self, tree: Tree) -> list[str]:
         """Add the chunks of a tree's weights and moments; return the keys whose names are unknown."""
-        tree.reader.preload()
         metadata = tree.reader.read_metadata()
         tree.reader.set_up_storage_reader(metadata, False)
-        saved = metadata.state_dict_metadata
+        saved: Mapping[str, Any] = metadata.state_dict_metadata
         prefix = model_prefix(saved, self.model)
-        tensors = {key: entry for key, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
-        shapes: dict[str, Sequence[int]] = {}
-        unknown: list[str] = []
-        for key, entry in tensors.items():
-            if key.startswith(prefix) and not _NOT_MODEL.match(key):
-                name = key.removeprefix(prefix)
-                shapes[plain(name)] = entry.size
-                unknown += self._add_entry(tree, key, name, _WEIGHT, entry, entry.size)
-        for key, entry in tensors.items():
+        names: dict[str, tuple[str, str]] = {}
+        for key, entry in saved.items():
             moment = MOMENTS.fullmatch(key)
-            if moment is not None:
-                # A step has no shape: its parameter's shape selects the hub's tensors.
-                shape = shapes.get(plain(moment["name"]), entry.size)
-                form = "optim.state.{}." + moment["what"]
-                unknown += self._add_entry(tree, key, moment["name"], form, entry, shape)
+            if isinstance(entry, dcp.TensorStorageMetadata) and moment:
+                names[key] = moment["name"], "optim.state.{}." + moment["what"]
+            elif isinstance(entry, dcp.TensorStorageMetadata) and key.startswith(prefix) and not _NOT_MODEL.match(key):
+                names[key] = key.removeprefix(prefix), _WEIGHT
+        shapes = {plain(name): saved[key].size for key, (name, form) in names.items() if form == _WEIGHT}
+        unknown = []
+        for key, (name, form) in names.items():
+            size = saved[key].size
+            # A step has no shape: its parameter's shape selects the hub's tensors.
+            parts = blocks(name, tuple(size or shapes.get(plain(name), size)), tree.ranks, self.model)
+            tied = self.model.tied and _TIED.search(name)
+            if parts is None and tied and form != _WEIGHT:  # a tied parameter has moments under its first name only
+                raise CheckpointError(f"it has {key}, but embedding and head are tied here (--tie_word_embeddings)")
+            if parts is None and not (tied or NOT_WEIGHTS.search(name) or name.endswith("_extra_state")):
+                unknown.append(key)
+            if not size:  # AdamW's step applies to every tensor of the hub in the parameter
+                parts = [Block(hub, (), (), ()) for hub in dict.fromkeys(block.name for block in parts or ())]
+            for block in parts or ():
+                shape = self.model.shapes[block.name] if size else ()
+                self._add_block(form.format(block.name), shape, block.at, block.size, tree.reader, key, block.start)
         return unknown
-
-    def _add_entry(
-        self, tree: Tree, key: str, name: str, form: str, entry: TensorStorageMetadata, shape: Sequence[int]
-    ) -> list[str]:
-        """Add the chunks of the entry ``key`` under the names of the hub's tensors in it; return an unknown key."""
-        parts = blocks(name, tuple(shape), tree.ranks, self.model)
-        if parts is None:
-            if self.model.tied and _TIED.search(name):
-                if form != _WEIGHT:  # a tied parameter has moments under its first name only
-                    raise CheckpointError(f"it has {key}, but embedding and head are tied here (--tie_word_embeddings)")
-                return []
-            return [] if NOT_WEIGHTS.search(name) or _EXTRA_STATE.search(name) else [key]
-        if not entry.size:  # AdamW's step applies to every tensor of the hub in the parameter
-            parts = [Block(hub, (), (), ()) for hub in dict.fromkeys(block.name for block in parts)]
-        for block in parts:
-            self._add_block(form.format(block.name), block.at, block.size, tree.reader, key, block.start, entry)
-        return []
 
 
 class RankReader(_RenamedReader):
@@ -251,40 +209,24 @@ class RankReader(_RenamedReader):
 
     def __init__(self, hub: Reader, state: Mapping[str, Any], ranks: Ranks, model: HubModel) -> None:
         """``state`` is the rank's state under SMP's names, in the layout of `gather_state`."""
-        super().__init__()
-        self.hub, self.ranks, self.model, self._state = hub, ranks, model, state
+        super().__init__(model)
+        self.hub, self.ranks, self._state = hub, ranks, state
 
     def preload(self) -> None:
         """Build the index. Raises `CheckpointError` for a parameter without a known name on the hub."""
-        self.hub.preload()
-        self._sources, self._chunks = {}, {}
         saved = self.hub.read_metadata().state_dict_metadata
         moments = self._state.get("optim", {}).get("state", {})
-        sizes: dict[str, tuple[int, ...]] = {}
         for name, value in self._state["model"].items():
-            shape = tuple(value.shape)
-            parts = blocks(name, shape, self.ranks, self.model)
+            parts = blocks(name, tuple(value.shape), self.ranks, self.model)
             if parts is None:
                 raise CheckpointError(f"{name}, of SMP's own {self.model.kind} here, has no known name on the hub")
-            forms = {_WEIGHT: (shape, parts)}
-            for moment in moments.get(name, ()):
-                step = moment == "step"  # one number: the first hub tensor's step
-                form = f"optim.state.{{}}.{moment}"
-                forms[form] = ((), [Block(parts[0].name, (), (), ())]) if step else (shape, parts)
-            for form, (size, of_hub) in forms.items():
-                if all(form.format(block.name) in saved for block in of_hub):
-                    key = form.format(name)
-                    sizes[key] = size
-                    for block in of_hub:
-                        hub_key = form.format(block.name)
-                        self._add_block(key, block.start, block.size, self.hub, hub_key, block.at, saved[hub_key])
-        self._set_metadata(sizes)
-
-
-def _completed() -> Future[None]:
-    completed: Future[None] = Future()
-    completed.set_result(None)
-    return completed
+            for form in (_WEIGHT, *(f"optim.state.{{}}.{moment}" for moment in moments.get(name, ()))):
+                step = form.endswith(".step")  # one number: the first hub tensor's step
+                shape, of_hub = ((), [Block(parts[0].name, (), (), ())]) if step else (value.shape, parts)
+                keys = [form.format(block.name) for block in of_hub]
+                for key, block in zip(keys, of_hub, strict=True) if saved.keys() >= set(keys) else ():
+                    self._add_block(form.format(name), shape, block.start, block.size, self.hub, key, block.at)
+        self._metadata = self._index
 
 
 def model_prefix(saved: Iterable[str], model: HubModel) -> str:

@@ -17,9 +17,9 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from smp_train.checkpoints.dcp.storage import Reader, TreeReader
 from smp_train.checkpoints.dcp.trees import load_state, plain_values, saved_entries
 from smp_train.checkpoints.find import parent_of
 from smp_train.checkpoints.folder import RunFolder, open_folder
-from smp_train.checkpoints.format import BEGUN, COMMITTED, META, METADATA, Marker
+from smp_train.checkpoints.format import BEGUN, COMMITTED, META, METADATA, FileRecord, Marker
 from smp_train.checkpoints.saver import SMP_NAMES, Saver
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError
@@ -53,18 +53,13 @@ _RANK_FILE = re.compile(r"(\d+)\.pt")
 class AwsCheckpoint(Checkpoint):
     """A checkpoint of AWS's sample, readable under the hub's names on any mesh.
 
-    ``meta["imported"]`` holds its plain values: counters, learning-rate schedule, the sample's settings.
-
-    Attributes:
-        folders: sub-folders of the trees; empty for a checkpoint of files.
-        rank_files: number of files ``<rank>.pt``.
-        local_trees: whether the trees hold local tensors of FSDP1 rather than sharded tensors.
+    ``meta["imported"]`` holds its plain values: counters, learning-rate schedule, the sample's settings. ``marker``
+    lists its files without checksums.
     """
 
-    folders: tuple[str, ...] = ()
-    rank_files: int = 0
-    local_trees: bool = False
     has_moments: bool = False
+    is_local: bool = False
+    """Whether it holds local tensors of FSDP1, in trees or files ``<rank>.pt``, rather than sharded tensors."""
     config: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -72,14 +67,11 @@ class AwsCheckpoint(Checkpoint):
         """Return False, so that the run saves this step in its own folder too."""
         return False
 
-    @property
-    def parts(self) -> list[str]:
-        """Return the sub-folders of its trees."""
-        return list(self.folders)
-
     def reader(self, part: str = "") -> Reader:
         """Return the reader of the tree in a sub-folder."""
-        return _tree_reader(self.folder, self.name, part, self.folder.sizes(self.name))
+        # A shard rank's tree may refer to tensors in other shard ranks' trees, so the reader knows all files.
+        files = {posixpath.relpath(file, part or "."): record.size for file, record in self.marker.files.items()}
+        return TreeReader(self.folder.storage, posixpath.normpath(posixpath.join(self.name, part)), files)
 
     def model_config(self) -> Any:
         """Return the configuration of the run's model."""
@@ -98,22 +90,25 @@ class AwsCheckpoint(Checkpoint):
 
     def _trees(self, state: dict[str, Any], saver: Saver, files: ExitStack) -> tuple[dict[str, Any], list[Tree]]:
         """Return the state under the names that the checkpoint uses, and the checkpoint's trees. Not collective."""
-        if self.folders and not self.local_trees:
+        if self.is_local:
+            if len(set(self.trees.values())) > 1:
+                raise CheckpointError(flat.SMP_SLICES)
+            contents = self._rank_contents()
+            state = _state_under(state, [f"model.{canonical_name(name)}" for name in contents[0]["model"]])
+            shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
+            tensors = flat.joined_tensors(contents, self.config.model_type, shapes)
+            return state, [Tree(Ranks(), TensorReader(tensors))]
+        if self.parts:
             trees = self._readers()
             return _state_under(state, list(saved_entries(trees[0].reader))), trees
-        if not self.folders and not self.rank_files:
-            weights = WeightFiles(place(self.path) / FULL, files)
-            tensors = {f"model.{name}": weights.tensor(name)[...] for name in weights.files}
-            return _state_under(state, list(tensors)), [Tree(Ranks(), TensorReader(tensors))]
-        if len(set(Ranks.of_folders(self.folders).values())) > 1:
-            raise CheckpointError(flat.SMP_SLICES)
-        in_order = sorted(self.folders, key=_shard)
-        contents = [local.rank_contents_of_tree(self.reader(part)) for part in in_order]
-        contents = contents or _read_rank_files(self.folder, self.name, self.rank_files)
-        state = _state_under(state, [f"model.{canonical_name(name)}" for name in contents[0]["model"]])
-        shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
-        tensors = flat.joined_tensors(contents, self.config.model_type, shapes)
-        return state, [Tree(Ranks(), TensorReader(tensors))]
+        weights = WeightFiles(place(self.path) / FULL, files)
+        tensors = {f"model.{name}": weights.tensor(name)[...] for name in weights.files}
+        return _state_under(state, list(tensors)), [Tree(Ranks(), TensorReader(tensors))]
+
+    def _rank_contents(self) -> list[dict[str, Any]]:
+        if self.parts:
+            return [local.rank_contents_of_tree(self.reader(part)) for part in sorted(self.parts, key=_shard)]
+        return [local.read_rank_file(place(self.path) / f"{rank}.pt") for rank in _rank_files(self.marker.files)]
 
 
 def _state_under(state: dict[str, Any], saved: list[str]) -> dict[str, Any]:
@@ -132,17 +127,15 @@ def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsC
     """
     paths = on_main("cannot resume", lambda: _paths(normal(location)))
     for path in paths:
-        parent, name = parent_of(path)
-        folder = open_folder(parent)
-        facts = on_main(f"cannot read {path}", partial(_inspect, folder, name, config))
-        if not isinstance(facts, str):
-            return AwsCheckpoint(path=path, folder=folder, name=name, config=config, **facts)
-        problem = f"{path}, of SMP's sample scripts, is not whole: {facts}"
+        checkpoint = on_main(f"cannot read {path}", partial(_inspect, path, config.model_type))
+        if isinstance(checkpoint, AwsCheckpoint):
+            return replace(checkpoint, config=config)
+        problem = f"{path}, of SMP's sample scripts, is not whole: {checkpoint}"
         if strict or path == normal(location):
             raise CheckpointError(problem)
         logger.warning("%s; trying the next older one", problem, extra=ALL_RANKS)
     if paths:
-        raise CheckpointError(f"no checkpoint of SMP's sample scripts in {location} is whole; {path}: {facts}")
+        raise CheckpointError(f"no checkpoint of SMP's sample scripts in {location} is whole; {path}: {checkpoint}")
     return None
 
 
@@ -159,35 +152,30 @@ def checkpoint_paths(location: str) -> list[str]:
 
 def _paths(location: str) -> list[str]:
     parent, name = parent_of(location)
-    if name and _files(open_folder(parent), name):
+    if name and _is_sample(open_folder(parent), name):
         return [location]
     folder = open_folder(location)
     matches = [(_NAME.fullmatch(name), name) for name in folder.storage.level()[1]]
     steps = [(int(match["step"]), name) for match, name in matches if match is not None]
-    return [os.path.join(location, name) for _, name in sorted(steps, reverse=True) if _files(folder, name)]
+    return [os.path.join(location, name) for _, name in sorted(steps, reverse=True) if _is_sample(folder, name)]
 
 
-def _files(folder: RunFolder, name: str) -> dict[str, int]:
-    """Return the size of each file of a checkpoint of AWS's sample; empty for anything else."""
+def _is_sample(folder: RunFolder, name: str) -> bool:
+    """Return whether a folder holds files of a checkpoint of AWS's sample, and not of ours."""
     files = folder.sizes(name)
-    known = FULL in files or any(map(_RANK_FILE.fullmatch, files)) or any(map(Ranks.of_folder, _tree_folders(files)))
-    return files if known and not {COMMITTED, BEGUN, META} & set(files) else {}
+    known = FULL in files or _rank_files(files) or any(map(Ranks.of_folder, _tree_folders(files)))
+    return bool(known) and not {COMMITTED, BEGUN, META} & set(files)
 
 
-def _tree_folders(files: Mapping[str, int]) -> list[str]:
+def _tree_folders(files: Iterable[str]) -> list[str]:
     """Return the sub-folders of the DCP trees among files."""
     of_trees = (file for file in files if posixpath.basename(file) == METADATA or file.endswith(".distcp"))
     return sorted(set(map(posixpath.dirname, of_trees)))
 
 
-def _tree_reader(folder: RunFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
-    # A shard rank's tree may refer to tensors in other shard ranks' trees, so the reader knows all files.
-    relative = {posixpath.relpath(file, part or "."): size for file, size in files.items()}
-    return TreeReader(folder.storage, posixpath.normpath(posixpath.join(name, part)), relative)
-
-
-def _read_rank_files(folder: RunFolder, name: str, count: int) -> list[dict[str, Any]]:
-    return [local.read_rank_file(place(folder.location) / name / f"{rank}.pt") for rank in range(count)]
+def _rank_files(files: Iterable[str]) -> list[int]:
+    """Return the ranks that have a file ``<rank>.pt``, in order."""
+    return sorted(int(match[1]) for match in map(_RANK_FILE.fullmatch, files) if match is not None)
 
 
 def _shard(folder: str) -> int:
@@ -195,55 +183,52 @@ def _shard(folder: str) -> int:
     return parsed[1] if parsed else 0
 
 
-def _inspect(folder: RunFolder, name: str, config: Any) -> dict[str, Any] | str:
-    """Return the fields of an `AwsCheckpoint`, or the reason why the checkpoint is incomplete."""
-    files = folder.sizes(name)
-    folders = _tree_folders(files)
-    ranks = sorted(int(match[1]) for match in map(_RANK_FILE.fullmatch, files) if match is not None)
+def _inspect(path: str, kind: str) -> AwsCheckpoint | str:
+    """Return a checkpoint of a model of transformers' type ``kind``, or the reason why it is incomplete."""
+    parent, name = parent_of(path)
+    folder = open_folder(parent)
+    files = {file: FileRecord(size, "") for file, size in folder.sizes(name).items()}
+    checkpoint = AwsCheckpoint(path, {}, Marker(0, kind, 0, files), folder, name)
+    parts, ranks = _tree_folders(files), _rank_files(files)
     recorded: dict[str, Any] = {}
-    transformed = has_moments = local_trees = False
+    saved: Mapping[str, Any] = {}
     try:
-        if folders:
-            _check_trees(folder, name, folders, files)
-            reader = _tree_reader(folder, name, folders[0], files)
+        if parts:
+            _check_trees(checkpoint, parts)
+            reader = checkpoint.reader(parts[0])
             recorded, saved = plain_values(reader), saved_entries(reader)
-            has_moments, local_trees = any(map(MOMENTS.fullmatch, saved)), local.is_local(saved)
-            keys = (key for key in saved if key.startswith(MODEL_PREFIXES[:2]))
-            names = [key.removeprefix("app.").removeprefix("model.") for key in keys]
-            transformed = is_transformed([name for name in names if not flat.is_flat(name)], config.model_type)
         elif ranks:
-            if is_s3(folder.location):
+            if is_s3(path):
                 raise CheckpointError("files of single ranks are not read from S3: copy them to a folder")
             if ranks != list(range(len(ranks))):
                 raise CheckpointError(f"files of ranks {ranks} are there, and not of those between")
-            recorded, has_moments = local.plain_values(_read_rank_files(folder, name, len(ranks))[0]), True
+            recorded = local.plain_values(checkpoint._rank_contents()[0])
     except CheckpointError as failure:
         return str(failure)
     match = _NAME.fullmatch(name)
     counters = ("scheduler.num_iters", "total_steps", "step")
     step = int(next((recorded[key] for key in counters if key in recorded), match["step"] if match else 0))
-    degrees = next(iter(Ranks.of_folders(folders).values()), Ranks())
+    degrees = next(iter(checkpoint.trees.values()))
     mesh = {"tensor": degrees.tensors, "expert": degrees.experts}
     meta: dict[str, Any] = {"imported": recorded, "mesh": mesh, "tokens": 0}
-    if transformed:
+    names = [key.removeprefix("app.").removeprefix("model.") for key in saved if key.startswith(MODEL_PREFIXES[:2])]
+    if is_transformed([name for name in names if not flat.is_flat(name)], kind):
         meta["names"] = SMP_NAMES
     if FULL in files and CONFIG in files:
         meta["model_config"] = json.loads(folder.read(name, CONFIG))
-    return {
-        "meta": meta, "marker": Marker(step, config.model_type, 0, {}), "folders": tuple(folders),
-        "has_moments": has_moments, "rank_files": len(ranks), "local_trees": local_trees,
-    }  # fmt: skip
+    is_local = local.is_local(saved) if parts else bool(ranks)
+    has_moments = is_local or any(map(MOMENTS.fullmatch, saved))
+    return replace(checkpoint, meta=meta, marker=Marker(step, kind, 0, files), has_moments=has_moments,
+                   is_local=is_local)  # fmt: skip
 
 
-def _check_trees(folder: RunFolder, name: str, parts: list[str], files: Mapping[str, int]) -> None:
+def _check_trees(checkpoint: AwsCheckpoint, parts: list[str]) -> None:
     """Raise `CheckpointError` if a tree, index or file is missing, or a file is shorter than its index requires."""
     ranks = Ranks.of_folders(parts)
     for part in parts:
         if part not in ranks:
             raise CheckpointError(f"{part} is of no tensor and expert rank")
-        if posixpath.join(part, METADATA) not in files:
-            raise CheckpointError(f"{posixpath.join(part, METADATA)} is missing")
-        _tree_reader(folder, name, part, files).preload()
+        checkpoint.reader(part).preload()
     writers = {(writer.tensor, writer.expert, _shard(part)) for part, writer in ranks.items()}
     degrees = ranks[parts[0]]
     shards = range(1 + max(shard for _, _, shard in writers))

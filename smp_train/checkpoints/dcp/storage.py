@@ -151,8 +151,8 @@ def _stored_bytes(item: Any) -> int:
     return 1 << 16 if data is None else int(data.chunk.sizes.numel() * data.properties.dtype.itemsize) + 4096
 
 
-class Reader(dcp.StorageReader):
-    """A DCP reader that reads the index before DCP asks for it, so that a failure has one clear message."""
+class Reader(dcp.FileSystemReader):
+    """A DCP reader that reads its index before DCP asks for it, so that a failure has one clear message."""
 
     _metadata: dcp.Metadata | None = None
 
@@ -168,7 +168,7 @@ class Reader(dcp.StorageReader):
         return self._metadata
 
 
-class TreeReader(Reader, dcp.FileSystemReader):
+class TreeReader(Reader):
     """Reads one tree, and only the ``files`` (name: size in bytes) in it; from S3 several entries at once."""
 
     def __init__(self, storage: Storage, folder: str, files: Mapping[str, int]) -> None:
@@ -179,7 +179,7 @@ class TreeReader(Reader, dcp.FileSystemReader):
         self._next_entries: Iterator[bytes] = iter(())
 
     def preload(self) -> None:
-        """Read our index, or DCP's in a tree of another program. Raises `CheckpointError`."""
+        """Read our index if the tree has one, else DCP's. Raises `CheckpointError`."""
         name = INDEX if INDEX in self.files else METADATA
         try:
             if METADATA not in self.files:
