@@ -23,7 +23,7 @@ from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models import tokenizer
 from smp_train.models.configuration import changes_from
-from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
+from smp_train.models.resolve import ModelSpec, resolve_saved
 from smp_train.naming import Start, nothing_found
 from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import get_logger
@@ -31,11 +31,8 @@ from smp_train.telemetry.logging_utils import get_logger
 log = get_logger()
 
 
-def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
-    """Return the model of the checkpoint that the run goes on from, if no flag names the model; not collective."""
-    if names_model(args):
-        return None
-    newest = newest_readable(start)
+def model_to_resume(args: Arguments, newest: Checkpoint | None) -> ModelSpec | None:
+    """Return the model of the checkpoint that the run goes on from, None if there is none; not collective."""
     if newest is None:
         return None
     if args.max_context_width is None:
