@@ -108,7 +108,7 @@ def encode(header: Header, columns: list[Any]) -> bytes:
 
 
 def decode(data: bytes, metadata_bytes: int) -> tuple[Header, list[Any]] | None:
-    """Return header and arrays; None for another format, and for an index of a ``.metadata`` of another size.
+    """Return header and arrays; None if the format or the size of ``.metadata`` differs.
 
     Raises any exception for an invalid index.
     """

@@ -114,10 +114,9 @@ class TreeWriter(dcp.FileSystemWriter):
         """Write this rank's file and record it."""
         try:
             self.on_stage("write")
-            data = (item.tensor_data for item in plan.items)  # None for a value that is not a tensor
-            self._files.expected_bytes = sum(
-                each.chunk.sizes.numel() * each.properties.dtype.itemsize + 4096 if each else 1 << 16 for each in data
-            )
+            tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+            content = sum(tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
+            self._files.expected_bytes = content + 4096 * len(tensors) + (len(plan.items) - len(tensors) << 16)
             MOVED.begin(self._files.expected_bytes)
             results = super().write_data(plan, planner)
             self.on_stage("checksum")
@@ -146,7 +145,7 @@ class TreeWriter(dcp.FileSystemWriter):
 
 
 class Reader(dcp.FileSystemReader):
-    """A DCP reader that reads its index before DCP asks for it, so that a failure has one clear message."""
+    """A DCP reader whose index can be read before DCP asks for it, so that a failure has one clear message."""
 
     _metadata: dcp.Metadata | None = None
 
@@ -219,11 +218,7 @@ class TreeReader(Reader):
             data = io.BytesIO(next(self._next_entries))
             refuse_compressed(data)
             return data
-
-        def read(start: int, length: int) -> bytes:
-            file.seek(sinfo.offset + start)
-            return bytes(file.read(length))
-
-        refuse_compressed(io.BufferedReader(RangeFile(sinfo.length, read)))
+        entry = RangeFile(sinfo.length, lambda start, length: os.pread(file.fileno(), length, sinfo.offset + start))
+        refuse_compressed(io.BufferedReader(entry))
         view: IO[bytes] = super()._slice_file(file, sinfo)  # torch reads into the tensor without a copy of the entry
         return view

@@ -1,4 +1,4 @@
-"""Save and load one tree of all ranks: the checkpoint must hold what is loaded, no more and no less."""
+"""Save and load one tree of all ranks: state and checkpoint must have exactly the same entries."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ from smp_train.models.hub_state import State, present
 from smp_train.models.weight_files import load_plain
 
 logger = logging.getLogger(__name__)
-
-NOT_NEEDED = "optim.param_groups"
-"""Part of torch's own optimizer state dicts; the run's arguments set the hyper-parameters."""
 
 
 class PlainLoadPlanner(dcp.DefaultLoadPlanner):
@@ -102,7 +99,8 @@ def compare(state: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contain
     kinds = {key.split(".")[0] for key in state}
     missing = [key for key in state if key not in saved]
     surplus = sorted(key for key in saved.keys() - state.keys() if key.split(".")[0] in kinds)
-    unexpected = [key for key in surplus if key not in ignored and not key.startswith(NOT_NEEDED)]
+    # The run's arguments set the hyper-parameters, which torch's own state dicts have in `param_groups`.
+    unexpected = [key for key in surplus if key not in ignored and not key.startswith("optim.param_groups")]
     unlike = []
     for key, value in state.items():
         entry, is_tensor = saved.get(key), isinstance(value, torch.Tensor)
@@ -141,7 +139,7 @@ def load_state(
     state: dict[str, Any], reader: Reader, label: str, ignored: Container[str] = (),
     load: Callable[..., None] = load_together,
 ) -> None:  # fmt: skip
-    """Fill ``state`` in place by ``load``, whatever mesh its tensors lie on; collective.
+    """Fill ``state`` in place by ``load``, on any mesh; collective.
 
     The checkpoint may have the names that parameters have in memory (`State.named_as`), and ``ignored`` entries that
     ``state`` lacks. Raises `CheckpointError` about ``label`` on every rank if any rank failed, or if state and
