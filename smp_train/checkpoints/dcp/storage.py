@@ -116,7 +116,7 @@ class TreeWriter(dcp.FileSystemWriter):
             self.on_stage("write")
             tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
             content = sum(tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
-            self._files.expected_bytes = content + 4096 * len(tensors) + (len(plan.items) - len(tensors) << 16)
+            self._files.expected_bytes = content + 4096 * len(tensors) + 65536 * (len(plan.items) - len(tensors))
             MOVED.begin(self._files.expected_bytes)
             results = super().write_data(plan, planner)
             self.on_stage("checksum")
@@ -145,7 +145,7 @@ class TreeWriter(dcp.FileSystemWriter):
 
 
 class Reader(dcp.FileSystemReader):
-    """A DCP reader whose index can be read before DCP asks for it, so that a failure has one clear message."""
+    """A DCP reader that can read its index before DCP does: a failure has one clear message."""
 
     _metadata: dcp.Metadata | None = None
 
