@@ -1,6 +1,6 @@
 """Find and read checkpoints that AWS's SMP v2 sample scripts wrote. The package never writes to them.
 
-A folder ``<model type>-<step>steps`` has one of these forms:
+A folder ``<model type>-<step>steps`` has four forms:
 
 - sharded: one DCP tree, or one per tensor and expert rank in ``tp<rank>_ep<rank>/`` (in earlier releases
   ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``), with ``model``, ``optimizer``, ``scheduler`` and counters;
