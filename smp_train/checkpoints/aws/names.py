@@ -109,7 +109,8 @@ class _RenamedReader(Reader):
             chunk_planner = planners.setdefault(reader, _ChunkPlanner(planner))
             slices = chunk_planner.slices.setdefault(index, [])
             slices.append((item, offset, offset + _with_dims(item.lengths, len(start), 1)))
-        return torch.futures.collect_all([reader.read_data(asked.requests(), asked) for reader, asked in planners.items()])
+        reads = [reader.read_data(chunks.requests(), chunks) for reader, chunks in planners.items()]
+        return torch.futures.collect_all(reads)
 
 
 def _with_dims(values: Sequence[int], dims: int, fill: int) -> list[int]:
