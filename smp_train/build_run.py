@@ -282,11 +282,8 @@ def choose_model(args: Arguments, backend: Backend, start: Start) -> tuple[Model
 
     Where no flag says which model it is, it is that of the checkpoint to resume from.
     """
-    newest = None
-    if not names_model(args):
-        newest = distributed.on_main("choosing the model", lambda: resume.newest_readable(start))
     with distributed.together("choosing the model"):
-        spec = resume.model_to_resume(args, newest) or resolve(args)
+        spec = resume.model_to_resume(args, start) or resolve(args)
     seq_len = row_length(args, spec)
     backend.check(spec, seq_len=seq_len)
     return spec, seq_len

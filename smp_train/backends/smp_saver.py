@@ -195,17 +195,15 @@ class LibrarySave:
         """Wait for the end, commit, and return what was saved; collective."""
         self._ask(wait=True)
         what = f"cannot save {os.path.join(self._folder.location, self._attempt)}"
-
-        def files_of_tree() -> tuple[str, dict[str, int]] | None:
-            return unless(self._failure, None) or self._saver.listed(self._folder, self._attempt)
-
-        failure: Exception | None = None
-        files: dict[str, int] = {}
+        failure, tree = self._failure, None
         try:
-            listed = agree(what, files_of_tree)
-            files = dict(each for each in listed if each is not None).get(self._saver.part, {})
-        except CheckpointError as error:
+            if failure is None:
+                tree = self._saver.listed(self._folder, self._attempt)
+        except (OSError, CheckpointError) as error:
             failure = error
+        trees = [each for each in agree(what, lambda: tree) if each is not None]
+        files = dict(trees).get(self._saver.part, {})
+        # The commit reports the failing rank.
         return self._commit(lambda: unless(failure, None) or self._saver.secured(self._folder, self._attempt, files))
 
     def abandon(self, seconds: float) -> None:

@@ -339,7 +339,7 @@ def prune(options: argparse.Namespace) -> None:
         owner, alive, _ = look_at_owner(folder, Job())
         if alive is False:
             generations = [newest_claim(folder)[0], *(checkpoint.generation for checkpoint in committed)]
-            for line in folder.sweep(max(generations) + 2):
+            for line in folder.sweep(max(generations) + 1):
                 print(line)
         else:
             print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")

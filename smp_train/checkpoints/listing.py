@@ -15,7 +15,7 @@ from smp_train.checkpoints.dcp.storage import TreeReader
 from smp_train.checkpoints.dcp.trees import plain_values, saved_entries
 from smp_train.checkpoints.find import best_of, parent_of
 from smp_train.checkpoints.folder import RunFolder, open_folder
-from smp_train.checkpoints.format import BEGUN, DAMAGED, parse_folder_name
+from smp_train.checkpoints.format import BEGUN, DAMAGED, SWEPT, parse_folder_name
 from smp_train.errors import CheckpointError, first_few
 
 Facts = dict[str, Any]
@@ -37,7 +37,7 @@ def rows_of_run(folder: RunFolder) -> Iterator[Facts]:
     yield from samples
     names = {checkpoint.name for checkpoint in committed} | {row["name"] for row in samples}
     for name in folder.names():
-        if name not in names and folder.sizes(name).keys() - {BEGUN}:  # a swept attempt has no other file
+        if name not in names and folder.sizes(name).keys() - {BEGUN, SWEPT}:  # a swept attempt has no other file
             yield _row(folder.location, name, "incomplete")
 
 

@@ -1,7 +1,7 @@
 """One job at a time writes a run's checkpoints: the owner of the highest generation.
 
 Each start claims a generation, one above the highest in the run's folders, with a file ``.owner-<generation>`` that no
-other job overwrites. The highest claim owns the run. The owner lists the claims before and after it puts COMMITTED, so
+other job overwrites. The highest claim owns the run. The owner lists the claims before it puts COMMITTED, so
 a job that stalled and was overtaken withdraws its own commit and touches nothing else.
 
 A second job is refused while the owner lives. On the owner's machine the kernel knows whether its process lives. On
@@ -151,15 +151,22 @@ class Ownership:
         return int(self._claim.generation)
 
     @property
+    def is_first(self) -> bool:
+        """Whether no generation was claimed before; False if this one claimed none."""
+        return self._claim is not None and self._claim.generation == 1
+
+    @property
     def began(self) -> int:
         """The first generation of this job."""
         return int(self._claim.began)
 
-    def acquire(self, *, force: bool = False, wait: Callable[[float], object] = time.sleep) -> None:
+    def acquire(
+        self, *, force: bool = False, above: int = 0, wait: Callable[[float], object] = time.sleep
+    ) -> None:  # fmt: skip
         """Claim the next generation: in place of a dead owner at once, of a silent one after `STALE_SECONDS`.
 
-        With ``force`` in place of any owner, which then commits nothing more. Raises `InUse` that names the owner
-        if it lives.
+        With ``force`` in place of any owner, which then commits nothing more. The generation is higher than ``above``.
+        Raises `InUse` that names the owner if it lives.
         """
         while True:
             # Read before the owner is looked at: a claim that another job puts meanwhile is in the way of this one.
@@ -167,7 +174,7 @@ class Ownership:
             self._wait_for_owner(force, wait)
             former = owner_of(self.folders)
             self.restarted = former is not None and self.job.is_restart_of(former.job)
-            generation = max(known, default=0) + 1
+            generation = max([above, *known]) + 1
             began = former.began if former is not None and self.restarted else generation
             if self._put(Claim.fresh(generation, self.job, began)):
                 break

@@ -26,7 +26,7 @@ def failing(command_line: list[str], where: str) -> str:
     from torch.sagemaker.distributed.checkpoint.async_utils import AsyncCallsQueue
 
     real = AsyncCallsQueue.maybe_finalize_async_calls
-    checksum = RunFolder.checksum
+    checksum, mkdir = RunFolder.checksum, Path.mkdir
 
     def finalise(self: Any, *args: Any, **kwargs: Any) -> list[int]:
         done = real(self, *args, **kwargs)
@@ -34,8 +34,10 @@ def failing(command_line: list[str], where: str) -> str:
             raise RuntimeError("no room left there")
         return done
 
-    def make(self: Any, name: str) -> None:
-        raise OSError(30, "Read-only file system")
+    def make(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self.name.startswith("tp"):
+            raise OSError(30, "Read-only file system")
+        mkdir(self, *args, **kwargs)
 
     def unreadable(self: Any, name: str, file: str, size: int) -> Any:
         if file == ".metadata":
@@ -45,7 +47,7 @@ def failing(command_line: list[str], where: str) -> str:
     if where == "finalise":
         AsyncCallsQueue.maybe_finalize_async_calls = finalise
     elif where == "make":
-        RunFolder.make = make  # type: ignore[method-assign]
+        Path.mkdir = make  # type: ignore[method-assign,assignment]
     else:
         RunFolder.checksum = unreadable  # type: ignore[method-assign]
     try:

@@ -16,9 +16,9 @@ from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.owner import claims_in, owner_of
 from smp_train.distributed import detect
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.models.resolve import names_model, resolve
+from smp_train.models.resolve import resolve
 from smp_train.naming import Start, how_to_resume, nothing_found, settle, start_line
-from smp_train.resume import look_for_checkpoint, model_to_resume, newest_readable
+from smp_train.resume import look_for_checkpoint, model_to_resume
 from tests.checkpoint_files import committed, contents, harm, manager, names, state
 from tests.training import TINY
 
@@ -95,7 +95,7 @@ def save(parent: str, begun: Start, *steps: int) -> None:
 
 def spec(args: Any, begun: Start) -> Any:
     """Return the model of a start."""
-    return model_to_resume(args, None if names_model(args) else newest_readable(begun)) or resolve(args)
+    return model_to_resume(args, begun) or resolve(args)
 
 
 def config() -> dict[str, Any]:
