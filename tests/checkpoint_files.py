@@ -16,6 +16,8 @@ from typing import Any, cast
 
 FILES = (".begun", ".metadata", "COMMITTED", "__0_0.distcp", "index.bin", "meta.json")
 """Files of a checkpoint that `save` writes."""
+SWEPT_FILES = {".begun", ".swept"}
+"""Files that stay of a swept attempt, so that no other one gets its name."""
 
 
 class Stop(Exception):
@@ -120,10 +122,11 @@ def check(found: Any, rows: int = 4) -> None:
 
 
 def names(place: Path | str) -> list[str]:
-    """Return the names of a run's attempts, committed or not."""
+    """Return the names of a run's attempts, committed or not; not of those of which only the name is left."""
     from smp_train.checkpoints.folder import open_folder
 
-    return open_folder(place).names()
+    folder = open_folder(place)
+    return [name for name in folder.names() if not folder.sizes(name) or folder.sizes(name).keys() - SWEPT_FILES]
 
 
 def committed(place: Path | str) -> list[str]:
@@ -139,11 +142,16 @@ def listed(folder: Path | str) -> list[str]:
 
 
 def keys(place: Path | str) -> list[str]:
-    """Return all files of a run's folder but the claims of its owners, as if S3 had no sub-folders of a tree."""
+    """Return all files of a run's folder, as if S3 had no sub-folders of a tree.
+
+    Claims of owners are left out, and attempts of which only the name is left.
+    """
     from smp_train.checkpoints.folder import open_folder
 
-    found = (key.replace("/0/__", "/__") for key in open_folder(place).storage.files())
-    return sorted(key for key in found if not key.startswith(".owner-"))
+    folder = open_folder(place)
+    swept = set(folder.names()) - set(names(place))
+    found = (key.replace("/0/__", "/__") for key in folder.storage.files())
+    return sorted(key for key in found if not key.startswith(".owner-") and key.partition("/")[0] not in swept)
 
 
 def contents(place: Path | str) -> dict[str, bytes]:

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from smp_train.checkpoints import format as format_module
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.find import best_of, open_checkpoint, open_verified
 from smp_train.checkpoints.folder import newest_step, open_folder
 from smp_train.checkpoints.format import FORMAT, Marker, checksum_of
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.storage import base
 from tests.checkpoint_files import (
     check,
     committed,
@@ -297,14 +299,18 @@ def test_each_rank_verifies_its_share_of_the_files(tmp_path):
     assert len([problem for share in shares for problem in share]) == len(found.marker.files)
 
 
-def test_a_format_of_the_future_is_refused_and_is_no_damage(tmp_path):
+def test_a_format_of_the_future_is_refused_and_is_no_damage(tmp_path, monkeypatch):
     save(tmp_path, 3)
-    path = tmp_path / "llama_v2-3steps" / "COMMITTED"
-    path.write_text(path.read_text().replace(f'"format": {FORMAT}', f'"format": {FORMAT + 1}'))
+    with monkeypatch.context() as patched:
+        patched.setattr(format_module, "FORMAT", FORMAT + 1)
+        save(tmp_path, 6)
     before = contents(tmp_path)
     with pytest.raises(CheckpointError, match="use a newer smp-train"):
         resumed(tmp_path)
     assert contents(tmp_path) == before
+    path = tmp_path / "llama_v2-6steps" / "COMMITTED"
+    path.write_text(path.read_text().replace(f'"format": {FORMAT + 1}', f'"format": {FORMAT + 2}'))
+    assert loaded(tmp_path) == 3, "a flipped number is damage"
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other/meta.json", "a/./b"])
@@ -412,13 +418,13 @@ def test_leftovers_of_earlier_generations_are_swept_and_no_others(tmp_path):
         folder.put(name, ".begun", begun)
     (tmp_path / "m-5steps").mkdir()
     before = {path: path.read_bytes() for path in tmp_path.glob("m-*/*") if "m-1steps" not in path.parts}
-    save(tmp_path, 7, generation=2)
-    assert {path: path.read_bytes() for path in before} == before
-    assert [path.name for path in (tmp_path / "m-1steps").iterdir()] == [".begun"]
-    assert folder.begin("m", 1, 2) == "m-1steps-2"  # the writer of the first attempt may only have stalled
-    save(tmp_path, 8, generation=3)
-    assert not (tmp_path / "m-1steps").exists()
-    assert [path.name for path in (tmp_path / "m-2steps").iterdir()] == [".begun"]
+    for step in (2, 3):
+        save(tmp_path, 7, generation=step)
+        assert listed(tmp_path / "m-1steps") == [".begun", ".swept"]
+        assert folder.begin("m", 1, 9) == f"m-1steps-{step}", "the writer of the first attempt may only have stalled"
+        if step == 2:
+            assert {path: path.read_bytes() for path in before} == before
+    assert listed(tmp_path / "m-2steps") == [".begun", ".swept"]
 
 
 def test_a_deletion_that_was_cut_short_is_finished(tmp_path):
@@ -429,7 +435,7 @@ def test_a_deletion_that_was_cut_short_is_finished(tmp_path):
         folder.storage.delete(f"llama_v2-6steps/{file}")
     assert loaded(tmp_path) == 3
     save(tmp_path, 4, generation=3)
-    assert listed(tmp_path) == ["llama_v2-3steps", "llama_v2-4steps"]
+    assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-4steps"]
 
 
 def test_a_kill_while_a_small_file_is_written_leaves_the_name_free(tmp_path):
@@ -450,15 +456,20 @@ def test_meta_that_is_not_json_fails_before_anything_is_written(tmp_path):
     assert listed(tmp_path) == []
 
 
-def test_a_save_whose_attempt_was_deleted_by_another_job_does_not_count(tmp_path):
-    def meanwhile(stage: str) -> None:
-        if stage == "commit":
+@pytest.mark.parametrize("stage", ["checksum", "commit", "publish"])
+def test_a_save_whose_attempt_was_swept_by_another_job_does_not_count(tmp_path, stage):
+    def meanwhile(reached: str) -> None:
+        if reached == stage:
             open_folder(tmp_path).sweep(9)
 
     save(tmp_path, 3)
-    with pytest.raises(CheckpointError, match=r"6steps: .*deleted this attempt; the step is not committed"):
-        manager(tmp_path, on_stage=meanwhile).save(6, state(6), {"tokens": 60})
-    assert listed(tmp_path) == ["llama_v2-3steps"]
+    base.VISIBLE_WITHIN_SECONDS, before = 0.1, base.VISIBLE_WITHIN_SECONDS
+    try:
+        with pytest.raises(CheckpointError, match="6steps: "):
+            manager(tmp_path, on_stage=meanwhile).save(6, state(6), {"tokens": 60})
+    finally:
+        base.VISIBLE_WITHIN_SECONDS = before
+    assert names(tmp_path) == committed(tmp_path) == ["llama_v2-3steps"]
 
 
 # --- retention
@@ -513,7 +524,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, monk
     assert committed(tmp_path) == ["llama_v2-2steps"]
     monkeypatch.undo()
     save(tmp_path, 3, keep=1, generation=3)
-    assert listed(tmp_path) == ["llama_v2-3steps"]
+    assert names(tmp_path) == ["llama_v2-3steps"]
 
 
 def test_the_owners_of_a_run_leave_their_claim_and_nothing_else(place):
