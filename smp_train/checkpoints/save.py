@@ -287,8 +287,10 @@ class CheckpointManager:
             self.on_stage("publish")
             self._sent.add(attempt)  # if this fails COMMITTED may be there: the next start finds out
             folder.commit(attempt, Marker(request.step, self.model_type, self.generation, files, time.time()))
-            if folder.is_swept(attempt):
+            if swept := folder.is_swept(attempt):
                 folder.withdraw(attempt)
+            self._check_owner()  # a late commit of an older generation harms nothing, but does not count as newest
+            if swept:
                 raise CheckpointError("another job of this run has deleted this attempt; the step is not committed")
 
         on_main(f"cannot save {path}", commit)
