@@ -23,7 +23,7 @@ from smp_train.arguments.run_name import RUNS, named
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened
 from smp_train.checkpoints.collective import root_cause
 from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint, parent_of
-from smp_train.checkpoints.folder import RunFolder, folder_of_run, open_folder
+from smp_train.checkpoints.folder import Committed, RunFolder, folder_of_run, open_folder
 from smp_train.checkpoints.format import parse_folder_name
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.owner import InUse, Ownership, look_at_owner, owner_of
@@ -154,7 +154,7 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
             if is_given or asked is not None:
                 raise
             continue  # another start has taken the name since
-        if asked is not None or owner.restarted or not any(folder.has_committed() for folder in owner.folders):
+        if asked is not None or owner.restarted or not any(owner.committed):
             break
         owner.release()  # another run has taken the name since, and has ended
     start = _origin(name, asked, owner.folders, asked is not None or owner.restarted, owner)
@@ -226,6 +226,8 @@ def _free_name(
 
     Raises `ConfigError` for a taken name that the user gave.
     """
+    if asked is not None:
+        return base
     free = None
     for number in count(1):
         name = base if number == 1 else f"{base}-{number}"
@@ -235,7 +237,7 @@ def _free_name(
             return name
         tiers = [folder_of_run(parent, name) for parent in args.checkpoint_dir]
         taken = next((folder for folder in tiers if folder.has_committed()), None)
-        if is_given and taken is not None and asked is None:
+        if is_given and taken is not None:
             raise ConfigError(
                 f"--run_name {name}: is taken by a run at step {taken.committed()[0].step} in {taken.location}; to go "
                 f"on with it, add --resume_from_checkpoint {parents[0]}; for a new run give another --run_name"
@@ -245,14 +247,16 @@ def _free_name(
             free = name
         if is_given or (free is not None and former is None and taken is None):
             break
-    return base if is_given or asked is not None else free or base
+    return base if is_given else free or base
 
 
 def _origin(
     name: str, asked: Location | None, folders: Sequence[RunFolder], continues: bool, owner: Ownership | None
 ) -> Start:
     """Return what the run goes on from."""
-    own = sorted((candidate for folder in folders for candidate in _candidates(folder)), reverse=True)
+    found = owner.committed if owner is not None else [folder.committed() for folder in folders]
+    own = [candidate for folder, each in zip(folders, found, strict=True) for candidate in _candidates(folder, each)]
+    own.sort(reverse=True)
     parent, checkpoint = parent_of(asked.path) if asked is not None else ("", "")
     is_checkpoint = asked is not None and asked.kind in ("checkpoint", "nothing") and parse_folder_name(checkpoint)
     if asked is not None and is_checkpoint and _real(parent) in [_real(folder.location) for folder in folders]:
@@ -284,8 +288,9 @@ def _real(path: str) -> str:
     return path if is_s3(path) else os.path.realpath(path)
 
 
-def _candidates(folder: RunFolder) -> list[Candidate]:
-    return [Candidate(*checkpoint[:2], folder.location, checkpoint.name) for checkpoint in folder.committed()]
+def _candidates(folder: RunFolder, committed: Sequence[Committed] | None = None) -> list[Candidate]:
+    committed = folder.committed() if committed is None else committed
+    return [Candidate(*checkpoint[:2], folder.location, checkpoint.name) for checkpoint in committed]
 
 
 def _one_candidate(asked: Location) -> list[Candidate]:

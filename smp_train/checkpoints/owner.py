@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from smp_train.checkpoints.folder import RunFolder
+from smp_train.checkpoints.folder import Committed, RunFolder
 from smp_train.distributed.job import Job, identity, is_alive
 from smp_train.errors import CheckpointError
 
@@ -138,6 +138,8 @@ class Ownership:
         self.folders, self.job, self._advice = folders, job or Job.current(), advice
         self.restarted = False
         """Whether the former owner was an earlier start of this job."""
+        self.committed: list[list[Committed]] = []
+        """The committed checkpoints of each folder when the run was claimed, newest first."""
         self._claim: Any = None
         """The `Claim`, once it is acquired."""
         self._ended = threading.Event()
@@ -172,11 +174,14 @@ class Ownership:
             self._wait_for_owner(force, wait)
             former = owner_of(self.folders)
             self.restarted = former is not None and self.job.is_restart_of(former.job)
-            known += [newest.generation for folder in self.folders for newest in folder.committed()[:1]]
             generation = max([above, *known]) + 1
             began = former.began if former is not None and self.restarted else generation
             if self._put(Claim.fresh(generation, self.job, began)):
                 break
+        self.committed = [folder.committed() for folder in self.folders]
+        newest = max((checkpoints[0].generation for checkpoints in self.committed if checkpoints), default=0)
+        if newest >= self.generation:  # claims have been lost, as in a copy without hidden files
+            self._advance(newest + 1, self.began if self.restarted else newest + 1)
         if former is not None and not former.released:
             logger.warning("%s: took over from %s", self.folders[0].location, former)
         self._beating.start()
@@ -203,9 +208,12 @@ class Ownership:
     def advance(self) -> int:
         """Claim and return the next generation of the same job. Raises `CheckpointError` if it was overtaken."""
         self.check()
-        if not self._put(replace(self._claim, generation=self.generation + 1)):
-            raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
+        self._advance(self.generation + 1, self.began)
         return self.generation
+
+    def _advance(self, generation: int, began: int) -> None:
+        if not self._put(replace(self._claim, generation=generation, began=began)):
+            raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
 
     def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
         """Return when no other job owns the run; raise `CheckpointError` if one does."""

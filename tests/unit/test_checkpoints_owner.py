@@ -151,7 +151,7 @@ def test_of_jobs_that_start_at_once_exactly_one_owns_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("before", ["nothing", "dead"])
-@pytest.mark.parametrize("reached", ["claims_in", "owner_of", "committed", "put_if_absent"])
+@pytest.mark.parametrize("reached", ["claims_in", "owner_of", "put_if_absent"])
 def test_a_job_that_is_overtaken_while_it_starts_does_not_rob_the_other(place, monkeypatch, before, reached):
     """At each point of its start; the other one's claim may have been followed by further ones."""
     folder = open_folder(place)
@@ -173,8 +173,6 @@ def test_a_job_that_is_overtaken_while_it_starts_does_not_rob_the_other(place, m
     with monkeypatch.context() as patched:
         if reached == "put_if_absent":
             patched.setattr(folder.storage, reached, meanwhile(folder.storage.put_if_absent))
-        elif reached == "committed":
-            patched.setattr(folder, reached, meanwhile(folder.committed))
         else:
             patched.setattr(owner, reached, meanwhile(getattr(owner, reached)))
         with pytest.raises(CheckpointError, match="in use by a job"):
