@@ -38,7 +38,6 @@ from smp_train.progress import MOVED, Progress
 from smp_train.storage import normal
 from smp_train.storage.paths import place
 
-LARGEST_STEP = 10**15
 OURS, ANY_OF_OURS = ("checkpoint", "run", "runs"), "a folder of runs, a run's folder or a checkpoint"
 OPERANDS: dict[str, tuple[tuple[str, ...], type[SmpTrainError], str]] = {
     "listed": ((*OURS, "sample", "samples", "other"), CheckpointError, ANY_OF_OURS),
@@ -67,7 +66,7 @@ FLAGS: dict[str, dict[str, object]] = {
     "--merge": {**SWITCH, "help": "add adapters into the weights"},
     "--model": {"help": "folder or name: the model of these weights, or the adapters' base model if it has moved"},
     "--trust_remote_code": {**SWITCH, "help": "run code that comes with the model or tokenizer"},
-    "--step": {"type": at_least(0, LARGEST_STEP), "help": "step of the checkpoint (default: the source's, else 0)"},
+    "--step": {"type": at_least(0, 10**15), "help": "step of the checkpoint (default: the source's, else 0)"},
     "--run_name": {"help": "the run, in a folder of several"},
     "--keep": {"type": at_least(1), "required": True, "help": "number of intact checkpoints to keep, at least 1"},
     "--damaged": {**SWITCH, "help": "delete damaged checkpoints, too"},
@@ -126,9 +125,8 @@ def _operand(path: str, role: str) -> Location:
 
 def _folders(location: Location) -> list[RunFolder]:
     """Return the folders of the runs at a location."""
-    if location.kind == "runs":
-        return [open_folder(os.path.join(location.path, run)) for run in location.runs]
-    return [location.folder]
+    folders = [open_folder(os.path.join(location.path, run)) for run in location.runs]
+    return folders or [location.folder]
 
 
 def list_checkpoints(options: argparse.Namespace) -> None:
@@ -200,8 +198,8 @@ def convert(options: argparse.Namespace) -> None:
     try:
         json.loads(small.get(CONFIG_FILE, b""))
     except (ValueError, RecursionError) as error:
-        reason = one_line(error) if CONFIG_FILE in small else "there is no such file"
-        raise ConfigError(f"{folder / CONFIG_FILE} is not JSON: {reason}; put the model's there") from None
+        config = f"{folder / CONFIG_FILE} is missing or not JSON"
+        raise ConfigError(f"{config}: {one_line(error)}; put the model's configuration there") from None
     with ExitStack() as stack, Progress(f"convert {source.name}", unit="B") as progress:
         location = options.tokenizer or tokenizer_folder(str(source))
         small |= {} if location is None else tokenizer_files(location)
@@ -293,8 +291,7 @@ def prune(options: argparse.Namespace) -> None:
         return
     owner, alive, _ = look_at_owner(folder, Job())
     if alive is False:
-        newest = max(newest_claim(folder)[0], *(checkpoint.generation for checkpoint in committed))
-        for line in folder.sweep(newest + 2):
+        for line in folder.sweep(max(newest_claim(folder)[0], committed[0].generation) + 2):
             print(line)
     else:
         print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")

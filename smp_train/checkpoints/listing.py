@@ -19,8 +19,6 @@ from smp_train.checkpoints.format import BEGUN, DAMAGED, parse_folder_name
 from smp_train.errors import CheckpointError
 from smp_train.progress import MOVED, Progress
 
-Facts = dict[str, Any]
-
 
 def damage_of(folder: RunFolder, name: str, *, read_all: bool = False) -> str:
     """Return what contradicts a checkpoint's COMMITTED, empty if nothing does; without ``read_all`` compare sizes."""
@@ -35,7 +33,7 @@ def damage_of(folder: RunFolder, name: str, *, read_all: bool = False) -> str:
     return f"it has a file {DAMAGED}" if folder.is_marked_damaged(name) else ""
 
 
-def rows_of_run(folder: RunFolder) -> list[Facts]:
+def rows_of_run(folder: RunFolder) -> list[dict[str, Any]]:
     """Return a row for each checkpoint of a run, oldest first, then for SMP's sample checkpoints, then for the rest."""
     best, rows = None, []
     with suppress(CheckpointError):
@@ -47,17 +45,17 @@ def rows_of_run(folder: RunFolder) -> list[Facts]:
     rows += rows_of_sample(folder.location)
     names = [row["name"] for row in rows]
     # A swept attempt has no file but BEGUN.
-    rest = [name for name in folder.names() if name not in names and folder.sizes(name).keys() - {BEGUN}]
-    return rows + [_row(folder, name, "incomplete") for name in rest]
+    attempts = [name for name in folder.names() if name not in names and folder.sizes(name).keys() - {BEGUN}]
+    return rows + [_row(folder, name, "incomplete") for name in attempts]
 
 
-def rows_of_sample(location: str) -> list[Facts]:
+def rows_of_sample(location: str) -> list[dict[str, Any]]:
     """Return a row for each checkpoint of SMP's sample at a location."""
-    places = map(parent_of, reversed(checkpoint_paths(location)))
-    return [_row(open_folder(parent), name, "SMP sample") for parent, name in places]
+    paths = map(parent_of, reversed(checkpoint_paths(location)))
+    return [_row(open_folder(parent), name, "SMP sample") for parent, name in paths]
 
 
-def _row(folder: RunFolder, name: str, state: str) -> Facts:
+def _row(folder: RunFolder, name: str, state: str) -> dict[str, Any]:
     sizes = folder.sizes(name)
     return {
         "name": name, "path": os.path.join(folder.location, name), "run": os.path.basename(folder.location),
@@ -66,7 +64,7 @@ def _row(folder: RunFolder, name: str, state: str) -> Facts:
     }  # fmt: skip
 
 
-def table(rows: Iterable[Facts], folder: str) -> Iterator[str]:
+def table(rows: Iterable[dict[str, Any]], folder: str) -> Iterator[str]:
     """Yield the lines of a table, with a header. Names are relative to ``folder``."""
     lines = [["name", "state", "size", "step"]]
     for row in rows:
@@ -83,14 +81,14 @@ def _time(seconds: float) -> str | None:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds)) if 0 < seconds < 1e11 else None
 
 
-def facts_of_tree(folder: RunFolder) -> Facts:
+def facts_of_tree(folder: RunFolder) -> dict[str, Any]:
     """Return the facts of a DCP tree that another program wrote."""
     reader = TreeReader(folder.storage, "", folder.sizes(""))
     facts = {"path": folder.location, "format": "DCP tree of another program"} | plain_values(reader)
     return facts | _tensors([saved_entries(reader)])
 
 
-def facts_of_checkpoint(checkpoint: Checkpoint) -> Facts:
+def facts_of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the facts of a checkpoint: its metadata, and the number of its tensors."""
     marker, meta = checkpoint.marker, checkpoint.meta
     arguments = meta.get("arguments") or {}
@@ -105,7 +103,7 @@ def facts_of_checkpoint(checkpoint: Checkpoint) -> Facts:
     return facts | {key: value for key, value in meta.items() if key not in hidden} | _tensors(checkpoint.entries())
 
 
-def _tensors(trees: Sequence[Mapping[str, Any]]) -> Facts:
+def _tensors(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     kinds: dict[str, list[int]] = {}
     for key, entry in (pair for tree in trees for pair in tree.items()):
         if hasattr(entry, "size"):

@@ -311,7 +311,7 @@ def test_weights_with_a_broken_configuration_are_not_converted(
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes((llama[0] / "model.safetensors").read_bytes())
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ConfigError, match=r"config\.json is not JSON") as refused:
+    with pytest.raises(ConfigError, match=r"config\.json is missing or not JSON") as refused:
         main(["convert", str(tmp_path), str(tmp_path / "out")])
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "out").exists()
