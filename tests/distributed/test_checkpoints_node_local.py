@@ -147,7 +147,7 @@ def test_an_intact_local_step_is_taken_where_all_durable_ones_are_damaged(tmp_pa
     assert now == seen[step]
     for rank in (0, 1):
         shutil.rmtree(tmp_path / "near" / "run" / f"rank{rank:05d}")
-    with pytest.raises(RankFailed, match="every checkpoint in .* is damaged"):
+    with pytest.raises(RankFailed, match=r"every checkpoint in .* is damaged"):
         run(read, 2, str(tmp_path), "fsdp")
     assert (tmp_path / "far" / "run" / "m-2steps" / "DAMAGED").exists()
     assert (tmp_path / "far" / "run" / "m-2steps" / "COMMITTED").exists()
