@@ -15,7 +15,7 @@ from smp_train.arguments.run_name import is_run_name
 from smp_train.arguments.verb_parser import VerbParser, at_least, positive
 from smp_train.checkpoints import listing
 from smp_train.checkpoints.aws import sharded as aws
-from smp_train.checkpoints.find import Location, locate, open_checkpoint, open_verified, parent_of
+from smp_train.checkpoints.find import Location, locate, open_checkpoint, open_verified
 from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.format import METADATA
 from smp_train.checkpoints.hf.export import export
@@ -35,7 +35,7 @@ from smp_train.models.tokenizer import tokenizer_files, tokenizer_folder
 from smp_train.models.weight_files import WeightFiles
 from smp_train.models.weight_writer import stored_tensors, write_weights
 from smp_train.progress import MOVED, Progress
-from smp_train.storage import normal
+from smp_train.storage import normal, parent_of
 from smp_train.storage.paths import place
 
 OURS, ANY_OF_OURS = ("checkpoint", "run", "runs"), "a folder of runs, a run's folder or a checkpoint"
