@@ -20,10 +20,10 @@ from typing import NamedTuple
 from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.run_name import RUNS, named
-from smp_train.checkpoints.checkpoint import Checkpoint
+from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened
 from smp_train.checkpoints.collective import root_cause
 from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint, parent_of
-from smp_train.checkpoints.folder import RunFolder, folder_of_run, open_folder
+from smp_train.checkpoints.folder import Committed, RunFolder, folder_of_run, open_folder
 from smp_train.checkpoints.format import parse_folder_name
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.owner import InUse, Ownership, look_at_owner, owner_of
@@ -57,6 +57,8 @@ class Start:
     """Its own durable checkpoints, newest first; if it has none, those of the run or checkpoint that it begins from."""
     is_own: bool = True
     """Whether the candidates are the run's own."""
+    described: Checkpoint | None = None
+    """The newest candidate that can be opened, for its metadata."""
     is_named_by_flags: bool = True
     """Whether the same command gives the run the same name."""
     went_back: bool = False
@@ -69,6 +71,8 @@ class Start:
     """Runs in the folder of --resume_from_checkpoint, if this run has nothing to go on from."""
     pretrained: str | None = None
     """The checkpoint that --pretrained_checkpoint_file means."""
+    made_run_folder: bool = False
+    """Whether ``runs/<name>`` did not exist before."""
     generation: int = 0
     owner: Ownership | None = None
     """On rank 0 of a run that saves."""
@@ -79,18 +83,21 @@ class Start:
         return self.candidates[0] if self.candidates else None
 
     def forget(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Be the exit of a context: delete folders that a start which failed has made, if nothing else is in them."""
-        if kind is None or not issubclass(kind, ConfigError | DataError | CheckpointError) or self.owner is None:
-            return
-        self.owner.release()
-        output = OutputFolder(os.path.join(RUNS, self.name))
-        if self.generation == 1 and not output.read_run():
-            shutil.rmtree(output.path, ignore_errors=True)
-        for folder in self.owner.folders if self.generation == 1 else ():
-            with contextlib.suppress(OSError, CheckpointError):
-                if not folder.names():
-                    folder.storage.delete(".owner-1")
-                    os.rmdir(folder.location)  # of a folder in S3 nothing is left
+        """Leave a context: if the start failed in it for its input, delete the folders that it made."""
+        if kind is not None and issubclass(kind, ConfigError | DataError | CheckpointError) and self.owner is not None:
+            _undo(self.owner)
+            if self.made_run_folder and not OutputFolder(f"{RUNS}/{self.name}").read_run():
+                shutil.rmtree(f"{RUNS}/{self.name}", ignore_errors=True)
+
+
+def _undo(owner: Ownership) -> None:
+    """Release a claim, and delete the run's folders that hold nothing else."""
+    owner.release()
+    for folder in owner.folders:
+        with contextlib.suppress(OSError, CheckpointError):
+            if owner.is_first and not folder.names():
+                folder.storage.delete(".owner-1")
+                os.rmdir(folder.location)  # a folder in S3 is gone by now
 
 
 def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
@@ -103,8 +110,13 @@ def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
     def choose() -> Start:
         try:
             return _choose(resolved, owners)
-        except OSError as error:
-            raise CheckpointError(f"cannot start: {root_cause(error)}; give another --checkpoint_dir") from error
+        except BaseException as error:
+            for owner in owners:
+                _undo(owner)
+            if isinstance(error, OSError):
+                what = f"cannot start: {root_cause(error)}; give another --checkpoint_dir"
+                raise CheckpointError(what) from error
+            raise
 
     start = distributed.on_main("choosing the run's name", choose)
     if owners:
@@ -126,25 +138,37 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
         # Its records do not belong into the run folder of the run that it evaluates.
         is_that_run = any(candidate.folder.endswith(f"/{base}") for candidate in start.candidates)
         name = base if is_given and not is_that_run else f"{base}-evaluation"
-        return replace(start, name=name, pretrained=pretrained)
+        return replace(start, name=name, pretrained=pretrained, described=_newest_readable(start))
     job = Job.current()
     while True:
         name = _free_name(args, base, parents, job, is_given=is_given, asked=asked)
         owner = Ownership([folder_of_run(parent, name) for parent in parents], job)
         for folder in owner.folders:
             folder.check_writable()
+        parts = [folder_of_run(parent, name) for parent in args.checkpoint_dir if is_node_local(parent)]
+        above = max((part.generation for folder in parts for part in folder.committed()[:1]), default=0)
+        owners[:] = [owner]
         try:
-            owner.acquire(force=args.break_checkpoint_lock)
+            owner.acquire(force=args.break_checkpoint_lock, above=above)
         except InUse:
             if is_given or asked is not None:
                 raise
             continue  # another start has taken the name since
-        if asked is not None or owner.restarted or not any(folder.committed() for folder in owner.folders):
+        if asked is not None or owner.restarted or not any(owner.committed):
             break
         owner.release()  # another run has taken the name since, and has ended
-    owners.append(owner)
     start = _origin(name, asked, owner.folders, asked is not None or owner.restarted, owner)
-    return replace(start, pretrained=pretrained, generation=owner.generation, is_named_by_flags=name == base)
+    return replace(
+        start, pretrained=pretrained, generation=owner.generation, is_named_by_flags=name == base,
+        made_run_folder=not os.path.exists(f"{RUNS}/{name}"), described=_newest_readable(start),
+    )  # fmt: skip
+
+
+def _newest_readable(start: Start) -> Checkpoint | None:
+    for candidate in start.candidates:
+        with contextlib.suppress(Damaged):
+            return opened(open_folder(candidate.folder), candidate.name)
+    return None
 
 
 def _pretrained(args: Arguments) -> str | None:
@@ -202,6 +226,8 @@ def _free_name(
 
     Raises `ConfigError` for a taken name that the user gave.
     """
+    if asked is not None:
+        return base
     free = None
     for number in count(1):
         name = base if number == 1 else f"{base}-{number}"
@@ -210,40 +236,43 @@ def _free_name(
         if former is not None and job.is_restart_of(former.job):
             return name
         tiers = [folder_of_run(parent, name) for parent in args.checkpoint_dir]
-        newest = next((checkpoint for folder in tiers for checkpoint in folder.committed()[:1]), None)
-        if is_given and newest is not None and asked is None:
+        taken = next((folder for folder in tiers if folder.has_committed()), None)
+        if is_given and taken is not None:
             raise ConfigError(
-                f"--run_name {name}: is taken by a run at step {newest.step} in {folders[0].location}; to go on with "
-                f"it, add --resume_from_checkpoint {parents[0]}; for a new run give another --run_name"
+                f"--run_name {name}: is taken by a run at step {taken.committed()[0].step} in {taken.location}; to go "
+                f"on with it, add --resume_from_checkpoint {parents[0]}; for a new run give another --run_name"
             )
         in_use = not is_given and any(look_at_owner(folder, job)[1] is not False for folder in folders)
-        if free is None and newest is None and not in_use:
+        if free is None and taken is None and not in_use:
             free = name
-        if is_given or (free is not None and former is None and newest is None):
+        if is_given or (free is not None and former is None and taken is None):
             break
-    return base if is_given or asked is not None else free or base
+    return base if is_given else free or base
 
 
 def _origin(
     name: str, asked: Location | None, folders: Sequence[RunFolder], continues: bool, owner: Ownership | None
 ) -> Start:
     """Return what the run goes on from."""
-    own = sorted((candidate for folder in folders for candidate in _candidates(folder)), reverse=True)
+    found = owner.committed if owner is not None else [folder.committed() for folder in folders]
+    own = [candidate for folder, each in zip(folders, found, strict=True) for candidate in _candidates(folder, each)]
+    own.sort(reverse=True)
     parent, checkpoint = parent_of(asked.path) if asked is not None else ("", "")
     is_checkpoint = asked is not None and asked.kind in ("checkpoint", "nothing") and parse_folder_name(checkpoint)
-    if asked is not None and is_checkpoint and parent in [folder.location for folder in folders]:
+    if asked is not None and is_checkpoint and _real(parent) in [_real(folder.location) for folder in folders]:
         # A restart of the job that went back goes on from what the job has saved since.
         job_began = owner.began if owner is not None and owner.restarted else sys.maxsize
-        if not any(candidate.generation >= job_began for candidate in own):
-            return Start(name, True, tuple(_one_candidate(asked)), went_back=True, is_one_checkpoint=True)
+        since = [candidate for candidate in own if candidate.generation >= job_began]
+        target = [candidate for candidate in own if candidate.name == checkpoint] if since else _one_candidate(asked)
+        return Start(name, True, (*since, *target), went_back=not since, is_one_checkpoint=not since)
     if not continues:
         return Start(name, False)
     if own or asked is None:
         return Start(name, True, tuple(own))
     if asked.kind == "runs" and (candidates := _candidates(open_folder(os.path.join(asked.path, name)))):
         return Start(name, True, tuple(candidates), is_own=False)
-    if asked.kind == "run":
-        return Start(name, True, tuple(_candidates(asked.folder)), is_own=False)
+    if asked.kind == "run" and (candidates := _candidates(asked.folder)):
+        return Start(name, True, tuple(candidates), is_own=False)
     if asked.kind == "checkpoint":
         return Start(name, True, tuple(_one_candidate(asked)), is_own=False, is_one_checkpoint=True)
     will_exist = {path for folder in folders for path in (folder.location, folder.location.removesuffix(f"/{name}"))}
@@ -255,8 +284,13 @@ def _origin(
     return Start(name, True, is_own=False, elsewhere=asked.path, other_runs=others)
 
 
-def _candidates(folder: RunFolder) -> list[Candidate]:
-    return [Candidate(*checkpoint[:2], folder.location, checkpoint.name) for checkpoint in folder.committed()]
+def _real(path: str) -> str:
+    return path if is_s3(path) else os.path.realpath(path)
+
+
+def _candidates(folder: RunFolder, committed: Sequence[Committed] | None = None) -> list[Candidate]:
+    committed = folder.committed() if committed is None else committed
+    return [Candidate(*checkpoint[:2], folder.location, checkpoint.name) for checkpoint in committed]
 
 
 def _one_candidate(asked: Location) -> list[Candidate]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -14,9 +14,8 @@ from smp_train import distributed
 from smp_train.arguments import Arguments
 from smp_train.arguments.sources import is_hub_name, training_sources
 from smp_train.checkpoints.aws import sharded as aws
-from smp_train.checkpoints.checkpoint import Checkpoint, opened
+from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.find import locate, open_checkpoint, open_intact
-from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.node_local import facts_of_part, is_node_local, open_parts, steps_on_nodes
 from smp_train.data.loader import Loader
 from smp_train.distributed import ALL_RANKS
@@ -35,20 +34,12 @@ def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
     """Return the model of the checkpoint that the run goes on from, if no flag names the model; not collective."""
     if names_model(args):
         return None
-    newest = newest_readable(start)
+    newest = start.described
     if newest is None:
         return None
     if args.max_context_width is None:
         args.max_context_width = (newest.meta.get("arguments") or {}).get("max_context_width")
     return resolve_saved(newest.model_config(), newest.marker.model_type, newest.path, newest.meta, args)
-
-
-def newest_readable(start: Start) -> Checkpoint | None:
-    """Return the newest checkpoint that the run may go on from and that can be opened; not collective."""
-    for candidate in start.candidates:
-        with suppress(CheckpointError):
-            return opened(open_folder(candidate.folder), candidate.name)
-    return None
 
 
 def tokenizer_in_checkpoint(spec: ModelSpec, found: Checkpoint | None) -> dict[str, bytes]:
@@ -112,7 +103,7 @@ def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterat
     if known:
         yield known
         return
-    files = tokenizer_in_checkpoint(spec, newest_readable(start))
+    files = tokenizer_in_checkpoint(spec, start.described)
     if not files:
         yield None
         return

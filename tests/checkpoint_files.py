@@ -139,11 +139,13 @@ def listed(folder: Path | str) -> list[str]:
 
 
 def keys(place: Path | str) -> list[str]:
-    """Return all files of a run's folder but the claims of its owners, as if S3 had no sub-folders of a tree."""
+    """Return all files of a run's folder but the owners' claims and swept attempts, without S3's sub-folders."""
     from smp_train.checkpoints.folder import open_folder
 
-    found = (key.replace("/0/__", "/__") for key in open_folder(place).storage.files())
-    return sorted(key for key in found if not key.startswith(".owner-"))
+    every = {key.replace("/0/__", "/__") for key in open_folder(place).storage.files()}
+    attempts = {key.partition("/")[0] for key in every if key.endswith("/.begun")}
+    swept = {name for name in attempts if f"{name}/.swept" in every and f"{name}/meta.json" not in every}
+    return sorted(key for key in every if not key.startswith(".owner-") and key.partition("/")[0] not in swept)
 
 
 def contents(place: Path | str) -> dict[str, bytes]:

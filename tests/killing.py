@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import signal
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +78,57 @@ def _in_s3(server: Any, after: int) -> Iterator[list[str]]:
     with contextlib.suppress(CheckpointError):
         yield seen
     server.on_request = lambda method, path: None
+
+
+def operations_until_killed(work: Callable[[], object], after: int) -> int | None:
+    """Do ``work`` in a child process that SIGKILL ends at its operation on files after the first ``after``.
+
+    Return how many operations there were, None if the child was killed.
+    """
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reads)
+            signal.alarm(120)
+            number = _count_and_kill(work, after)
+            os.write(writes, str(number).encode())
+        except BaseException:
+            os.write(writes, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with open(reads, "rb") as stream:
+        answer = stream.read().decode()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return None
+    assert answer.isdigit(), answer
+    return int(answer)
+
+
+def _count_and_kill(work: Callable[[], object], after: int) -> int:
+    counted = 0
+
+    def count() -> None:
+        nonlocal counted
+        counted += 1
+        if counted > after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: (count(), function(*args, **options))[1]
+
+    for name in (*OPERATIONS, "fsync"):
+        setattr(os, name, before(getattr(os, name)))
+    open_file = Path.open
+
+    def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if mode == "xb":
+            count()
+        return open_file(path, mode, *args, **options)
+
+    Path.open = opened  # type: ignore[assignment, method-assign]
+    work()
+    return counted

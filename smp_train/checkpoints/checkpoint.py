@@ -154,6 +154,8 @@ class Checkpoint:
                     f"{os.path.join(self.path, name)} cannot be read: {error.strerror or error}; {remedy}"
                 ) from None
             MOVED.done += record.size
+            if stored.size != record.size:  # rank 0 has seen the size that was written
+                raise CheckpointError(f"{os.path.join(self.path, name)} was read short; start the same command again")
             if stored != record:
                 problems.append(f"{name} has CRC-32 {stored.crc32}, {record.crc32} was written")
         return problems

@@ -23,6 +23,7 @@ from smp_train.checkpoints.format import (
     BEGUN,
     COMMITTED,
     DAMAGED,
+    SWEPT,
     FileRecord,
     Marker,
     checksum_of,
@@ -91,7 +92,7 @@ class RunFolder:
                 continue
             try:
                 marker: Marker | None = Marker.from_bytes(content)
-            except ValueError:
+            except (ValueError, CheckpointError):  # damaged, or of a newer version
                 marker = None
             # The marker and not the folder's name is asked: a folder may have been renamed by hand.
             order = (marker.generation, marker.step) if marker else (self._began(name) or 0, parsed[1])
@@ -101,6 +102,10 @@ class RunFolder:
     def is_marked_damaged(self, name: str) -> bool:
         """Return whether a checkpoint has the file DAMAGED."""
         return self.storage.exists(f"{name}/{DAMAGED}")
+
+    def has_committed(self) -> bool:
+        """Return whether there is a committed checkpoint."""
+        return any(self.storage.exists(f"{name}/{COMMITTED}") for name in self.names())
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each file below ``name``; links are left out."""
@@ -168,32 +173,35 @@ class RunFolder:
     def delete(self, name: str) -> None:
         """Delete a checkpoint or an attempt: COMMITTED first, and last the file that shows that it is ours."""
         self.withdraw(name)
-        self.storage.delete_folder(name, but=BEGUN)
+        self.storage.delete_folder(name, but=(BEGUN,))
         self.storage.delete(f"{name}/{BEGUN}")
+
+    def is_swept(self, name: str) -> bool:
+        """Return whether another job has deleted, or is deleting, the files of an attempt."""
+        return self.storage.exists(f"{name}/{SWEPT}") or not self.storage.exists(f"{name}/{BEGUN}")
 
     def mark_damaged(self, name: str, why: str) -> None:
         """Add DAMAGED to a checkpoint, which is kept as it is and no longer resumed from."""
         self.storage.put(f"{name}/{DAMAGED}", f"{why}\n".encode())
 
     def sweep(self, generation: int) -> list[str]:
-        """Delete the files of attempts that earlier generations never committed; return a line for each.
+        """Delete the files of attempts that generations below ``generation`` never committed; return a line for each.
 
-        Only the run's owner may call this. BEGUN stays for one more generation, so that no attempt gets the same name:
-        the writer may only have stalled, and would write to it. An attempt without a readable BEGUN is not ours.
+        BEGUN and SWEPT stay. So no other attempt gets the name of one whose writer may only have stalled, and that
+        writer takes back a late COMMITTED (`is_swept`). An attempt without a readable BEGUN is not ours.
         """
         lines, now = [], self.storage.now()
         for name in self.names():
-            began = self._began(name)
-            if began is None or began >= generation or self.storage.exists(f"{name}/{COMMITTED}"):
+            began, entries = self._began(name), self.storage.files(name)
+            if began is None or began >= generation or COMMITTED in entries or entries.keys() <= {BEGUN, SWEPT}:
                 continue
-            entries = self.storage.files(name)
             if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries.values()):
                 continue
-            if entries.keys() != {BEGUN}:
-                self.storage.delete_folder(name, but=BEGUN)
-                lines.append(f"deleted the files of {name}, which an interrupted save or deletion left")
-            if began < generation - 1:
-                self.storage.delete(f"{name}/{BEGUN}")
+            self.storage.put(f"{name}/{SWEPT}", b"")
+            if self.storage.exists(f"{name}/{COMMITTED}"):  # put since
+                continue
+            self.storage.delete_folder(name, but=(BEGUN, SWEPT))
+            lines.append(f"deleted the files of {name}, which an interrupted save or deletion left")
         for file, entry in self.storage.level()[0].items():
             if file.startswith(PROBE) and now - entry.modified >= PROBE_SECONDS:
                 self.storage.delete(file)

@@ -24,6 +24,8 @@ except ImportError:
 COMMITTED = "COMMITTED"
 BEGUN = ".begun"
 """First file of an attempt; its writer has reserved the folder."""
+SWEPT = ".swept"
+"""Put into an uncommitted attempt before its files are deleted: its writer may only have stalled, and then stops."""
 DAMAGED = "DAMAGED"
 """Added to a checkpoint whose contents contradict COMMITTED; lists the differences."""
 META = "meta.json"
@@ -118,11 +120,11 @@ class Marker:
         """Parse the content of COMMITTED. Raises ValueError for a damaged one, CheckpointError for a newer format."""
         try:
             content = json.loads(data)
+            if content.pop("crc32") != _crc32_of_json(content):
+                raise ValueError("its checksum differs")
             if content["format"] > FORMAT:
                 newer = f"{COMMITTED} is of format {content['format']}, and this version reads {FORMAT}"
                 raise CheckpointError(f"{newer}: use a newer smp-train")
-            if content.pop("crc32") != _crc32_of_json(content):
-                raise ValueError("its checksum differs")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
             if META not in files:
                 raise ValueError(f"it does not list {META}")

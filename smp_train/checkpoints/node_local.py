@@ -101,7 +101,7 @@ def open_parts(parent: str, run_name: str, step: Step, facts: dict[str, Any]) ->
     part: NodeLocalCheckpoint | None = None
     problem = None
     try:
-        name = next(checkpoint.name for checkpoint in folder.committed() if checkpoint[:2] == step)
+        name = next((checkpoint.name for checkpoint in folder.committed() if checkpoint[:2] == step), "")
         with alone():
             checkpoint = verified(folder, name)
         if checkpoint.meta.get(NODE_LOCAL) == facts:

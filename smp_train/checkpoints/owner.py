@@ -2,7 +2,7 @@
 
 Each start claims a generation, one above the highest in the run's folders, with a file ``.owner-<generation>`` that no
 other job overwrites. The highest claim owns the run. The owner lists the claims before and after it puts COMMITTED, so
-a job that stalled and was overtaken withdraws its own commit and touches nothing else.
+a job that stalled and was overtaken learns that its step does not count, and touches nothing else.
 
 A second job is refused while the owner lives. On the owner's machine the kernel knows whether its process lives. On
 other machines the claim's age decides: the owner touches it every few seconds. The storage's clock measures the age, so
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from smp_train.checkpoints.folder import RunFolder
+from smp_train.checkpoints.folder import Committed, RunFolder
 from smp_train.distributed.job import Job, identity, is_alive
 from smp_train.errors import CheckpointError
 
@@ -138,6 +138,8 @@ class Ownership:
         self.folders, self.job, self._advice = folders, job or Job.current(), advice
         self.restarted = False
         """Whether the former owner was an earlier start of this job."""
+        self.committed: list[list[Committed]] = []
+        """The committed checkpoints of each folder when the run was claimed, newest first."""
         self._claim: Any = None
         """The `Claim`, once it is acquired."""
         self._ended = threading.Event()
@@ -149,15 +151,22 @@ class Ownership:
         return int(self._claim.generation)
 
     @property
+    def is_first(self) -> bool:
+        """Whether no generation was claimed before; False if this one claimed none."""
+        return self._claim is not None and self._claim.generation == 1
+
+    @property
     def began(self) -> int:
         """The first generation of this job."""
         return int(self._claim.began)
 
-    def acquire(self, *, force: bool = False, wait: Callable[[float], object] = time.sleep) -> None:
+    def acquire(
+        self, *, force: bool = False, above: int = 0, wait: Callable[[float], object] = time.sleep
+    ) -> None:  # fmt: skip
         """Claim the next generation: in place of a dead owner at once, of a silent one after `STALE_SECONDS`.
 
-        With ``force`` in place of any owner, which then commits nothing more. Raises `InUse` that names the owner
-        if it lives.
+        With ``force`` in place of any owner, which then commits nothing more. The generation is higher than ``above``.
+        Raises `InUse` that names the owner if it lives.
         """
         while True:
             # Read before the owner is looked at: a claim that another job puts meanwhile is in the way of this one.
@@ -165,11 +174,14 @@ class Ownership:
             self._wait_for_owner(force, wait)
             former = owner_of(self.folders)
             self.restarted = former is not None and self.job.is_restart_of(former.job)
-            known += [newest.generation for folder in self.folders for newest in folder.committed()[:1]]
-            generation = max(known, default=0) + 1
+            generation = max([above, *known]) + 1
             began = former.began if former is not None and self.restarted else generation
             if self._put(Claim.fresh(generation, self.job, began)):
                 break
+        self.committed = [folder.committed() for folder in self.folders]
+        newest = max((checkpoints[0].generation for checkpoints in self.committed if checkpoints), default=0)
+        if newest >= self.generation:  # claims have been lost, as in a copy without hidden files
+            self._advance(newest + 1, self.began if self.restarted else newest + 1)
         if former is not None and not former.released:
             logger.warning("%s: took over from %s", self.folders[0].location, former)
         self._beating.start()
@@ -196,9 +208,12 @@ class Ownership:
     def advance(self) -> int:
         """Claim and return the next generation of the same job. Raises `CheckpointError` if it was overtaken."""
         self.check()
-        if not self._put(replace(self._claim, generation=self.generation + 1)):
-            raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
+        self._advance(self.generation + 1, self.began)
         return self.generation
+
+    def _advance(self, generation: int, began: int) -> None:
+        if not self._put(replace(self._claim, generation=generation, began=began)):
+            raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
 
     def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
         """Return when no other job owns the run; raise `CheckpointError` if one does."""
@@ -244,7 +259,7 @@ class Ownership:
             elif generation > self.generation or (owner is not None and owner.token != self._claim.token):
                 raise CheckpointError(
                     f"checkpoint folder {folder.location} was taken over by {owner or 'another job'}; "
-                    "this step is not committed"
+                    "this step does not count"
                 )
 
     def release(self) -> None:

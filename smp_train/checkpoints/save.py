@@ -16,7 +16,6 @@ from smp_train.checkpoints.checkpoint import TORCHS
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.folder import RunFolder, folder_of_run
 from smp_train.checkpoints.format import (
-    BEGUN,
     META,
     NODE_LOCAL,
     TOKENIZER,
@@ -285,17 +284,14 @@ class CheckpointManager:
             files[META] = folder.put(attempt, META, json.dumps(request.meta, indent=1).encode())
             self.on_stage("commit")
             self._check_owner()
-            if not folder.storage.exists(f"{attempt}/{BEGUN}"):
-                raise CheckpointError("another job of this run has deleted this attempt; the step is not committed")
             self.on_stage("publish")
             self._sent.add(attempt)  # if this fails COMMITTED may be there: the next start finds out
             folder.commit(attempt, Marker(request.step, self.model_type, self.generation, files, time.time()))
-            try:
-                self._check_owner()
-            except CheckpointError:
+            if swept := folder.is_swept(attempt):
                 folder.withdraw(attempt)
-                self._sent.remove(attempt)
-                raise
+            self._check_owner()  # a late commit of an older generation harms nothing, but does not count as newest
+            if swept:
+                raise CheckpointError("another job of this run has deleted this attempt; the step is not committed")
 
         on_main(f"cannot save {path}", commit)
         self._sent.discard(attempt)
@@ -327,8 +323,9 @@ class CheckpointManager:
             intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
             for old in reversed(intact[keep:]):
                 if old.step not in (step, self.best):
+                    self._check_owner()  # a job that has taken over may go on from it
                     folder.delete(old.name)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # on rank 0 alone
             logger.warning("%s: an old checkpoint cannot be deleted: %s", folder.location, error)
 
     # --- a save under way

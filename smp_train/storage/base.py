@@ -6,7 +6,7 @@ import os
 import posixpath
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -80,8 +80,8 @@ class Storage(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file, if it is there, and the folders that it was in if they are empty."""
 
-    def delete_folder(self, folder: str, but: str = "") -> None:
-        """Remove all files below ``folder``, and the folder; or all but the file ``but`` directly in it."""
+    def delete_folder(self, folder: str, but: Collection[str] = ()) -> None:
+        """Remove all files below ``folder``, and the folder; or all but the files ``but`` directly in it."""
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
         """Remove what writers killed before that time have left of files that are ``ours``; return their names.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,8 @@ SMALL_FILE_BYTES = 64 << 20
 """Of files that are read whole: what others have put there must not fill the memory."""
 PARTIAL = ".partial"
 MAKE_ATTEMPTS = 10
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
+"""Error numbers of file systems without hard links."""
 
 
 class FolderStorage:
@@ -100,21 +103,27 @@ class FolderStorage:
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         path = self.root / name
-        with _partial(path) as partial:
-            with _synced(partial) as file:
-                file.write(data)
-            try:
-                os.link(partial, path)
-            except FileExistsError:
-                return False
-            except OSError:  # a file system without hard links
+
+        def write() -> bool:
+            with _partial(path) as partial:
+                with _synced(partial) as file:
+                    file.write(data)
                 try:
-                    path.open("xb").close()
+                    os.link(partial, path)
                 except FileExistsError:
                     return False
-                partial.replace(path)
-        sync_folder(path.parent)
-        return True
+                except OSError as error:
+                    if error.errno not in NO_LINKS:
+                        raise
+                    try:
+                        path.open("xb").close()
+                    except FileExistsError:
+                        return False
+                    partial.replace(path)
+            sync_folder(path.parent)
+            return True
+
+        return patiently(write, path)
 
     @contextmanager
     def writer(self, name: str, size: int = 0) -> Iterator[BinaryIO]:
@@ -135,18 +144,18 @@ class FolderStorage:
     def delete(self, name: str) -> None:
         path = self.root / name
         patiently(lambda: path.unlink(missing_ok=True), path)
+        sync_folder(path.parent)  # before what was deleted after it
         self._remove_empty(path.parent)
 
-    def delete_folder(self, folder: str, but: str = "") -> None:
-        """Remove a folder and its contents, then the folders around it that are empty; or its contents but one file."""
+    def delete_folder(self, folder: str, but: Collection[str] = ()) -> None:
+        """Remove a folder, then the folders around it that are empty; or its contents except for some files."""
         path = self.root / folder
-        with contextlib.suppress(FileNotFoundError):  # another process removes it too
-            if not but:
-                patiently(lambda: shutil.rmtree(path), path)
-            for entry in list(os.scandir(path)) if but else ():
-                if entry.name != but:
-                    remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
-                    patiently(partial(remove, entry.path), path)
+        files, folders = self.level(folder) if but else ({}, [])
+        for name in [*files, *folders] if but else [""]:
+            remove = os.unlink if name in files else shutil.rmtree
+            with contextlib.suppress(FileNotFoundError):  # another process removes it too
+                if name not in but:
+                    patiently(partial(remove, path / name), path)
         self._remove_empty(path.parent)
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO
@@ -214,8 +214,8 @@ class S3Storage:
     def delete(self, name: str) -> None:
         self.request("delete_object", name)
 
-    def delete_folder(self, folder: str, but: str = "") -> None:
-        keys = [self.key(f"{folder}/{file}".lstrip("/")) for file in self.files(folder) if file != but]
+    def delete_folder(self, folder: str, but: Collection[str] = ()) -> None:
+        keys = [self.key(f"{folder}/{file}".lstrip("/")) for file in self.files(folder) if file not in but]
         for start in range(0, len(keys), 1000):
             batch = [{"Key": key} for key in keys[start : start + 1000]]
             answer = self.request("delete_objects", Delete={"Objects": batch, "Quiet": True})

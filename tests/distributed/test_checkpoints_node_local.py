@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.find import open_verified
-from smp_train.checkpoints.folder import open_folder
+from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_state import gather_state
@@ -23,7 +23,7 @@ from smp_train.resume import look_for_checkpoint
 from tests.checkpoint_files import committed, flipped, names
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
 from tests.distributed.test_checkpoints import train as updates
-from tests.harness import run, same_message
+from tests.harness import RankFailed, run, same_message
 from tests.training import flags, records, steps, train
 
 MESH = {"shard": 2}
@@ -105,6 +105,52 @@ def durable_instead(folder: Path, seen: dict[int, dict[str, str]]) -> None:
     step, where, now = same_on_all(run(read, 2, str(folder), "fsdp"))
     assert (step, where) == (2, "far")
     assert now == seen[2]
+
+
+def reads(folder: str, mesh: Any = MESH) -> tuple[int, str, list[str]]:
+    """Return the step and the tier that a start goes on from, and the durable files that this rank reads for it."""
+    with group():
+        files: list[str] = []
+        checksum = RunFolder.checksum
+
+        def counted(self: RunFolder, name: str, file: str, size: int) -> Any:
+            if "/far/" in self.location:
+                files.append(f"{name}/{file}")
+            return checksum(self, name, file, size)
+
+        RunFolder.checksum = counted  # type: ignore[method-assign]
+        checkpoint = found(folder, mesh)
+        return checkpoint.step, Path(checkpoint.path).relative_to(folder).parts[0], files
+
+
+def test_durable_checkpoints_are_verified_only_when_one_is_chosen(tmp_path: Path) -> None:
+    run(write, 2, str(tmp_path), "fsdp")
+    for step, tier, files in run(reads, 2, str(tmp_path)):
+        assert (step, tier, files) == (3, "near", [])
+    read_by_rank = run(reads, 2, str(tmp_path), {"shard": 1, "replicate": 2})
+    assert {(step, tier) for step, tier, _ in read_by_rank} == {(2, "far")}
+    every = [file for _, _, files in read_by_rank for file in files]
+    assert len(every) == len(set(every)), "each rank reads its share"
+    assert {file.partition("/")[0] for file in every} == {"m-2steps"}
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_an_intact_local_step_is_taken_where_all_durable_ones_are_damaged(tmp_path: Path, newer: bool) -> None:
+    seen = same_on_all(run(write, 2, str(tmp_path), "fsdp"))
+    path = tmp_path / "far" / "run" / "m-2steps" / "__0_0.distcp"
+    path.write_bytes(flipped(path.read_bytes()))
+    if not newer:
+        for rank in (0, 1):
+            shutil.rmtree(tmp_path / "near" / "run" / f"rank{rank:05d}" / "m-3steps")
+    step, where, now = same_on_all(run(read, 2, str(tmp_path), "fsdp"))
+    assert (step, where) == (3 if newer else 2, "near")
+    assert now == seen[step]
+    for rank in (0, 1):
+        shutil.rmtree(tmp_path / "near" / "run" / f"rank{rank:05d}")
+    with pytest.raises(RankFailed, match=r"every checkpoint in .* is damaged"):
+        run(read, 2, str(tmp_path), "fsdp")
+    assert (tmp_path / "far" / "run" / "m-2steps" / "DAMAGED").exists()
+    assert (tmp_path / "far" / "run" / "m-2steps" / "COMMITTED").exists()
 
 
 def failing(folder: str) -> str:

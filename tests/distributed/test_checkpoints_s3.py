@@ -16,12 +16,18 @@ from transformers import AutoModelForCausalLM
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.hf.export import export
 from smp_train.errors import CheckpointError
+from smp_train.storage.s3 import S3Storage
 from tests.checkpoint_files import committed, names
 from tests.distributed.test_checkpoints import resume, same_on_all, write
 from tests.distributed.test_resume import MESHES
 from tests.harness import run
 from tests.s3_server import download, there
-from tests.training import flags, steps, train
+from tests.training import TINY, flags, steps, train
+
+MODEL_FLAGS = (
+    "model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
+    "max_context_width",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -63,6 +69,48 @@ def test_a_run_resumes_from_s3_as_if_it_had_never_stopped(server, place, tmp_pat
     for number, written in enumerate((final["model_dir"], f"{place}/run/llama_v2-7steps/hf")):
         model = AutoModelForCausalLM.from_pretrained(download(written, tmp_path / str(number)), dtype=torch.float32)
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def requests_of_a_start(command_line: list[str]) -> list[str]:
+    """Train, and return this rank's requests until its first step, or its end: operation and name."""
+    requests: list[str] = []
+    request, pages = S3Storage.request, S3Storage._pages
+
+    def counted(self: S3Storage, operation: str, name: str | None = None, **parameters: Any) -> Any:
+        requests.append(f"{operation} {name}")
+        return request(self, operation, name, **parameters)
+
+    def listed(self: S3Storage, operation: str, prefix: str, **parameters: Any) -> Any:
+        requests.append(f"{operation} {prefix}")
+        return pages(self, operation, prefix, **parameters)
+
+    S3Storage.request, S3Storage._pages = counted, listed  # type: ignore[method-assign]
+    train(command_line)
+    return requests
+
+
+def count(requests: list[str], *operations: str) -> int:
+    return len([each for each in requests if each.startswith(operations)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named_by", ["model", "checkpoint"])
+def test_a_start_searches_once_on_rank_0(server, place, tmp_path, named_by):
+    """Three checkpoints; the other ranks get the answer, and read nothing but their share of the one that is chosen."""
+    options: dict[str, Any] = {"checkpoint_dir": place, "resume_from_checkpoint": place, "checkpoint_freq": 1}
+    options |= {"num_kept_checkpoints": 3, "checkpoint_type": "sharded"}
+    run(there, 2, server.url, train, flags(tmp_path, **options, max_steps=3))
+    if named_by == "checkpoint":
+        options |= dict.fromkeys(name for name in TINY if name in MODEL_FLAGS)
+    first, second = run(there, 2, server.url, requests_of_a_start, flags(tmp_path, **options, max_steps=3))
+    assert count(second, "list") == 0, second
+    assert not [each for each in second if "COMMITTED" in each or "1steps" in each or "2steps" in each], second
+    markers = [each for each in first if each.startswith("get_object") and each.endswith("steps/COMMITTED")]
+    of_newest = 2 if named_by == "model" else 3  # of the search, of the chosen one, and of the model
+    assert sorted(markers) == [
+        f"get_object llama_v2-{step}steps/COMMITTED" for step in [1, 2, *[3] * of_newest]
+    ], "one search"  # fmt: skip
+    assert count(first, "list") <= 13, [each for each in first if each.startswith("list")]
 
 
 def stopped_early(command_line: list[str]) -> str:

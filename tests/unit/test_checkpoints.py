@@ -297,10 +297,12 @@ def test_each_rank_verifies_its_share_of_the_files(tmp_path):
     assert len([problem for share in shares for problem in share]) == len(found.marker.files)
 
 
-def test_a_format_of_the_future_is_refused_and_is_no_damage(tmp_path):
+def test_a_format_of_the_future_is_refused_and_is_no_damage(tmp_path, monkeypatch):
     save(tmp_path, 3)
     path = tmp_path / "llama_v2-3steps" / "COMMITTED"
-    path.write_text(path.read_text().replace(f'"format": {FORMAT}', f'"format": {FORMAT + 1}'))
+    with monkeypatch.context() as patched:
+        patched.setattr("smp_train.checkpoints.format.FORMAT", FORMAT + 1)
+        path.write_bytes(Marker.from_bytes(path.read_bytes()).to_bytes())
     before = contents(tmp_path)
     with pytest.raises(CheckpointError, match="use a newer smp-train"):
         resumed(tmp_path)
@@ -414,11 +416,11 @@ def test_leftovers_of_earlier_generations_are_swept_and_no_others(tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.glob("m-*/*") if "m-1steps" not in path.parts}
     save(tmp_path, 7, generation=2)
     assert {path: path.read_bytes() for path in before} == before
-    assert [path.name for path in (tmp_path / "m-1steps").iterdir()] == [".begun"]
+    assert sorted(path.name for path in (tmp_path / "m-1steps").iterdir()) == [".begun", ".swept"]
     assert folder.begin("m", 1, 2) == "m-1steps-2"  # the writer of the first attempt may only have stalled
     save(tmp_path, 8, generation=3)
-    assert not (tmp_path / "m-1steps").exists()
-    assert [path.name for path in (tmp_path / "m-2steps").iterdir()] == [".begun"]
+    assert folder.begin("m", 1, 4) == "m-1steps-3"  # nor is it taken later
+    assert sorted(path.name for path in (tmp_path / "m-2steps").iterdir()) == [".begun", ".swept"]
 
 
 def test_a_deletion_that_was_cut_short_is_finished(tmp_path):
@@ -429,7 +431,7 @@ def test_a_deletion_that_was_cut_short_is_finished(tmp_path):
         folder.storage.delete(f"llama_v2-6steps/{file}")
     assert loaded(tmp_path) == 3
     save(tmp_path, 4, generation=3)
-    assert listed(tmp_path) == ["llama_v2-3steps", "llama_v2-4steps"]
+    assert committed(tmp_path) == ["llama_v2-4steps", "llama_v2-3steps"]
 
 
 def test_a_kill_while_a_small_file_is_written_leaves_the_name_free(tmp_path):
@@ -458,7 +460,7 @@ def test_a_save_whose_attempt_was_deleted_by_another_job_does_not_count(tmp_path
     save(tmp_path, 3)
     with pytest.raises(CheckpointError, match=r"6steps: .*deleted this attempt; the step is not committed"):
         manager(tmp_path, on_stage=meanwhile).save(6, state(6), {"tokens": 60})
-    assert listed(tmp_path) == ["llama_v2-3steps"]
+    assert committed(tmp_path) == ["llama_v2-3steps"]
 
 
 # --- retention
@@ -513,7 +515,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, monk
     assert committed(tmp_path) == ["llama_v2-2steps"]
     monkeypatch.undo()
     save(tmp_path, 3, keep=1, generation=3)
-    assert listed(tmp_path) == ["llama_v2-3steps"]
+    assert committed(tmp_path) == ["llama_v2-3steps"]
 
 
 def test_the_owners_of_a_run_leave_their_claim_and_nothing_else(place):

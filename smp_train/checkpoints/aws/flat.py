@@ -1,9 +1,9 @@
 """Join the pieces of parameters and moments that FSDP1 stores on each rank.
 
 A rank holds a one-dimensional slice of each parameter or, with ``--use_orig_params 0``, a part of each FSDP unit's flat
-parameter. Each decoder layer is a unit, and all remaining modules form one more unit. The pieces of a shard group, in
-the order of its ranks, are the whole tensor with padding at the end. The optimizer's state is numbered in the model's
-order: first the parameters with weight decay, then those without; flat parameters all have decay.
+parameter: one unit per decoder layer, and one for the remaining modules. A shard group's pieces, by rank, are the whole
+tensor, with padding at the end. The optimizer numbers first the parameters with weight decay, then all
+others, each in the model's order; flat parameters all have decay.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def joined_tensors(
 ) -> dict[str, Any]:
     """Return model and optimizer of all ranks under the names of a sharded checkpoint.
 
-    ``contents`` are those that each rank holds, ``shapes`` the full shapes by parameter name, and ``kind`` is
-    transformers' name of the family. Raises `CheckpointError` if the contents do not fit one model of these shapes.
+    ``contents`` has each rank's, ``shapes`` the full shapes by parameter name, and ``kind`` is transformers' name of
+    the family. Raises `CheckpointError` if the contents do not fit one model of these shapes.
     """
     parameters = [{canonical_name(name): value for name, value in rank["model"].items()} for rank in contents]
     states = [rank["optimizer"]["state"] for rank in contents]
@@ -105,13 +105,11 @@ def joined_tensors(
     surplus = {f"model.{name}": parameters[0][name] for name in names if name not in shapes}
     tensors: dict[str, Any] = {key: value for key, value in surplus.items() if isinstance(value, _Tensor)}
     # Each parameter of the optimizer: the names of the model's parameters in it, and its parts by rank.
-    units = {
-        name: ([name], _shard_group(name, [rank.get(name) for rank in parameters], math.prod(shapes[name])))
-        for name in names
-        if name in shapes
-    }
-    for name, (_, parts) in units.items():
-        tensors[f"model.{name}"] = JoinedTensor(list(parts.values()), shapes[name])
+    units = {}
+    for name in (name for name in names if name in shapes):
+        pieces = _shard_group(name, [rank.get(name) for rank in parameters], math.prod(shapes[name]))
+        units[name] = [name], pieces
+        tensors[f"model.{name}"] = JoinedTensor(list(pieces.values()), shapes[name])
     if units and (sum(map(len, groups)) == len(units) or len(names) < len(parameters[0])):
         numbers = _optimizer_numbers({name: parameters[0][name].numel() for name in units}, groups, states[0], kind)
     else:  # FSDP1 that shards nothing stores parameters by name, but the optimizer's state of flat parameters
@@ -189,7 +187,7 @@ def _flat_units(
     """
     order = flat_order(kind, shapes)
     stored = [name for name in parameters[0] if is_flat(name)]
-    # `transformers_version` is that of the program that wrote config.json, not of the one that stacked the experts.
+    # `transformers_version` does not help: it names the version that wrote config.json.
     transformers_4 = "torch_dtype" in config or ("rope_theta" in config and "rope_parameters" not in config)
     if stored and not transformers_4 and any(".experts." in name for name in order):
         version = "is of transformers 5" if "rope_parameters" in config else "does not show transformers 4"

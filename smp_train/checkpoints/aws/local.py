@@ -58,10 +58,9 @@ def _rebuild(function: Callable[..., Any], kind: Any, args: tuple[Any, ...], sta
     """Return a rank's part of a ShardedTensor as a `FlatPart`, and any other tensor from its arguments."""
     if kind is not _ShardedTensor:
         return function(*args)
-    shards = [shard.state[1] for shard in state[0]]
-    if not shards:  # the rank holds padding only
+    if not state[0]:  # the rank holds padding only
         return FlatPart(0, torch.empty(0))
-    (shard,) = shards
+    ((_, shard),) = (shard.state for shard in state[0])
     (offset,) = shard["metadata"].state[1]["shard_offsets"]
     return FlatPart(offset, shard["tensor"])
 

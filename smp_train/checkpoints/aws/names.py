@@ -1,8 +1,8 @@
 """Readers that translate between the hub's parameter names and the names of SMP or another program.
 
-A DCP index maps each tensor to saved chunks. The readers here build an index under other names: it has one chunk for
-each block that a saved chunk and a renamed tensor have in common (`smp_train.models.smp_names`). A load request for
-such a chunk becomes a request for a slice of the saved chunk, so tensors load on any mesh without a copy on disk.
+The readers here build a DCP index under other names, with one chunk for each block that a saved chunk and a renamed
+tensor have in common (`smp_train.models.smp_names`). A request for such a chunk becomes a request for a slice of the
+saved chunk, so tensors load on any mesh without a copy on disk.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class _RenamedReader(Reader):
             chunk_planner = planners.setdefault(reader, _ChunkPlanner(planner))
             slices = chunk_planner.slices.setdefault(index, [])
             slices.append((item, offset, offset + _with_dims(item.lengths, len(start), 1)))
-        return torch.futures.collect_all([reader.read_data(each.requests(), each) for reader, each in planners.items()])
+        reads = [reader.read_data(chunks.requests(), chunks) for reader, chunks in planners.items()]
+        return torch.futures.collect_all(reads)
 
 
 def _with_dims(values: Sequence[int], dims: int, fill: int) -> list[int]:

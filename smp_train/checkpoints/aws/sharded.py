@@ -1,6 +1,6 @@
 """Find and read checkpoints that AWS's SMP v2 sample scripts wrote. The package never writes to them.
 
-A folder ``<model type>-<step>steps`` holds one of these forms (see the sample's scripts and SMP's documentation):
+A folder ``<model type>-<step>steps`` has four forms:
 
 - sharded: one DCP tree, or one per tensor and expert rank in ``tp<rank>_ep<rank>/`` (in earlier releases
   ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``), with ``model``, ``optimizer``, ``scheduler`` and counters;
@@ -113,9 +113,7 @@ class AwsCheckpoint(Checkpoint):
 
 def _state_under(state: dict[str, Any], saved: list[str]) -> dict[str, Any]:
     """Return a state under the names of the ``saved`` entries: the hub's or the installed transformers'."""
-    if not isinstance(state, State):
-        return state
-    renamed = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
+    renamed = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES if isinstance(state, State))
     return next((candidate for candidate in renamed if candidate is not state), state)
 
 
@@ -179,8 +177,7 @@ def _rank_files(files: Iterable[str]) -> list[int]:
 
 
 def _shard(folder: str) -> int:
-    parsed = Ranks.of_folder(folder)
-    return parsed[1] if parsed else 0
+    return (Ranks.of_folder(folder) or (Ranks(), 0))[1]
 
 
 def _inspect(path: str, kind: str) -> AwsCheckpoint | str:
@@ -230,8 +227,7 @@ def _check_trees(checkpoint: AwsCheckpoint, parts: list[str]) -> None:
             raise CheckpointError(f"{part} is of no tensor and expert rank")
         checkpoint.reader(part).preload()
     writers = {(writer.tensor, writer.expert, _shard(part)) for part, writer in ranks.items()}
-    degrees = ranks[parts[0]]
-    shards = range(1 + max(shard for _, _, shard in writers))
-    for writer in itertools.product(range(degrees.tensors), range(degrees.experts), shards):
+    shards, degrees = 1 + max(map(_shard, parts)), ranks[parts[0]]
+    for writer in itertools.product(range(degrees.tensors), range(degrees.experts), range(shards)):
         if writer not in writers:
             raise CheckpointError("there is no tree of tensor rank {}, expert rank {}, shard rank {}".format(*writer))

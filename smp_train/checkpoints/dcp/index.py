@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -20,10 +19,8 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from smp_train.checkpoints.format import checksum_of
-from smp_train.distributed.dtensor import DTensor
 
 INDEX = "index.bin"
 MAGIC = b"smpidx1\n"
@@ -111,7 +108,7 @@ def encode(header: Header, columns: list[Any]) -> bytes:
 
 
 def decode(data: bytes, metadata_bytes: int) -> tuple[Header, list[Any]] | None:
-    """Return header and arrays; None for another format, and for an index of a ``.metadata`` of another size.
+    """Return header and arrays; None if the format or the size of ``.metadata`` differs.
 
     Raises any exception for an invalid index.
     """
@@ -168,18 +165,3 @@ def unpack(header: Header, columns: list[Any], files: Mapping[str, int]) -> dcp.
         raise ValueError("its arrays have other lengths than its entries need")
     return dcp.Metadata(entries, storage_data=_Records(entries, first, names, columns[2:]),
                         storage_meta=dcp.StorageMeta())  # fmt: skip
-
-
-def narrowed(metadata: dcp.Metadata, state: Mapping[str, Any]) -> dcp.Metadata:
-    """Return the index with only those chunks of the tensors in ``state`` that this rank needs.
-
-    DCP's planner compares all chunks with this rank's shards in Python: half a minute for a million chunks.
-    """
-    entries = dict(metadata.state_dict_metadata)
-    for name, value in state.items():
-        entry: Any = entries.get(name)
-        takes_part = not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None
-        is_tensor = isinstance(entry, TensorEntry) and isinstance(value, torch.Tensor) and entry.size == value.size()
-        if is_tensor and takes_part:
-            entries[name] = entry.overlapping(_create_chunk_list(value), name)
-    return replace(metadata, state_dict_metadata=entries)

@@ -13,9 +13,8 @@ from smp_train.distributed.dtensor import DTensor
 class SavePlanner(dcp.DefaultSavePlanner):
     """Drops from this rank's plan the replicas that other ranks write; all ranks of the tensors' meshes take part.
 
-    torch's planner sends every replica to rank 0, which drops all except one: millions of items at 2,048 ranks, and
-    minutes. Here the holders of a replica have equal lists of items, and assign each item to the least loaded holder.
-    DCP removes duplicates of tensors without a mesh on rank 0.
+    torch's planner sends every replica to rank 0: millions of items at 2,048 ranks. Here the holders of a replica have
+    equal lists, and assign each item to the least loaded holder. Rank 0 drops duplicates of tensors without a mesh.
     """
 
     def create_local_plan(self) -> dcp.SavePlan:

@@ -1,46 +1,53 @@
-"""Save and load one tree of all ranks: the checkpoint must hold what is loaded, no more and no less."""
+"""Save and load one tree of all ranks: state and checkpoint must have exactly the same entries."""
 
 from __future__ import annotations
 
 import io
 import logging
 from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, set_element
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from smp_train.checkpoints.collective import gather, root_cause
-from smp_train.checkpoints.dcp.index import narrowed
+from smp_train.checkpoints.dcp.index import TensorEntry
 from smp_train.checkpoints.dcp.planner import SavePlanner
 from smp_train.checkpoints.dcp.storage import Reader, TreeWriter
 from smp_train.distributed.agree import ALL_RANKS, group, is_alone, unless
+from smp_train.distributed.dtensor import DTensor
 from smp_train.errors import CheckpointError, first_few
 from smp_train.models.hub_state import State, present
 from smp_train.models.weight_files import load_plain
 
 logger = logging.getLogger(__name__)
 
-NOT_NEEDED = "optim.param_groups"
-"""Part of torch's own optimizer state dicts; the run's arguments set the hyper-parameters."""
-
 
 class PlainLoadPlanner(dcp.DefaultLoadPlanner):
-    """Unpickles no arbitrary objects, and keeps each rank's plan on that rank.
-
-    DCP sends all plans through rank 0, which would change nothing: a million requests at 512 ranks.
-    """
+    """Unpickles no arbitrary objects, and keeps each rank's plan there: through rank 0 it would come back unchanged."""
 
     unpickle = staticmethod(load_plain)
 
     def create_local_plan(self) -> dcp.LoadPlan:
-        """Make this rank's plan from the chunks that it needs, and return an empty plan to send."""
+        """Make this rank's plan from the chunks that it needs, and return an empty plan to send.
+
+        torch would compare all chunks with this rank's shards in Python: half a minute for a million chunks.
+        """
         assert self.metadata is not None
-        self.metadata = narrowed(self.metadata, self.state_dict)
+        entries = dict(self.metadata.state_dict_metadata)
+        for name, value in self.state_dict.items():
+            entry: Any = entries.get(name)
+            without_part = isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
+            if isinstance(entry, TensorEntry) and isinstance(value, torch.Tensor) and not without_part:
+                entries[name] = entry.overlapping(_create_chunk_list(value), name)
+        self.metadata = replace(self.metadata, state_dict_metadata=entries)
         self.plan = super().create_local_plan()
         return dcp.LoadPlan([])
 
@@ -50,10 +57,7 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
         """Load a value that is not a tensor: numbers, strings, and containers of them."""
-        plain = io.BytesIO()
-        torch.save(self.unpickle(value), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], self.unpickle(value))
 
 
 class StrictLoadPlanner(PlainLoadPlanner):
@@ -90,13 +94,13 @@ class StrictLoadPlanner(PlainLoadPlanner):
 def compare(state: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
     """Return up to three phrases about the differences between a flat state and the ``saved`` entries.
 
-    Saved entries that are ``ignored``, or under a first name that ``state`` does not have (``optim.*`` when only
-    ``model.*`` is loaded), are no difference.
+    The state may lack entries that are ``ignored``, and all under another first name, such as ``optim``.
     """
     kinds = {key.split(".")[0] for key in state}
     missing = [key for key in state if key not in saved]
     surplus = sorted(key for key in saved.keys() - state.keys() if key.split(".")[0] in kinds)
-    unexpected = [key for key in surplus if key not in ignored and not key.startswith(NOT_NEEDED)]
+    # The run's arguments set the hyper-parameters, which torch's own state dicts have in `param_groups`.
+    unexpected = [key for key in surplus if key not in ignored and not key.startswith("optim.param_groups")]
     unlike = []
     for key, value in state.items():
         entry, is_tensor = saved.get(key), isinstance(value, torch.Tensor)
@@ -135,11 +139,11 @@ def load_state(
     state: dict[str, Any], reader: Reader, label: str, ignored: Container[str] = (),
     load: Callable[..., None] = load_together,
 ) -> None:  # fmt: skip
-    """Fill ``state`` in place by ``load``, whatever mesh its tensors lie on; collective.
+    """Fill ``state`` in place by ``load``, on any mesh; collective.
 
-    If the checkpoint has the names that parameters have in memory, these are used (`State.named_as`). It may hold
-    ``ignored`` entries that ``state`` lacks. Raises `CheckpointError`, which names the checkpoint ``label``, on every
-    rank if any rank failed, or if state and checkpoint do not match.
+    The checkpoint may have the names that parameters have in memory (`State.named_as`), and ``ignored`` entries that
+    ``state`` lacks. Raises `CheckpointError` about ``label`` on every rank if any rank failed, or if state and
+    checkpoint do not match.
     """
     gather(f"cannot load {label}", reader.preload)
     if isinstance(state, State):
@@ -162,31 +166,24 @@ def plain_values(reader: Reader) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, entry in saved_entries(reader).items():
         if isinstance(entry, dcp.BytesStorageMetadata) and not key.startswith(("optim", "model")):
-            try:
-                value = plain_value(reader, key)
-            except CheckpointError:  # an object that needs code to be unpickled
-                continue
-            if isinstance(value, int | float | str):
-                values[key] = value
-    return values
+            with suppress(CheckpointError):  # an object that needs code to be unpickled
+                values[key] = plain_value(reader, key)
+    return {key: value for key, value in values.items() if isinstance(value, int | float | str)}
 
 
-def plain_value(reader: Reader, key: str, planner: type[PlainLoadPlanner] = PlainLoadPlanner) -> Any:
-    """Return one entry that is not a tensor. Raises `CheckpointError` if it cannot be read. Not collective."""
-    return _read_entry(reader, key, None, planner)
-
-
-def read_tensor(reader: Reader, key: str) -> torch.Tensor:
-    """Return one tensor as a whole. Raises `CheckpointError` if it cannot be read. Not collective."""
-    entry = saved_entries(reader)[key]
-    value: torch.Tensor = _read_entry(reader, key, torch.empty(entry.size, dtype=entry.properties.dtype))
-    return value
-
-
-def _read_entry(reader: Reader, key: str, value: Any, planner: type[PlainLoadPlanner] = PlainLoadPlanner) -> Any:
-    state = {key: value}
+def plain_value(reader: Reader, key: str, planner: type[PlainLoadPlanner] = PlainLoadPlanner, empty: Any = None) -> Any:
+    """Return one entry, read into ``empty`` if it is a tensor. Raises `CheckpointError`. Not collective."""
+    state = {key: empty}
     try:
         _load_state_dict(state, reader, planner=planner(), no_dist=True)
     except dcp.CheckpointException as error:
         raise CheckpointError(f"{key} cannot be read: {root_cause(error)}") from error
     return state[key]
+
+
+def read_tensor(reader: Reader, key: str) -> torch.Tensor:
+    """Return one tensor as a whole. Raises `CheckpointError` if it cannot be read. Not collective."""
+    entry = saved_entries(reader)[key]
+    empty = torch.empty(entry.size, dtype=entry.properties.dtype)
+    value: torch.Tensor = plain_value(reader, key, empty=empty)
+    return value
