@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 from smp_train.errors import ConfigError
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return the ``type`` of an argument that is a whole number from ``least`` on."""
+def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return the ``type`` of an argument that is a whole number from ``least`` to ``most``."""
 
     def read(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
+        if not least <= int(text) <= most:
+            limit = f" and at most {most}" if most < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}{limit}")
         return int(text)
 
     read.__name__ = "int"  # argparse names it where the text is no number

@@ -6,34 +6,38 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, closing
 
+import torch
+
+from smp_train.arguments.groups import Arguments
 from smp_train.arguments.run_name import is_run_name
-from smp_train.arguments.verb_parser import VerbParser, positive
+from smp_train.arguments.verb_parser import VerbParser, at_least, positive
+from smp_train.checkpoints import listing
 from smp_train.checkpoints.aws import sharded as aws
-from smp_train.checkpoints.checkpoint import Damaged, verified
-from smp_train.checkpoints.find import Location, locate, open_checkpoint, open_verified, parent_of
+from smp_train.checkpoints.find import Location, locate, open_checkpoint, open_verified
 from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.format import METADATA
-from smp_train.checkpoints.listing import (
-    facts_of_checkpoint,
-    facts_of_tree,
-    lines_of,
-    rows_of_run,
-    rows_of_sample,
-    table,
-    visible_damage,
-)
+from smp_train.checkpoints.hf.export import export
+from smp_train.checkpoints.hf.model_folder import new_model
 from smp_train.checkpoints.owner import Ownership, look_at_owner, newest_claim
+from smp_train.checkpoints.pretrained import kind_of, load_weights
+from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.distributed.job import Job
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError, first_few, one_line, redacted
+from smp_train.inference import DTYPES
+from smp_train.models.build import build_meta, materialise
+from smp_train.models.configuration import changes_from
+from smp_train.models.hub_state import gather_state
 from smp_train.models.hugging_face import CONFIG_FILE, GENERATION_FILE, trust_code
+from smp_train.models.resolve import beside, resolve
+from smp_train.models.tokenizer import tokenizer_files, tokenizer_folder
+from smp_train.models.weight_files import WeightFiles
+from smp_train.models.weight_writer import stored_tensors, write_weights
 from smp_train.progress import MOVED, Progress
-from smp_train.storage import normal
+from smp_train.storage import normal, parent_of
 from smp_train.storage.paths import place
 
-LARGEST_STEP = 10**15
 OURS, ANY_OF_OURS = ("checkpoint", "run", "runs"), "a folder of runs, a run's folder or a checkpoint"
 OPERANDS: dict[str, tuple[tuple[str, ...], type[SmpTrainError], str]] = {
     "listed": ((*OURS, "sample", "samples", "other"), CheckpointError, ANY_OF_OURS),
@@ -44,7 +48,7 @@ OPERANDS: dict[str, tuple[tuple[str, ...], type[SmpTrainError], str]] = {
     "imported": (("nothing", "other", "run", "samples"), ConfigError, "a run's folder, which may be a new one"),
     "model": (("nothing", "other"), ConfigError, "a folder for the model"),
 }
-"""What a location may be in each role, the error if it is something else, and the remedy, which is also the help."""
+"""For each role: the kinds of location that suit it, the error for other kinds, and the remedy, which is the help."""
 KINDS = {
     "checkpoint": "is one checkpoint", "run": "holds the checkpoints of a run", "runs": "holds the checkpoints of runs",
     "sample": "is a checkpoint of SMP's sample scripts or of another program", "file": "is a file",
@@ -52,27 +56,19 @@ KINDS = {
     "other": "holds no checkpoint of this program",
 }  # fmt: skip
 
-
-def _step(text: str) -> int:
-    if not 0 <= int(text) <= LARGEST_STEP:
-        raise argparse.ArgumentTypeError(f"{text[:30]}: must be from 0 to {LARGEST_STEP}")
-    return int(text)
-
-
-_step.__name__ = "int"  # argparse names it in the error for a text that is not a number
-SWITCH: dict[str, Any] = {"type": int, "choices": (0, 1), "default": 0}
-FLAGS: dict[str, dict[str, Any]] = {
+SWITCH: dict[str, object] = {"type": int, "choices": (0, 1), "default": 0}
+FLAGS: dict[str, dict[str, object]] = {
     "--json": {"action": "store_true", "help": "as JSON"},
-    "--dtype": {"choices": ("float32", "bfloat16", "float16"), "help": "default: as stored"},
+    "--dtype": {"choices": tuple(DTYPES), "help": "default: as stored"},
     "--tokenizer": {"help": "folder or name of the tokenizer to write with the model"},
     "--max_shard_gb": {"type": positive, "default": 5.0, "help": "size of one file (default: 5)"},
     "--overwrite": {**SWITCH, "help": "move a model that is there to previous-<n>/"},
     "--merge": {**SWITCH, "help": "add adapters into the weights"},
     "--model": {"help": "folder or name: the model of these weights, or the adapters' base model if it has moved"},
     "--trust_remote_code": {**SWITCH, "help": "run code that comes with the model or tokenizer"},
-    "--step": {"type": _step, "help": "step of the checkpoint (default: the source's, else 0)"},
+    "--step": {"type": at_least(0, 10**15), "help": "step of the checkpoint (default: the source's, else 0)"},
     "--run_name": {"help": "the run, in a folder of several"},
-    "--keep": {"type": int, "required": True, "help": "number of intact checkpoints to keep, at least 1"},
+    "--keep": {"type": at_least(1), "required": True, "help": "number of intact checkpoints to keep, at least 1"},
     "--damaged": {**SWITCH, "help": "delete damaged checkpoints, too"},
     "--dry_run": {**SWITCH, "help": "only print what would be deleted"},
 }
@@ -111,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _operand(path: str, role: str) -> Location:
-    """Return what is at a location. Raises the error of `OPERANDS` if that does not suit the role."""
+    """Return the kind of a location. Raises the error in `OPERANDS` if the role needs another kind."""
     kinds, error, remedy = OPERANDS[role]
     if not path.strip():
         raise ConfigError(f"'{path}' names no location; give {remedy}")
@@ -129,33 +125,31 @@ def _operand(path: str, role: str) -> Location:
 
 def _folders(location: Location) -> list[RunFolder]:
     """Return the folders of the runs at a location."""
-    if location.kind == "runs":
-        return [open_folder(os.path.join(location.path, run)) for run in location.runs]
-    return [location.folder]
+    folders = [open_folder(os.path.join(location.path, run)) for run in location.runs]
+    return folders or [location.folder]
 
 
 def list_checkpoints(options: argparse.Namespace) -> None:
     """List the checkpoints of each run, oldest first."""
     location = _operand(options.source, "listed")
-    rows = [row for folder in _folders(location) for row in rows_of_run(folder) if location.name in ("", row["name"])]
+    rows = [row for folder in _folders(location) for row in listing.rows_of_run(folder)]
+    rows = [row for row in rows if location.name in ("", row["name"])]
     if location.kind in ("runs", "other"):
-        rows += rows_of_sample(location.path)
-    if options.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        lines = table(rows, location.folder.location) if rows else [f"no checkpoints in {location.path}"]
-        print(*lines, sep="\n")
+        rows += listing.rows_of_sample(location.path)
+    lines = listing.table(rows, location.folder.location) if rows else [f"no checkpoints in {location.path}"]
+    print(json.dumps(rows, indent=1) if options.json else "\n".join(lines))
 
 
 def show(options: argparse.Namespace) -> None:
     """Show a checkpoint's metadata and the number of its tensors."""
     location = locate(options.source)
     if location.kind == "other" and location.folder.storage.exists(METADATA):
-        facts = facts_of_tree(location.folder)
+        facts = listing.facts_of_tree(location.folder)
     else:
         _operand(options.source, "opened")
-        facts = facts_of_checkpoint(open_checkpoint(options.source))
-    print(*([json.dumps(facts, indent=1)] if options.json else lines_of(facts)), sep="\n")
+        facts = listing.facts_of_checkpoint(open_checkpoint(options.source))
+    lines = [f"{key + ':':<12} {listing.in_words(value)}" for key, value in facts.items()]
+    print(json.dumps(facts, indent=1) if options.json else "\n".join(lines))
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -167,80 +161,51 @@ def verify(options: argparse.Namespace) -> None:
         raise CheckpointError(f"{location.path} holds no committed checkpoint")
     damaged = []
     for folder, name in checkpoints:
-        problem, _ = _verify(folder, name)
+        damage = listing.damage_of(folder, name, read_all=True)
         label = f"{os.path.basename(folder.location)}/{name}" if location.kind == "runs" else name
-        print(f"{label}: {problem or 'intact'}")
-        damaged += [label] * bool(problem)
+        print(f"{label}: {damage or 'intact'}")
+        damaged += [label] * bool(damage)
     if damaged:
         raise CheckpointError(f"{len(damaged)} of {len(checkpoints)} damaged in {location.path}: {', '.join(damaged)}")
 
 
-def _verify(folder: RunFolder, name: str) -> tuple[str, dict[str, Any]]:
-    """Return what contradicts a checkpoint's checksums, empty if it is intact, and then its metadata."""
-    try:
-        with Progress(f"verify {name}", unit="B", moved=MOVED):
-            checkpoint = verified(folder, name)
-            checkpoint.entries()
-    except Damaged as error:
-        return str(error).partition(" is damaged: ")[2], {}
-    return "", checkpoint.meta
-
-
 def export_model(options: argparse.Namespace) -> None:
     """Write a checkpoint's model as a Hugging Face folder."""
-    from smp_train.checkpoints.hf.export import export
-
     _operand(options.source, "opened")
     _operand(options.target, "model")
     with Progress(f"verify {options.source}", unit="B", moved=MOVED):
         checkpoint = open_verified(options.source)
     with Progress(f"export {checkpoint.name}", unit="B") as progress:
         export(
-            checkpoint, options.target, dtype=_dtype(options), tokenizer=options.tokenizer,
+            checkpoint, options.target, dtype=DTYPES.get(options.dtype), tokenizer=options.tokenizer,
             shard_bytes=int(options.max_shard_gb * 1e9), overwrite=bool(options.overwrite),
             merge=bool(options.merge), base=options.model, on_progress=progress.at,
         )  # fmt: skip
     print(f"wrote step {checkpoint.step} of {checkpoint.path} to {options.target}")
 
 
-def _dtype(options: argparse.Namespace) -> Any:
-    import torch
-
-    return options.dtype and getattr(torch, options.dtype)
-
-
 def convert(options: argparse.Namespace) -> None:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
-    from smp_train.checkpoints.hf.model_folder import new_model
-    from smp_train.checkpoints.pretrained import kind_of
-    from smp_train.models import tokenizer
-    from smp_train.models.weight_files import WeightFiles
-    from smp_train.models.weight_writer import stored_tensors, write_weights
-
     _operand(options.source, "weights")
     _operand(options.target, "model")
     if kind_of(options.source) == "ours":
         raise ConfigError(f"{options.source} is a checkpoint: smp-train checkpoint export {options.source} FOLDER")
     source = place(options.source)
     folder = source if source.is_dir() else source.parent
-    small = {name: (folder / name).read_bytes() for name in (GENERATION_FILE, CONFIG_FILE) if (folder / name).is_file()}
-    if CONFIG_FILE not in small:
-        raise ConfigError(f"{folder} has no {CONFIG_FILE}, without which the weights cannot be opened; put it there")
-    try:
-        json.loads(small[CONFIG_FILE])
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder / CONFIG_FILE} is not JSON: {one_line(error)}; replace it") from None
     if os.path.realpath(normal(options.target)) == os.path.realpath(normal(folder)):
         raise ConfigError(f"{options.target} holds the weights that are read; give another folder to write")
-    with ExitStack() as stack:
-        location = options.tokenizer or tokenizer.tokenizer_folder(str(source))
-        small |= {} if location is None else tokenizer.tokenizer_files(location)
+    small = {name: (folder / name).read_bytes() for name in (GENERATION_FILE, CONFIG_FILE) if (folder / name).is_file()}
+    try:
+        json.loads(small.get(CONFIG_FILE, b""))
+    except (ValueError, RecursionError) as error:
+        config = f"{folder / CONFIG_FILE} is missing or not JSON"
+        raise ConfigError(f"{config}: {one_line(error)}; put the model's configuration there") from None
+    with ExitStack() as stack, Progress(f"convert {source.name}", unit="B") as progress:
+        location = options.tokenizer or tokenizer_folder(str(source))
+        small |= {} if location is None else tokenizer_files(location)
         # Opened before the folder to write: if the weights cannot be read, its model stays.
-        items = stored_tensors(WeightFiles(source, stack), _dtype(options))
-        with (
-            new_model(options.target, overwrite=bool(options.overwrite)) as out,
-            Progress(f"convert {source.name}", unit="B") as progress,
-        ):
+        items = stored_tensors(WeightFiles(source, stack), DTYPES.get(options.dtype))
+        with new_model(options.target, overwrite=bool(options.overwrite)) as out:
             index = write_weights(out.stream, items, int(options.max_shard_gb * 1e9), progress.at)
             out.put_all(small | index)
     print(f"wrote {len(items)} tensors of {source} to {options.target}")
@@ -248,15 +213,6 @@ def convert(options: argparse.Namespace) -> None:
 
 def import_weights(options: argparse.Namespace) -> None:
     """Make a checkpoint from weights of any form, or from a checkpoint of SMP's sample, which fit in memory."""
-    import torch
-
-    from smp_train.checkpoints.pretrained import load_weights
-    from smp_train.checkpoints.save import CheckpointManager, Policy
-    from smp_train.models.build import build_meta, materialise
-    from smp_train.models.configuration import changes_from
-    from smp_train.models.hub_state import gather_state
-    from smp_train.models.resolve import beside, resolve
-
     _operand(options.source, "weights")
     target = _operand(options.target, "imported")
     parent, run_name = parent_of(target.path)
@@ -265,62 +221,55 @@ def import_weights(options: argparse.Namespace) -> None:
     source = place(options.source)
     if options.model is None and beside(source) is None:
         raise ConfigError(f"{source} has no config.json beside it; say which model it is by --model FOLDER_OR_NAME")
-    spec = resolve(
-        argparse.Namespace(
-            trust_remote_code=options.trust_remote_code, finetune=True, pretrained_model_name=options.model,
-            pretrained_checkpoint_file=str(source), finetune_checkpoint_load_dir=None,
-            hf_pretrained_model_name_or_dir=None, model_type=None, model_size=None,
-        )
-    )  # fmt: skip
+    weights = {"pretrained_model_name": options.model, "pretrained_checkpoint_file": str(source)}
+    spec = resolve(Arguments(finetune=True, trust_remote_code=options.trust_remote_code, **weights))
     sample = aws.find_checkpoint(str(source), spec.config)
     if sample is not None and (different := changes_from(sample.meta, spec.config)):
         raise CheckpointError(f"{source} is of another model ({'; '.join(different)}); give that one by --model FOLDER")
     step = options.step if options.step is not None else (0 if sample is None else sample.step)
-    for checkpoint in target.folder.committed():
-        if checkpoint.step == step:
-            path = os.path.join(target.path, checkpoint.name)
-            raise ConfigError(f"{path} is a committed checkpoint; give another --step or folder")
+    if names := [checkpoint.name for checkpoint in target.folder.committed() if checkpoint.step == step]:
+        raise ConfigError(f"{target.path}/{names[0]} is a committed checkpoint; give another --step or folder")
     model = build_meta(spec)
     materialise(model, "cpu")
-    usage = "start from it with --finetune 1 --pretrained_checkpoint_file"
-    if sample is None or not sample.has_moments:
+    if sample is not None and sample.has_moments:
+        usage = "go on from it with --resume_from_checkpoint"
+        state = gather_state(model, torch.optim.AdamW(model.parameters()))
+        sample.load(state)
+    else:
+        usage = "start from it with --finetune 1 --pretrained_checkpoint_file"
         with Progress(f"read {source.name}", unit="B") as progress:
             load_weights(model, str(source if sample is None else sample.path), progress.at)
         state = gather_state(model)
-    else:
-        state = gather_state(model, torch.optim.AdamW(model.parameters()))
-        sample.load(state)
-        usage = "go on from it with --resume_from_checkpoint"
-    meta = {
-        "model_config": spec.config.to_dict(), "tokens": 0,
-        "imported": {"from": redacted(str(source)), **({} if sample is None else sample.meta["imported"])},
-    }  # fmt: skip
+    imported = {"from": redacted(str(source)), **({} if sample is None else sample.meta["imported"])}
+    meta = {"model_config": spec.config.to_dict(), "tokens": 0, "imported": imported}
     owner = Ownership([target.folder], advice="give another folder, or wait until that job has ended")
     owner.acquire()
     manager = CheckpointManager(
         [Policy(parent, 0, 0)], run_name=run_name, model_type=spec.model_type, owner=owner, generation=owner.generation
     )
-    try:
-        for path in manager.save(step, state, meta, force=True):
-            print(f"wrote {path}; {usage} {path}")
-    finally:
-        manager.close()
+    with closing(manager):
+        (path,) = manager.save(step, state, meta, force=True)
+    print(f"wrote {path}; {usage} {path}")
 
 
 def prune(options: argparse.Namespace) -> None:
     """Delete a run's checkpoints, except for the newest intact ones and the best that --keep_best keeps."""
-    if options.keep < 1:
-        raise ConfigError(f"--keep {options.keep}: the last committed checkpoint is never deleted; give at least 1")
-    folder = _folder_to_prune(options)
+    runs = {os.path.basename(folder.location): folder for folder in _folders(_operand(options.source, "pruned"))}
+    folders = [folder for run, folder in runs.items() if options.run_name in (None, run)]
+    if len(folders) != 1:
+        raise ConfigError(f"{options.source} holds the runs {first_few(list(runs))}; name one of them with --run_name")
+    folder = folders[0]
     surplus: list[tuple[str, str]] = []
     intact, best = 0, None
     committed = folder.committed()
     for checkpoint in committed:
-        name, damage = checkpoint.name, visible_damage(folder, checkpoint.name)
+        name, damage = checkpoint.name, listing.damage_of(folder, checkpoint.name)
         if not damage and (intact < options.keep or checkpoint.step == best):
-            damage, meta = _verify(folder, name)
+            damage = listing.damage_of(folder, name, read_all=True)
             if not damage:
-                best = _kept_best(meta) if not intact else best
+                meta = open_checkpoint(os.path.join(folder.location, name)).meta
+                if not intact and (meta.get("arguments") or {}).get("keep_best"):
+                    best = (meta.get("best") or {}).get("step")
                 intact += 1
                 continue
         surplus.append((name, f", which is damaged: {damage}" if damage else ""))
@@ -331,39 +280,18 @@ def prune(options: argparse.Namespace) -> None:
     for name, damage in reversed(surplus):
         if damage and not options.damaged:
             print(f"kept {name}{damage}; delete it with --damaged 1")
-        else:
+            continue
+        try:
             if not options.dry_run:
-                _delete(folder, name)
-            print(f"{'would delete' if options.dry_run else 'deleted'} {name}{damage}")
-    if not options.dry_run:
-        owner, alive, _ = look_at_owner(folder, Job())
-        if alive is False:
-            generations = [newest_claim(folder)[0], *(checkpoint.generation for checkpoint in committed)]
-            for line in folder.sweep(max(generations) + 1):
-                print(line)
-        else:
-            print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")
-
-
-def _delete(folder: RunFolder, name: str) -> None:
-    try:
-        folder.delete(name)
-    except OSError as error:
-        raise CheckpointError(f"{folder.location}/{name} cannot be deleted: {error.strerror or error}") from None
-
-
-def _kept_best(meta: dict[str, Any]) -> int | None:
-    """Return the step of the best checkpoint, if the run keeps it by --keep_best."""
-    keeps = (meta.get("arguments") or {}).get("keep_best")
-    return (meta.get("best") or {}).get("step") if keeps else None
-
-
-def _folder_to_prune(options: argparse.Namespace) -> RunFolder:
-    """Return the folder of the run that is to be pruned. Raises `ConfigError` if that is not one run."""
-    location = _operand(options.source, "pruned")
-    folders = {os.path.basename(folder.location): folder for folder in _folders(location)}
-    if options.run_name is None and len(folders) > 1:
-        raise ConfigError(f"{options.source} holds several runs: {first_few(list(folders))}; name one with --run_name")
-    if options.run_name not in (None, *folders):
-        raise ConfigError(f"--run_name '{options.run_name}' is not in {options.source}: {first_few(list(folders))}")
-    return folders[options.run_name or next(iter(folders))]
+                folder.delete(name)
+        except OSError as error:
+            raise CheckpointError(f"{folder.location}/{name} cannot be deleted: {error.strerror or error}") from None
+        print(f"{'would delete' if options.dry_run else 'deleted'} {name}{damage}")
+    if options.dry_run:
+        return
+    owner, alive, _ = look_at_owner(folder, Job())
+    if alive is False:
+        for line in folder.sweep(max(newest_claim(folder)[0], committed[0].generation) + 1):
+            print(line)
+    else:
+        print(f"{folder.location} is in use by {owner or 'a job'}; what its interrupted saves left stays")

@@ -1,8 +1,8 @@
 """One job at a time writes a run's checkpoints: the owner of the highest generation.
 
 Each start claims a generation, one above the highest in the run's folders, with a file ``.owner-<generation>`` that no
-other job overwrites. The highest claim owns the run. The owner lists the claims before it puts COMMITTED, so
-a job that stalled and was overtaken withdraws its own commit and touches nothing else.
+other job overwrites. The highest claim owns the run. The owner lists the claims before and after it puts COMMITTED, so
+a job that stalled and was overtaken learns that its step does not count, and touches nothing else.
 
 A second job is refused while the owner lives. On the owner's machine the kernel knows whether its process lives. On
 other machines the claim's age decides: the owner touches it every few seconds. The storage's clock measures the age, so
@@ -259,7 +259,7 @@ class Ownership:
             elif generation > self.generation or (owner is not None and owner.token != self._claim.token):
                 raise CheckpointError(
                     f"checkpoint folder {folder.location} was taken over by {owner or 'another job'}; "
-                    "this step is not committed"
+                    "this step does not count"
                 )
 
     def release(self) -> None:

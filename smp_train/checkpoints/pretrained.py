@@ -37,9 +37,7 @@ def load_weights(
                 "--merge 1 writes"
             )
         checkpoint.load(gather_state(model, base=True))
-    elif kind == "aws":
-        sample = aws.find_checkpoint(os.fspath(path), model.config, strict=True)
-        assert sample is not None
+    elif kind == "aws" and (sample := aws.find_checkpoint(os.fspath(path), model.config, strict=True)):
         sample.load(gather_state(model, base=True))
     else:
         gather(action, lambda: load_pretrained(model, path, on_progress))

@@ -19,7 +19,6 @@ from smp_train.checkpoints.format import (
     META,
     NODE_LOCAL,
     TOKENIZER,
-    FileRecord,
     Marker,
     folder_name,
     parse_folder_name,
@@ -32,6 +31,8 @@ from smp_train.distributed.agree import alone, here, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.hub_state import present
 from smp_train.storage import wait_for
+from smp_train.storage.checksum import FileRecord
+from smp_train.storage.probe import check_probe, check_writable, put_probe
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +131,11 @@ class CheckpointManager:
         """
         for target in self._targets:
             folder, action = target.folder, f"cannot use checkpoint folder {target.folder.location}"
-            gather(action, folder.check_writable)
+            gather(action, partial(check_writable, folder.storage, "checkpoint_dir"))
             if not target.node_local:
-                probe = on_main(action, folder.put_probe)
+                probe = on_main(action, partial(put_probe, folder.storage))
                 try:
-                    gather(action, partial(folder.check_probe, probe))
+                    gather(action, partial(check_probe, folder.storage, probe))
                 finally:
                     if rank() == 0:
                         with contextlib.suppress(OSError, CheckpointError):
@@ -249,7 +250,11 @@ class CheckpointManager:
         def reserve() -> str:
             self._check_owner()  # an unfinished attempt may belong to the job that has taken over
             if not target.swept:
-                self._sweep(target.folder)
+                try:
+                    for line in target.folder.sweep(self.generation):
+                        logger.info("checkpoint folder %s: %s", target.folder.location, line)
+                except (OSError, CheckpointError) as error:
+                    logger.warning("checkpoint folder %s cannot be tidied: %s", target.folder.location, error)
                 target.swept = True
             name = target.folder.begin(self.model_type, request.step, self.generation)
             self._check_owner()
@@ -260,13 +265,6 @@ class CheckpointManager:
     def _check_owner(self) -> None:
         if self.owner is not None:
             self.owner.check()
-
-    def _sweep(self, folder: RunFolder) -> None:
-        try:
-            for line in folder.sweep(self.generation):
-                logger.info("checkpoint folder %s: %s", folder.location, line)
-        except (OSError, CheckpointError) as error:
-            logger.warning("checkpoint folder %s cannot be tidied: %s", folder.location, error)
 
     def _commit(self, target: Target, attempt: str, request: Request, records: Records) -> Saved:
         """Turn the files of all ranks into a checkpoint; collective.
@@ -287,8 +285,10 @@ class CheckpointManager:
             self.on_stage("publish")
             self._sent.add(attempt)  # if this fails COMMITTED may be there: the next start finds out
             folder.commit(attempt, Marker(request.step, self.model_type, self.generation, files, time.time()))
-            if folder.is_swept(attempt):
+            if swept := folder.is_swept(attempt):
                 folder.withdraw(attempt)
+            self._check_owner()  # a late commit of an older generation harms nothing, but does not count as newest
+            if swept:
                 raise CheckpointError("another job of this run has deleted this attempt; the step is not committed")
 
         on_main(f"cannot save {path}", commit)

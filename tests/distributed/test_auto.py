@@ -39,7 +39,7 @@ def test_it_trains_with_the_flags_it_prints_and_a_resume_keeps_them(tmp_path: Pa
     harness.run(train, 2, command(tmp_path / "hand", **by_hand))
     assert numbers(tmp_path / "auto") == numbers(tmp_path / "hand")
     one, other = (
-        read_checkpoint(next((tmp_path / each / "checkpoints" / "run").glob("*2steps"))) for each in ("auto", "hand")
+        read_checkpoint(next((tmp_path / each / "checkpoints" / "chosen").glob("*2steps"))) for each in ("auto", "hand")
     )  # fmt: skip
     same(one, other)
 

@@ -147,7 +147,8 @@ def compile_with_inductor(command_line: list[str]) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_a_restart_finds_what_was_compiled_in_the_run_folder(tmp_path: Path) -> None:
-    words = flags(tmp_path, use_torch_compile=1, max_steps=1, num_layers=1, save_final_model=0)
+    resume = {"resume_from_checkpoint": tmp_path / "checkpoints"}
+    words = flags(tmp_path, use_torch_compile=1, max_steps=1, num_layers=1, save_final_model=0, **resume)
     for attempt in range(2):
         (found,) = harness.run(compile_with_inductor, 1, [*words, f"--max_steps={attempt + 1}"], timeout=600)
         hits, misses = (found.get(f"fxgraph_cache_{kind}", 0) for kind in ("hit", "miss"))

@@ -41,8 +41,10 @@ def test_a_configuration_of_transformers_5_is_read_and_written(family: str, tmp_
     materialise(model, "cpu")
     initialise(model, 1)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    config = spec.config
-    saved: Any = SimpleNamespace(path="ours", step=1, meta={}, tokenizer=dict, model_config=lambda: config)
+    config, marker = spec.config, SimpleNamespace(model_type=family)
+    saved: Any = SimpleNamespace(
+        path="ours", step=1, meta={}, tokenizer=dict, marker=marker, model_config=lambda: config
+    )
     export(saved, tmp_path / "ours", weights=weights)
     written = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert written.get("dtype", written.get("torch_dtype")) == "float32"

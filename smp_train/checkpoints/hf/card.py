@@ -30,7 +30,9 @@ def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool
     Secrets were removed from the run's arguments when the checkpoint was saved.
     """
     args, adapter = meta.get("arguments") or {}, meta.get("adapter")
-    base = (adapter or {}).get("base") or _base(args)
+    keys = ["pretrained_model_name", "finetune_checkpoint_load_dir", "pretrained_checkpoint_file"]
+    keys = [*keys * bool(args.get("finetune")), "hf_pretrained_model_name_or_dir"]
+    base = (adapter or {}).get("base") or next((args[key] for key in keys if args.get(key)), None)
     base = base and hub_name(str(base))
     data = ", ".join(str(source) for key in ("training_dir", "dataset") for source in args.get(key) or () if source)
     lora = adapter and f"rank {adapter['rank']}, alpha {adapter['alpha']:g}, {' '.join(adapter['target_modules'])}"
@@ -50,7 +52,8 @@ def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     lines += [f"base_model: {json.dumps(base)}"] if base and base.count("/") == 1 and not base.startswith("/") else []
     lines += [TAG, "---", "", f"# {name}", "", "| | |", "|---|---|"]
-    lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items() if value not in (None, "")]
+    cells = {key: " ".join(str(value).replace("|", "\\|").split()) for key, value in rows.items() if value is not None}
+    lines += [f"| {key} | {value} |" for key, value in cells.items() if value]
     versions = ", ".join(f"{package} {version}" for package, version in (meta.get("versions") or {}).items() if version)
     lines += ["", f"Trained with smp-train: {versions}."] if versions else []
     return "\n".join([*lines, *[_EXAMPLE] * tokenizer]) + "\n"
@@ -62,16 +65,5 @@ def hub_name(location: str) -> str:
     return cached[1].replace("--", "/", 1) if cached else location
 
 
-def _base(args: Mapping[str, Any]) -> str | None:
-    keys = ["hf_pretrained_model_name_or_dir"]
-    if args.get("finetune"):
-        keys = ["pretrained_model_name", "finetune_checkpoint_load_dir", "pretrained_checkpoint_file", *keys]
-    return next((str(args[key]) for key in keys if args.get(key)), None)
-
-
 def _number(value: Any) -> str | None:
     return f"{value:.4f}" if isinstance(value, int | float) else None
-
-
-def _cell(value: Any) -> str:
-    return " ".join(str(value).replace("|", "\\|").split())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
@@ -28,46 +28,40 @@ from smp_train.models.weight_writer import SHARD_BYTES, LazyTensors, Progress, w
 from smp_train.storage.paths import place
 
 MODEL = "model."
+"""Prefix of the parameters' names in a checkpoint."""
 
 
 def export(
-    checkpoint: Checkpoint,
-    folder: str | os.PathLike[str],
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-    tokenizer: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    overwrite: bool = False,
-    merge: bool = False,
-    base: str | None = None,
-    on_progress: Progress | None = None,
-) -> None:
+    checkpoint: Checkpoint, folder: str | os.PathLike[str], *, weights: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None, tokenizer: str | None = None, shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False, merge: bool = False, base: str | None = None, on_progress: Progress | None = None,
+) -> None:  # fmt: skip
     """Write the model of a verified checkpoint to ``folder``, also in S3, as Hugging Face's libraries do.
 
     The folder gets the hub's names and layouts in safetensors files of about ``shard_bytes``, config.json,
     generation_config.json, a model card (unless the user has a README.md there) and the tokenizer, by default the
-    checkpoint's. The weights are read from the checkpoint, unless ``weights`` has them by name, and keep their dtype
-    by default. For a run with adapters only the adapters are written, as peft writes them; with ``merge`` the weights
-    of their base model (``base``, if it has moved since training) are loaded and the adapters are added.
+    checkpoint's. ``weights`` by name are written in place of the checkpoint's; ``dtype`` is by default theirs. For a
+    run with adapters only the adapters are written, as peft writes them; with ``merge`` they are added to the weights
+    of their base model (``base``, if it has moved since training).
 
     `new_model` has the rules for an existing model (``overwrite``). Raises `CheckpointError` if the checkpoint does not
     hold a whole model. Not collective.
     """
-    has_adapter = "adapter" in checkpoint.meta
-    if merge and not has_adapter:
+    spec = resolve_saved(checkpoint.model_config(), checkpoint.marker.model_type, checkpoint.path, checkpoint.meta)
+    if merge and spec.lora is None:
         raise ConfigError(f"{checkpoint.path} has no adapters; leave --merge out")
     if base is not None and not merge:
         raise ConfigError(f"--model {base}: are weights to add adapters into; give --merge 1, or leave --model out")
-    files = _small_files(checkpoint, folder, tokenizer)
-    if has_adapter and not merge:
-        lora, tensors = _adapter(checkpoint, dtype)
-        settings, items = [lora], [LazyTensors(tensors, lambda: tensors)]
+    files, name = _small_files(checkpoint, folder, tokenizer), "model"
+    if spec.lora is not None and not merge:
+        name, reader = "adapter_model", checkpoint.reader()
+        adapters = {"base_model.model." + key.removeprefix(MODEL): read_tensor(reader, key).to(dtype or torch.float32)
+                    for key in saved_entries(reader) if key.startswith(MODEL)}  # fmt: skip
+        settings, items = [spec.lora.config(hub_name(spec.pretrained or ""))], [LazyTensors(adapters, lambda: adapters)]
     else:
-        weights, config = _merged_weights(checkpoint, base) if merge else (weights, checkpoint.model_config())
-        settings, items = _model(checkpoint, config, weights, dtype)
+        weights = _merged_weights(checkpoint, spec, base) if merge else weights
+        settings, items = _model(checkpoint, spec.config, weights, dtype)
     with new_model(folder, overwrite=overwrite) as out:
-        name = "adapter_model" if has_adapter and not merge else "model"
         out.put_all(write_weights(out.stream, items, shard_bytes, on_progress, name))
         for setting in settings:
             out.put_all(saved_files(setting.save_pretrained))
@@ -87,37 +81,23 @@ def _small_files(checkpoint: Checkpoint, folder: str | os.PathLike[str], tokeniz
     return files
 
 
-def _model_with_adapters(checkpoint: Checkpoint) -> ModelSpec:
-    model_type = checkpoint.marker.model_type
-    return resolve_saved(checkpoint.model_config(), model_type, checkpoint.path, checkpoint.meta)
-
-
-def _adapter(checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Any, dict[str, Tensor]]:
-    """Return peft's configuration of the adapters, and their tensors under peft's names."""
-    spec, reader = _model_with_adapters(checkpoint), checkpoint.reader()
-    assert spec.lora is not None
-    return spec.lora.config(hub_name(spec.pretrained or "")), {
-        "base_model.model." + key.removeprefix(MODEL): read_tensor(reader, key).to(dtype or torch.float32)
-        for key in saved_entries(reader)
-        if key.startswith(MODEL)
-    }
-
-
-def _merged_weights(checkpoint: Checkpoint, base: str | None) -> tuple[dict[str, Tensor], Any]:
-    """Return the base model's weights with the adapters added, and its configuration."""
-    spec = _model_with_adapters(checkpoint)
+def _merged_weights(checkpoint: Checkpoint, spec: ModelSpec, base: str | None) -> dict[str, Tensor]:
+    """Return the base model's weights with the adapters added."""
     model: Any = build_meta(spec)
     materialise(model, "cpu")
     load_weights(model, base or spec.pretrained or "")
     checkpoint.load(gather_state(model))
     merge_adapters(model)
-    return {canonical_name(key): value.detach() for key, value in named_once(model).items()}, spec.config
+    return {canonical_name(key): value.detach() for key, value in named_once(model).items()}
 
 
 def _model(
     checkpoint: Checkpoint, config: Any, weights: Mapping[str, Tensor] | None, dtype: torch.dtype | None
 ) -> tuple[list[Any], list[LazyTensors]]:
-    """Return the model's configurations, and its tensors from the ``weights`` in memory or from the checkpoint."""
+    """Return the model's configurations, and its tensors in the hub's layout, from ``weights`` or the checkpoint.
+
+    Raises `CheckpointError` unless they are all tensors of the model, with its shapes.
+    """
     from transformers import GenerationConfig
 
     config.use_cache = True  # of keys and values: training has switched it off
@@ -127,46 +107,29 @@ def _model(
     if weights is None:
         reader = checkpoint.reader_of(gather_state(plain))
         entries = {k.removeprefix(MODEL): v for k, v in saved_entries(reader).items() if k.startswith(MODEL)}
-        stored = {name: (e.size, e.properties.dtype) for name, e in entries.items() if hasattr(e, "size")}
-        items = _tensors(plain, stored, lambda name: read_tensor(reader, MODEL + name), dtype, checkpoint.path)
+        stored = {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+                  for name, entry in entries.items() if hasattr(entry, "size")}  # fmt: skip
     else:
-        stored = {name: (weights[name].shape, weights[name].dtype) for name in named_once(plain) if name in weights}
-        items = _tensors(plain, stored, weights.__getitem__, dtype, checkpoint.path)
+        stored = {name: weights[name] for name in named_once(plain) if name in weights}
+    in_hub_layout = {tensor.name for tensors in hub_names(plain).tensors.values() for tensor in tensors}
+    items = []
+    for name, value in stored.items():
+        to = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        convert: Any = dict if name in in_hub_layout else partial(to_hub, plain)
+
+        def read(name: str = name, to: torch.dtype = to, convert: Any = convert) -> Any:
+            tensor = read_tensor(reader, MODEL + name) if weights is None else weights[name]
+            return convert({name: tensor.to(to)})
+
+        items.append(LazyTensors(convert({name: torch.empty(value.shape, dtype=to, device="meta")}), read))
+    tensors = {name: value for item in items for name, value in item.tensors.items()}
+    expected = to_hub(plain, {name: value.detach() for name, value in named_once(plain).items()})
+    shapes = {name: list(value.shape) for name, value in tensors.items()}
+    problems = [f"{name} is {shapes.get(name, 'missing')} in the checkpoint and {list(value.shape)} in the model"
+                for name, value in expected.items() if shapes.get(name) != list(value.shape)]  # fmt: skip
+    if problems:
+        raise CheckpointError(f"{checkpoint.path} does not hold the whole model: {first_few(problems, '; ')}")
     config.architectures = [type(plain).__name__]
-    dtypes = {value.dtype for item in items for value in item.tensors.values() if value.dtype.is_floating_point}
+    dtypes = {value.dtype for value in tensors.values() if value.dtype.is_floating_point}
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", max(dtypes, key=lambda d: d.itemsize))
     return [GenerationConfig.from_model_config(config), config], items
-
-
-def _tensors(
-    plain: Any, stored: Mapping[str, tuple[Size, torch.dtype]], read: Callable[[str], Tensor],
-    dtype: torch.dtype | None, label: str,
-) -> list[LazyTensors]:  # fmt: skip
-    """Return the ``stored`` tensors, which ``read`` reads by name, in the hub's layout and in ``dtype``.
-
-    Raises `CheckpointError` unless they are all tensors of the model ``plain``, with its shapes.
-    """
-    hub_layout = {tensor.name for tensors in hub_names(plain).tensors.values() for tensor in tensors}
-    items: list[LazyTensors] = []
-    for name, (size, stored_dtype) in stored.items():
-        to = dtype if dtype is not None and stored_dtype.is_floating_point else stored_dtype
-        convert = (lambda tensors: tensors) if name in hub_layout else partial(to_hub, plain)
-
-        def read_converted(name: str = name, to: torch.dtype = to, convert: Any = convert) -> Mapping[str, Tensor]:
-            tensors: Mapping[str, Tensor] = convert({name: read(name).to(to)})
-            return tensors
-
-        items.append(LazyTensors(convert({name: torch.empty(size, dtype=to, device="meta")}), read_converted))
-    shapes = {name: value.shape for item in items for name, value in item.tensors.items()}
-    parameters = {name: torch.empty(value.shape, device="meta") for name, value in named_once(plain).items()}
-    expected = {name: value.shape for name, value in to_hub(plain, parameters).items()}
-    missing = [name for name in expected if name not in shapes]
-    misshapen = [f"{name} is {list(shapes[name])} in the checkpoint and {list(shape)} in the model"
-                 for name, shape in expected.items() if shapes.get(name, shape) != shape]  # fmt: skip
-    if missing and stored.keys() >= parameters.keys():
-        raise CheckpointError(f"{label}: transformers stores several parameters of this model as one; not exported")
-    if missing:
-        raise CheckpointError(f"{label} does not hold the whole model: it lacks {first_few(missing)}")
-    if misshapen:
-        raise CheckpointError(f"{label} does not hold the model of its configuration: {first_few(misshapen, '; ')}")
-    return items

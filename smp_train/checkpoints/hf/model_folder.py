@@ -8,13 +8,11 @@ that is killed in between therefore leaves no folder that opens with wrong or mi
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from smp_train import storage
@@ -72,10 +70,8 @@ def new_model(location: str | os.PathLike[str], *, overwrite: bool = False) -> I
     with _errors_named(folder.location):
         names = _existing_model(location)
         if names and not overwrite:
-            raise ConfigError(
-                f"{folder.location} holds a model already; give another folder, or move that model to a sub-folder "
-                "with --overwrite 1"
-            )
+            remedy = "give another folder, or move that model to a sub-folder with --overwrite 1"
+            raise ConfigError(f"{folder.location} holds a model already; {remedy}")
         _move_aside(folder, names)
     model = ModelFolder(folder)
     try:
@@ -84,7 +80,7 @@ def new_model(location: str | os.PathLike[str], *, overwrite: bool = False) -> I
             with model.stream(name, len(data)) as file:
                 file.write(data)
     except BaseException:
-        with contextlib.suppress(OSError, SmpTrainError):
+        with suppress(OSError, SmpTrainError):
             for name in reversed(model.written):
                 folder.delete(name)
         raise
@@ -110,26 +106,13 @@ def _move_aside(folder: Storage, names: list[str]) -> None:
     if not names and not interrupted:
         return
     # Entry files move first: if one is in both folders, somebody has written another model since the interruption.
-    entry_files = [name for name in names if name in ENTRY_FILES]
-    another = any(folder.exists(f"previous-{number}/{name}") for name in entry_files)
+    another = any(folder.exists(f"previous-{number}/{name}") for name in names if name in ENTRY_FILES)
     previous = f"previous-{number}" if interrupted and not another else f"previous-{number + 1}"
     folder.put(f"{previous}/{MOVING}", b"")
     for name in names:
         folder.move(name, f"{previous}/{name}")
     folder.delete(f"{previous}/{MOVING}")
     logger.warning("%s held a model, which is now in %s/%s", folder.location, folder.location, previous)
-
-
-def check_writable(location: str | os.PathLike[str], flag: str) -> None:
-    """Write and delete a file in the folder that ``flag`` names. Raises `CheckpointError` on failure."""
-    probe = f".probe-{uuid.uuid4().hex[:8]}"
-    try:
-        folder = storage.at(location)
-        with _errors_named(folder.location):
-            folder.put(probe, b"smp-train\n")
-            folder.delete(probe)
-    except CheckpointError as error:
-        raise CheckpointError(f"--{flag}: {error}") from None
 
 
 @contextmanager
