@@ -96,7 +96,7 @@ def _undo(owner: Ownership) -> None:
     owner.release()
     for folder in owner.folders:
         with contextlib.suppress(OSError, CheckpointError):
-            if owner.is_first and not folder.names():
+            if owner.generation == 1 and not folder.names():
                 folder.storage.delete(".owner-1")
                 os.rmdir(folder.location)  # a folder in S3 is gone by now
 
@@ -148,13 +148,13 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
             check_writable(folder.storage, "checkpoint_dir")
         parts = [folder_of_run(parent, name) for parent in args.checkpoint_dir if is_node_local(parent)]
         above = max((part.generation for folder in parts for part in folder.committed()[:1]), default=0)
-        owners[:] = [owner]
         try:
             owner.acquire(force=args.break_checkpoint_lock, above=above)
         except InUse:
             if is_given or asked is not None:
                 raise
             continue  # another start has taken the name since
+        owners[:] = [owner]
         if asked is not None or owner.restarted or not any(owner.committed):
             break
         owner.release()  # another run has taken the name since, and has ended

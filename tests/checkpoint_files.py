@@ -148,10 +148,10 @@ def keys(place: Path | str) -> list[str]:
     """
     from smp_train.checkpoints.folder import open_folder
 
-    folder = open_folder(place)
-    swept = set(folder.names()) - set(names(place))
-    found = (key.replace("/0/__", "/__") for key in folder.storage.files())
-    return sorted(key for key in found if not key.startswith(".owner-") and key.partition("/")[0] not in swept)
+    every = {key.replace("/0/__", "/__") for key in open_folder(place).storage.files()}
+    used = {key.partition("/")[0] for key in every if not key.endswith(("/.begun", "/.swept"))}
+    swept = {key.partition("/")[0] for key in every} - used
+    return sorted(key for key in every if not key.startswith(".owner-") and key.partition("/")[0] not in swept)
 
 
 def contents(place: Path | str) -> dict[str, bytes]:

@@ -204,7 +204,7 @@ class CheckpointManager:
         """Write and commit into one folder, then apply the policy's retention; collective."""
         if not target.node_local:
             saved = self._write(target, request)
-            self._retain(target, saved.step)
+            self._retain(target, saved)
             return saved
         parents = [durable.policy.parent for durable in self._targets if not durable.node_local]
         meta = {**request.meta, NODE_LOCAL: facts_of_part(parents, request.meta.get("mesh"))}
@@ -216,7 +216,7 @@ class CheckpointManager:
         # Every rank commits its part before any rank deletes an older one, so there is always a step that all have.
         saved = gather("cannot save", save_part)[rank()]
         with alone():
-            self._retain(target, saved.step)
+            self._retain(target, saved)
         return saved
 
     def _write(self, target: Target, request: Request) -> Saved:
@@ -238,7 +238,7 @@ class CheckpointManager:
         def commit(records: Records) -> list[Saved]:
             with self._deleted_on_failure(target, attempt):
                 saved = self._commit(target, attempt, request, records)
-            self._retain(target, saved.step)
+            self._retain(target, saved)
             return [saved]
 
         with self._deleted_on_failure(target, attempt):
@@ -306,8 +306,8 @@ class CheckpointManager:
                     target.folder.delete(attempt)
             raise
 
-    def _retain(self, target: Target, step: int) -> None:
-        """Delete, on rank 0, the run's checkpoints that the policy does not keep now that ``step`` is committed.
+    def _retain(self, target: Target, saved: Saved) -> None:
+        """Delete, on rank 0, the run's checkpoints that the policy does not keep, after ``saved`` is committed.
 
         Checkpoints of later generations belong to a job that has taken over. Damaged checkpoints stay and do not count.
         A failure costs disk space, not the run.
@@ -320,7 +320,7 @@ class CheckpointManager:
             ours = [old for old in folder.committed() if old.marker and old.generation <= self.generation]
             intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
             for old in reversed(intact[keep:]):
-                if old.step not in (step, self.best):
+                if old.step != self.best and old.name != saved.path.rpartition("/")[2]:
                     self._check_owner()  # a job that has taken over may go on from it
                     folder.delete(old.name)
         except Exception as error:  # on rank 0 alone
