@@ -37,7 +37,7 @@ from smp_train.checkpoints.dcp.index import pack, unpack
 from smp_train.checkpoints.dcp.pickled import unpickle
 from smp_train.checkpoints.dcp.planner import SavePlanner
 from smp_train.checkpoints.folder import open_folder
-from smp_train.checkpoints.format import COMMITTED, META, FileRecord, Marker, checksum_of
+from smp_train.checkpoints.format import COMMITTED, META, Marker
 from smp_train.data import audit
 from smp_train.data.loader import Loader
 from smp_train.data.order import Order
@@ -45,6 +45,7 @@ from smp_train.distributed import Runtime, group
 from smp_train.distributed.heartbeat import PHASES
 from smp_train.models.build import build_meta
 from smp_train.models.resolve import resolve
+from smp_train.storage.checksum import FileRecord, checksum_of
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.step_times import summary
 

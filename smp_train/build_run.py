@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 import smp_train
-from smp_train import arguments, auto, backends, distributed, losses, resume, train_utils
+from smp_train import arguments, auto, backends, distributed, losses, resume, storage, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.own import Own, named
 from smp_train.backends.base import Backend, Topology
 from smp_train.best import Best
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.hf.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, is_node_local
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.data.indexed import ValidationData
@@ -40,6 +39,7 @@ from smp_train.parallel import compile
 from smp_train.progress import Progress
 from smp_train.spikes import Spikes
 from smp_train.stop import StopRequest
+from smp_train.storage.probe import check_writable
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import get_logger, setup_logging
 from smp_train.telemetry.memory_owners import while_building
@@ -331,7 +331,7 @@ def open_checkpoints(
         checkpoints.check_folders()
     with distributed.together("looking at the model folder"):
         if args.save_final_model and ranks.is_main and args.model_dir is not None:
-            check_writable(args.model_dir, "model_dir")
+            check_writable(storage.at(args.model_dir), "model_dir")
     return checkpoints
 
 

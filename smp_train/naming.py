@@ -22,7 +22,7 @@ from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.run_name import RUNS, named
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened
 from smp_train.checkpoints.collective import root_cause
-from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint, parent_of
+from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint
 from smp_train.checkpoints.folder import Committed, RunFolder, folder_of_run, open_folder
 from smp_train.checkpoints.format import parse_folder_name
 from smp_train.checkpoints.node_local import is_node_local
@@ -33,7 +33,8 @@ from smp_train.distributed.job import Job
 from smp_train.errors import CheckpointError, ConfigError, DataError, first_few, redacted
 from smp_train.models.flops import count_parameters
 from smp_train.models.resolve import names_model, resolve
-from smp_train.storage import is_s3, normal
+from smp_train.storage import is_s3, normal, parent_of
+from smp_train.storage.probe import check_writable
 from smp_train.telemetry.run_folder import RunFolder as OutputFolder
 
 
@@ -95,7 +96,7 @@ def _undo(owner: Ownership) -> None:
     owner.release()
     for folder in owner.folders:
         with contextlib.suppress(OSError, CheckpointError):
-            if owner.is_first and not folder.names():
+            if owner.generation == 1 and not folder.names():
                 folder.storage.delete(".owner-1")
                 os.rmdir(folder.location)  # a folder in S3 is gone by now
 
@@ -144,16 +145,16 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
         name = _free_name(args, base, parents, job, is_given=is_given, asked=asked)
         owner = Ownership([folder_of_run(parent, name) for parent in parents], job)
         for folder in owner.folders:
-            folder.check_writable()
+            check_writable(folder.storage, "checkpoint_dir")
         parts = [folder_of_run(parent, name) for parent in args.checkpoint_dir if is_node_local(parent)]
         above = max((part.generation for folder in parts for part in folder.committed()[:1]), default=0)
-        owners[:] = [owner]
         try:
             owner.acquire(force=args.break_checkpoint_lock, above=above)
         except InUse:
             if is_given or asked is not None:
                 raise
             continue  # another start has taken the name since
+        owners[:] = [owner]
         if asked is not None or owner.restarted or not any(owner.committed):
             break
         owner.release()  # another run has taken the name since, and has ended

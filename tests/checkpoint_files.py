@@ -143,8 +143,8 @@ def keys(place: Path | str) -> list[str]:
     from smp_train.checkpoints.folder import open_folder
 
     every = {key.replace("/0/__", "/__") for key in open_folder(place).storage.files()}
-    attempts = {key.partition("/")[0] for key in every if key.endswith("/.begun")}
-    swept = {name for name in attempts if f"{name}/.swept" in every and f"{name}/meta.json" not in every}
+    used = {key.partition("/")[0] for key in every if not key.endswith(("/.begun", "/.swept"))}
+    swept = {key.partition("/")[0] for key in every} - used
     return sorted(key for key in every if not key.startswith(".owner-") and key.partition("/")[0] not in swept)
 
 

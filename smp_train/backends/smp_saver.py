@@ -21,13 +21,14 @@ from smp_train.backends import smp_choices, smp_library
 from smp_train.checkpoints.collective import gather as agree
 from smp_train.checkpoints.dcp.trees import load_together, save_together
 from smp_train.checkpoints.folder import RunFolder
-from smp_train.checkpoints.format import BEGUN, METADATA, FileRecord
+from smp_train.checkpoints.format import BEGUN, METADATA
 from smp_train.checkpoints.saver import Records, Saver
 from smp_train.distributed import gather
 from smp_train.distributed.agree import alone, any_rank, unless
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.smp_names import HubModel, Ranks
 from smp_train.storage import is_s3
+from smp_train.storage.checksum import FileRecord
 from smp_train.storage.folder import sync_folder
 
 logger = logging.getLogger("smp_train.smp")

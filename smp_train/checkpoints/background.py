@@ -22,8 +22,7 @@ from smp_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-GROUP_TIMEOUT = timedelta(hours=2)
-"""Ranks of a background save wait for the slowest disk."""
+GROUP_TIMEOUT = timedelta(hours=2)  # ranks wait for the slowest disk
 MEMORY_SHARE = 0.6
 """Share of the free host memory that copies may take; larger states are saved synchronously."""
 

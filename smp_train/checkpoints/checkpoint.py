@@ -14,13 +14,14 @@ from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.dcp.storage import Reader, TreeReader
 from smp_train.checkpoints.dcp.trees import load_state, saved_entries
 from smp_train.checkpoints.folder import RunFolder
-from smp_train.checkpoints.format import COMMITTED, DAMAGED, META, METADATA, TOKENIZER, FileRecord, Marker, checksum_of
+from smp_train.checkpoints.format import COMMITTED, DAMAGED, META, METADATA, TOKENIZER, Marker
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.distributed.agree import rank, world_size
 from smp_train.errors import CheckpointError, first_few, one_line
 from smp_train.models.hugging_face import config_of
 from smp_train.models.smp_names import HubModel, Ranks
 from smp_train.progress import MOVED
+from smp_train.storage.checksum import FileRecord, checksum_of
 from smp_train.storage.patience import TRANSIENT
 
 TORCHS = Saver()

@@ -15,7 +15,7 @@ from smp_train.arguments.run_name import is_run_name
 from smp_train.arguments.verb_parser import VerbParser, at_least, positive
 from smp_train.checkpoints import listing
 from smp_train.checkpoints.aws import sharded as aws
-from smp_train.checkpoints.find import Location, locate, open_checkpoint, open_verified, parent_of
+from smp_train.checkpoints.find import Location, locate, open_checkpoint, open_verified
 from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.format import METADATA
 from smp_train.checkpoints.hf.export import export
@@ -25,7 +25,6 @@ from smp_train.checkpoints.pretrained import kind_of, load_weights
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.distributed.job import Job
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError, first_few, one_line, redacted
-from smp_train.inference import DTYPES
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.configuration import changes_from
 from smp_train.models.hub_state import gather_state
@@ -35,7 +34,7 @@ from smp_train.models.tokenizer import tokenizer_files, tokenizer_folder
 from smp_train.models.weight_files import WeightFiles
 from smp_train.models.weight_writer import stored_tensors, write_weights
 from smp_train.progress import MOVED, Progress
-from smp_train.storage import normal
+from smp_train.storage import normal, parent_of
 from smp_train.storage.paths import place
 
 OURS, ANY_OF_OURS = ("checkpoint", "run", "runs"), "a folder of runs, a run's folder or a checkpoint"
@@ -59,7 +58,7 @@ KINDS = {
 SWITCH: dict[str, object] = {"type": int, "choices": (0, 1), "default": 0}
 FLAGS: dict[str, dict[str, object]] = {
     "--json": {"action": "store_true", "help": "as JSON"},
-    "--dtype": {"choices": tuple(DTYPES), "help": "default: as stored"},
+    "--dtype": {"choices": ("float32", "bfloat16", "float16"), "help": "default: as stored"},
     "--tokenizer": {"help": "folder or name of the tokenizer to write with the model"},
     "--max_shard_gb": {"type": positive, "default": 5.0, "help": "size of one file (default: 5)"},
     "--overwrite": {**SWITCH, "help": "move a model that is there to previous-<n>/"},
@@ -175,9 +174,10 @@ def export_model(options: argparse.Namespace) -> None:
     _operand(options.target, "model")
     with Progress(f"verify {options.source}", unit="B", moved=MOVED):
         checkpoint = open_verified(options.source)
+    dtype = options.dtype and getattr(torch, options.dtype)
     with Progress(f"export {checkpoint.name}", unit="B") as progress:
         export(
-            checkpoint, options.target, dtype=DTYPES.get(options.dtype), tokenizer=options.tokenizer,
+            checkpoint, options.target, dtype=dtype, tokenizer=options.tokenizer,
             shard_bytes=int(options.max_shard_gb * 1e9), overwrite=bool(options.overwrite),
             merge=bool(options.merge), base=options.model, on_progress=progress.at,
         )  # fmt: skip
@@ -204,7 +204,7 @@ def convert(options: argparse.Namespace) -> None:
         location = options.tokenizer or tokenizer_folder(str(source))
         small |= {} if location is None else tokenizer_files(location)
         # Opened before the folder to write: if the weights cannot be read, its model stays.
-        items = stored_tensors(WeightFiles(source, stack), DTYPES.get(options.dtype))
+        items = stored_tensors(WeightFiles(source, stack), options.dtype and getattr(torch, options.dtype))
         with new_model(options.target, overwrite=bool(options.overwrite)) as out:
             index = write_weights(out.stream, items, int(options.max_shard_gb * 1e9), progress.at)
             out.put_all(small | index)

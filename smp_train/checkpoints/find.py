@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened, verified
 from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.folder import RunFolder, open_folder
-from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, META, NODE_LOCAL, parse_folder_name
+from smp_train.checkpoints.format import BEGUN, BEST, COMMITTED, DAMAGED, META, NODE_LOCAL, parse_folder_name
 from smp_train.checkpoints.owner import claims_in
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError, first_few
-from smp_train.storage import is_s3, normal
+from smp_train.storage import is_s3, normal, parent_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,6 @@ class Location:
     def folder(self) -> RunFolder:
         """The run's folder."""
         return open_folder(parent_of(self.path)[0] if self.name else self.path)
-
-
-def parent_of(path: str) -> tuple[str, str]:
-    """Return (folder, name) of a path in normal form; of a bucket or the root folder that itself and no name."""
-    if is_s3(path) and path.count("/") == 2:
-        return path, ""
-    return os.path.split(path)
 
 
 def locate(location: str | os.PathLike[str]) -> Location:
@@ -172,13 +165,9 @@ def open_intact(location: str, name: str, *, strict: bool, mark: bool) -> Checkp
         if rank() == 0:
             logger.warning("%s; trying the next older one", damage)
             if mark:
-                _mark(folder, name, str(damage))
+                try:
+                    if not folder.is_marked_damaged(name):
+                        folder.put(name, DAMAGED, f"{damage}\n".encode())
+                except (OSError, CheckpointError) as error:
+                    logger.warning("%s/%s cannot be marked as damaged: %s", location, name, error)
         return None
-
-
-def _mark(folder: RunFolder, name: str, why: str) -> None:
-    try:
-        if not folder.is_marked_damaged(name):
-            folder.mark_damaged(name, why)
-    except (OSError, CheckpointError) as error:
-        logger.warning("%s cannot be marked as damaged: %s", os.path.join(folder.location, name), error)

@@ -11,9 +11,7 @@ import contextlib
 import json
 import os
 import posixpath
-import socket
 import uuid
-from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -24,21 +22,17 @@ from smp_train.checkpoints.format import (
     COMMITTED,
     DAMAGED,
     SWEPT,
-    FileRecord,
     Marker,
-    checksum_of,
     folder_name,
     parse_folder_name,
 )
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError
 from smp_train.storage import Range, is_s3
+from smp_train.storage.checksum import FileRecord, checksum_of
+from smp_train.storage.probe import PROBE, PROBE_SECONDS
 from smp_train.storage.s3 import PART_BYTES
 
-PROBE = ".probe-"
-"""Prefix of files that prove that a rank can write to the folder and sees other ranks' files."""
-PROBE_SECONDS = 60.0
-"""A probe older than this belongs to no process."""
 IN_FLIGHT_SECONDS = 60.0
 """A killed process' last request may still take effect in S3 for this long."""
 
@@ -123,29 +117,6 @@ class RunFolder:
 
     # --- writing
 
-    def check_writable(self) -> None:
-        """Create the folder and prove that files can be written; else `CheckpointError`."""
-        try:
-            self.storage.delete(self.put_probe())
-        except (OSError, CheckpointError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise CheckpointError(
-                f"cannot write to checkpoint folder {self.location}: {reason}; give another --checkpoint_dir"
-            ) from error
-
-    def put_probe(self) -> str:
-        """Write a file for `check_probe` and return its name."""
-        probe = f"{PROBE}{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-        self.storage.put(probe, b"smp-train\n")
-        return probe
-
-    def check_probe(self, probe: str) -> None:
-        """Raise `CheckpointError` where this rank does not see another rank's probe."""
-        if not storage.wait_for(lambda: self.storage.exists(probe)):
-            raise CheckpointError(
-                f"{self.location} is not the folder that rank 0 sees; give a --checkpoint_dir that all nodes share"
-            )
-
     def put(self, name: str, file: str, data: bytes) -> FileRecord:
         """Write a small file and return its record."""
         self.storage.put(posixpath.join(name, file), data)
@@ -179,10 +150,6 @@ class RunFolder:
     def is_swept(self, name: str) -> bool:
         """Return whether another job has deleted, or is deleting, the files of an attempt."""
         return self.storage.exists(f"{name}/{SWEPT}") or not self.storage.exists(f"{name}/{BEGUN}")
-
-    def mark_damaged(self, name: str, why: str) -> None:
-        """Add DAMAGED to a checkpoint, which is kept as it is and no longer resumed from."""
-        self.storage.put(f"{name}/{DAMAGED}", f"{why}\n".encode())
 
     def sweep(self, generation: int) -> list[str]:
         """Delete the files of attempts that generations below ``generation`` never committed; return a line for each.
@@ -218,11 +185,3 @@ class RunFolder:
     def _is_ours(self, file: str) -> bool:
         name, _, below = file.partition("/")
         return not below or parse_folder_name(name) is not None
-
-
-def newest_step(parents: Sequence[str], run_name: str) -> int:
-    """Return the step of a run's newest committed checkpoint below some parent folders, 0 without one."""
-    newest = [
-        checkpoint[:2] for parent in parents for checkpoint in folder_of_run(parent, run_name).committed()[:1]
-    ]
-    return max(newest, default=(0, 0))[1]

@@ -8,18 +8,13 @@ and CRC-32 checksums. A folder without COMMITTED is not a checkpoint.
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from smp_train.arguments.run_name import CHECKPOINT_NAME
 from smp_train.errors import CheckpointError
-
-try:  # the same CRC-32, several times faster
-    from isal.isal_zlib import crc32 as _crc32
-except ImportError:
-    _crc32 = zlib.crc32
+from smp_train.storage.checksum import FileRecord, checksum_of
 
 COMMITTED = "COMMITTED"
 BEGUN = ".begun"
@@ -32,7 +27,6 @@ META = "meta.json"
 METADATA = ".metadata"
 """Index of a tree by torch.distributed.checkpoint."""
 TOKENIZER = "tokenizer/"
-"""Folder of the tokenizer's files."""
 NODE_LOCAL = "node_local"
 """Key of meta.json in one rank's part of a checkpoint on a node's own disk."""
 BEST = "best"
@@ -51,37 +45,6 @@ def parse_folder_name(name: str) -> tuple[str, int] | None:
     if match is None or name.startswith("."):
         return None
     return match["model_type"], int(match["step"])
-
-
-class FileRecord(NamedTuple):
-    """One file of a checkpoint: its size in bytes and its CRC-32 as eight hexadecimal digits."""
-
-    size: int
-    crc32: str
-
-
-class Checksum:
-    """Size and CRC-32 of the bytes added so far."""
-
-    def __init__(self) -> None:
-        self._size = self._crc = 0
-
-    def add(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Add the next bytes."""
-        self._crc = _crc32(chunk, self._crc)
-        self._size += len(chunk)
-
-    def record(self) -> FileRecord:
-        """Return size and checksum."""
-        return FileRecord(self._size, f"{self._crc:08x}")
-
-
-def checksum_of(chunks: Iterable[bytes]) -> FileRecord:
-    """Return the record of a file that is read in chunks."""
-    checksum = Checksum()
-    for chunk in chunks:
-        checksum.add(chunk)
-    return checksum.record()
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from smp_train.checkpoints.aws.sharded import checkpoint_paths
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened, verified
 from smp_train.checkpoints.dcp.storage import TreeReader
 from smp_train.checkpoints.dcp.trees import plain_values, saved_entries
-from smp_train.checkpoints.find import best_of, parent_of
+from smp_train.checkpoints.find import best_of
 from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.format import BEGUN, DAMAGED, SWEPT, parse_folder_name
 from smp_train.errors import CheckpointError
 from smp_train.progress import MOVED, Progress
+from smp_train.storage import parent_of
 
 
 def damage_of(folder: RunFolder, name: str, *, read_all: bool = False) -> str:

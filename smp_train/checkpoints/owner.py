@@ -151,18 +151,11 @@ class Ownership:
         return int(self._claim.generation)
 
     @property
-    def is_first(self) -> bool:
-        """Whether no generation was claimed before; False if this one claimed none."""
-        return self._claim is not None and self._claim.generation == 1
-
-    @property
     def began(self) -> int:
         """The first generation of this job."""
         return int(self._claim.began)
 
-    def acquire(
-        self, *, force: bool = False, above: int = 0, wait: Callable[[float], object] = time.sleep
-    ) -> None:  # fmt: skip
+    def acquire(self, *, force: bool = False, above: int = 0, wait: Callable[[float], object] = time.sleep) -> None:
         """Claim the next generation: in place of a dead owner at once, of a silent one after `STALE_SECONDS`.
 
         With ``force`` in place of any owner, which then commits nothing more. The generation is higher than ``above``.

@@ -19,7 +19,6 @@ from smp_train.checkpoints.format import (
     META,
     NODE_LOCAL,
     TOKENIZER,
-    FileRecord,
     Marker,
     folder_name,
     parse_folder_name,
@@ -32,6 +31,8 @@ from smp_train.distributed.agree import alone, here, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.hub_state import present
 from smp_train.storage import wait_for
+from smp_train.storage.checksum import FileRecord
+from smp_train.storage.probe import check_probe, check_writable, put_probe
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +131,11 @@ class CheckpointManager:
         """
         for target in self._targets:
             folder, action = target.folder, f"cannot use checkpoint folder {target.folder.location}"
-            gather(action, folder.check_writable)
+            gather(action, partial(check_writable, folder.storage, "checkpoint_dir"))
             if not target.node_local:
-                probe = on_main(action, folder.put_probe)
+                probe = on_main(action, partial(put_probe, folder.storage))
                 try:
-                    gather(action, partial(folder.check_probe, probe))
+                    gather(action, partial(check_probe, folder.storage, probe))
                 finally:
                     if rank() == 0:
                         with contextlib.suppress(OSError, CheckpointError):
@@ -203,7 +204,7 @@ class CheckpointManager:
         """Write and commit into one folder, then apply the policy's retention; collective."""
         if not target.node_local:
             saved = self._write(target, request)
-            self._retain(target, saved.step)
+            self._retain(target, saved)
             return saved
         parents = [durable.policy.parent for durable in self._targets if not durable.node_local]
         meta = {**request.meta, NODE_LOCAL: facts_of_part(parents, request.meta.get("mesh"))}
@@ -215,7 +216,7 @@ class CheckpointManager:
         # Every rank commits its part before any rank deletes an older one, so there is always a step that all have.
         saved = gather("cannot save", save_part)[rank()]
         with alone():
-            self._retain(target, saved.step)
+            self._retain(target, saved)
         return saved
 
     def _write(self, target: Target, request: Request) -> Saved:
@@ -237,7 +238,7 @@ class CheckpointManager:
         def commit(records: Records) -> list[Saved]:
             with self._deleted_on_failure(target, attempt):
                 saved = self._commit(target, attempt, request, records)
-            self._retain(target, saved.step)
+            self._retain(target, saved)
             return [saved]
 
         with self._deleted_on_failure(target, attempt):
@@ -249,7 +250,11 @@ class CheckpointManager:
         def reserve() -> str:
             self._check_owner()  # an unfinished attempt may belong to the job that has taken over
             if not target.swept:
-                self._sweep(target.folder)
+                try:
+                    for line in target.folder.sweep(self.generation):
+                        logger.info("checkpoint folder %s: %s", target.folder.location, line)
+                except (OSError, CheckpointError) as error:
+                    logger.warning("checkpoint folder %s cannot be tidied: %s", target.folder.location, error)
                 target.swept = True
             name = target.folder.begin(self.model_type, request.step, self.generation)
             self._check_owner()
@@ -260,13 +265,6 @@ class CheckpointManager:
     def _check_owner(self) -> None:
         if self.owner is not None:
             self.owner.check()
-
-    def _sweep(self, folder: RunFolder) -> None:
-        try:
-            for line in folder.sweep(self.generation):
-                logger.info("checkpoint folder %s: %s", folder.location, line)
-        except (OSError, CheckpointError) as error:
-            logger.warning("checkpoint folder %s cannot be tidied: %s", folder.location, error)
 
     def _commit(self, target: Target, attempt: str, request: Request, records: Records) -> Saved:
         """Turn the files of all ranks into a checkpoint; collective.
@@ -308,8 +306,8 @@ class CheckpointManager:
                     target.folder.delete(attempt)
             raise
 
-    def _retain(self, target: Target, step: int) -> None:
-        """Delete, on rank 0, the run's checkpoints that the policy does not keep now that ``step`` is committed.
+    def _retain(self, target: Target, saved: Saved) -> None:
+        """Delete, on rank 0, the run's checkpoints that the policy does not keep, after ``saved`` is committed.
 
         Checkpoints of later generations belong to a job that has taken over. Damaged checkpoints stay and do not count.
         A failure costs disk space, not the run.
@@ -322,7 +320,7 @@ class CheckpointManager:
             ours = [old for old in folder.committed() if old.marker and old.generation <= self.generation]
             intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
             for old in reversed(intact[keep:]):
-                if old.step not in (step, self.best):
+                if old.step != self.best and old.name != saved.path.rpartition("/")[2]:
                     self._check_owner()  # a job that has taken over may go on from it
                     folder.delete(old.name)
         except Exception as error:  # on rank 0 alone

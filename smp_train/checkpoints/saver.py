@@ -10,8 +10,9 @@ from typing import Any
 from smp_train.checkpoints.dcp.storage import TreeWriter
 from smp_train.checkpoints.dcp.trees import load_together, save_state, save_together
 from smp_train.checkpoints.folder import RunFolder
-from smp_train.checkpoints.format import BEGUN, FileRecord
+from smp_train.checkpoints.format import BEGUN
 from smp_train.models.smp_names import HubModel, Ranks
+from smp_train.storage.checksum import FileRecord
 
 HUGGING_FACE = "huggingface"
 SMP_NAMES = "smp"

@@ -11,7 +11,7 @@ from smp_train.arguments import Arguments, Resolved, parse, validate
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
 from smp_train.arguments.run_name import CHECKPOINTS
 from smp_train.arguments.training_flags import NODE_LOCAL
-from smp_train.checkpoints import folder
+from smp_train.checkpoints.folder import folder_of_run
 from smp_train.distributed.degrees import fewest_ranks
 from smp_train.errors import CheckpointError, SmpTrainError
 from smp_train.models.resolve import settled_flags
@@ -91,7 +91,8 @@ def newest_step(args: Arguments, *, in_s3: bool) -> int:
     """
     parents = [parent for parent in args.checkpoint_dir if not parent.startswith(NODE_LOCAL)]
     try:
-        return folder.newest_step([parent for parent in parents if in_s3 or "://" not in parent], args.run_name)
+        folders = [folder_of_run(parent, args.run_name) for parent in parents if in_s3 or "://" not in parent]
+        return max((newest[:2] for folder in folders for newest in folder.committed()[:1]), default=(0, 0))[1]
     except CheckpointError as error:
         raise SmpTrainError(str(error)) from None
     except OSError:  # this machine cannot read a folder

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 
 from smp_train.errors import CheckpointError, SmpTrainError
-from smp_train.storage.base import Entry, Range, Storage, normal, wait_for
+from smp_train.storage.base import Entry, Range, Storage, normal, parent_of, wait_for
 from smp_train.storage.client import is_s3, split
 from smp_train.storage.folder import FolderStorage
 from smp_train.storage.s3 import S3Storage
 
-__all__ = ["Entry", "Range", "Storage", "at", "is_s3", "normal", "split", "wait_for"]
+__all__ = ["Entry", "Range", "Storage", "at", "is_s3", "normal", "parent_of", "split", "wait_for"]
 
 
 def at(location: str | os.PathLike[str], error: type[SmpTrainError] = CheckpointError) -> Storage:

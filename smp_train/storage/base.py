@@ -108,6 +108,13 @@ def normal(location: str | os.PathLike[str]) -> str:
     return posixpath.join(SCHEME + bucket, posixpath.normpath("/" + key.lstrip("/"))[1:]).rstrip("/")
 
 
+def parent_of(path: str) -> tuple[str, str]:
+    """Return (folder, name) of a path in normal form; of a bucket or the root folder that itself and no name."""
+    if is_s3(path) and path.count("/") == 2:
+        return path, ""
+    return os.path.split(path)
+
+
 def wait_for(seen: Callable[[], bool]) -> bool:
     """Ask ``seen`` until it says yes or `VISIBLE_WITHIN_SECONDS` have passed; return what it said last.
 

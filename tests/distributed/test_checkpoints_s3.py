@@ -122,6 +122,7 @@ def stopped_early(command_line: list[str]) -> str:
 def test_a_place_for_the_final_model_that_cannot_be_written_to_stops_at_the_start(server, place, tmp_path):
     options = {"save_final_model": 1, "model_dir": "s3://no-such-bucket/final"}
     for said in run(there, 2, server.url, stopped_early, flags(tmp_path, **options)):
-        assert "--model_dir: s3://no-such-bucket/final/.probe" in said
+        assert "cannot write to s3://no-such-bucket/final: " in said
+        assert "give another --model_dir" in said
         assert "no such bucket (404 NoSuchBucket)" in said
     assert not (tmp_path / "checkpoints").exists() or not any((tmp_path / "checkpoints").glob("*/*steps"))

@@ -9,16 +9,19 @@ import pickle
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.find import best_of, open_checkpoint, open_verified
-from smp_train.checkpoints.folder import newest_step, open_folder
-from smp_train.checkpoints.format import FORMAT, Marker, checksum_of
+from smp_train.checkpoints.folder import open_folder
+from smp_train.checkpoints.format import FORMAT, Marker
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.launch import flags as launch_flags
+from smp_train.storage.checksum import checksum_of
 from tests.checkpoint_files import (
     check,
     committed,
@@ -40,6 +43,11 @@ from tests.checkpoint_files import (
 )
 
 # --- saving and finding
+
+
+def newest_step(parent, name):
+    """Return the step that a launcher sees."""
+    return launch_flags.newest_step(SimpleNamespace(checkpoint_dir=[parent], run_name=name), in_s3=True)
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
@@ -94,7 +102,7 @@ def test_what_is_saved_is_found_and_loaded(place):
         name: size for name, size in sizes.items() if name not in ("COMMITTED", ".begun")
     }
     parent, name = split(place)
-    assert (newest_step([parent], name), newest_step([parent], "other")) == (12, 0)
+    assert (newest_step(parent, name), newest_step(parent, "other")) == (12, 0)
 
 
 def test_only_due_steps_are_saved_unless_forced(tmp_path):
@@ -327,7 +335,7 @@ def test_the_highest_generation_then_the_highest_step_is_the_newest(place):
     assert committed(place) == order
     assert (loaded(place), open_verified(place).step) == (8, 8)
     parent, name = split(place)
-    assert newest_step([parent], name) == 8
+    assert newest_step(parent, name) == 8
 
 
 def test_a_folder_that_was_renamed_to_another_step_is_ordered_by_its_marker(tmp_path):

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save
 
 from smp_train import storage
-from smp_train.checkpoints.hf.model_folder import ModelFolder, check_writable, new_model
+from smp_train.checkpoints.hf.model_folder import ModelFolder, new_model
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.weight_files import WeightFiles
 from smp_train.storage.paths import names_in
 from smp_train.storage.paths import place as path_of
+from smp_train.storage.probe import check_writable
 from tests.killing import killed
 
 INDEX = "model.safetensors.index.json"
@@ -128,8 +129,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=rf"cannot write to {tmp_path}/file"), new_model(tmp_path / "file") as out:
         write(out)
-    with pytest.raises(CheckpointError, match=rf"--model_dir: cannot write to {tmp_path}/file"):
-        check_writable(tmp_path / "file", "model_dir")
+    with pytest.raises(CheckpointError, match=rf"cannot write to {tmp_path}/file: .*; give another --model_dir"):
+        check_writable(storage.at(tmp_path / "file"), "model_dir")
 
 
 # --- a process that is killed

@@ -22,6 +22,7 @@ from smp_train.checkpoints.owner import Claim, Ownership, claims_in, owner_of
 from smp_train.distributed.environment import LAUNCH
 from smp_train.distributed.job import Job, identity
 from smp_train.errors import CheckpointError
+from smp_train.storage.probe import put_probe
 from tests.checkpoint_files import committed, files, keys, listed, manager, names, owning, resumed, state
 from tests.checkpoint_files import owner as acquired
 
@@ -487,7 +488,7 @@ def test_leftovers_go_whatever_the_clock_says(tmp_path):
 
 def test_a_probe_of_another_job_stays_for_a_moment(tmp_path):
     """It probes the folder before it owns the run, or never owns it: an evaluation only reads."""
-    probe = open_folder(tmp_path).put_probe()
+    probe = put_probe(open_folder(tmp_path).storage)
     for present in (True, False):
         with owning(tmp_path) as saver:
             saver.save(3, STATE, {})

@@ -211,7 +211,7 @@ def test_what_is_refused_is_named_and_is_no_damage(server, place):
     save_it = f"cannot save {place}/llama_v2-2steps: {place}/llama_v2-2steps/.*{refused.format('PutObject')}"
     with pytest.raises(CheckpointError, match=save_it):
         save(place, 2)
-    with pytest.raises(CheckpointError, match=f"cannot write to checkpoint folder {place}: .*AccessDenied"):
+    with pytest.raises(CheckpointError, match=f"cannot write to {place}: .*AccessDenied"):
         manager(place).check_folders()
     server.on_request = lambda method, path: "AccessDenied" if method == "GET" and "distcp" in path else None
     with pytest.raises(CheckpointError, match=refused.format("GetObject")):

@@ -85,7 +85,7 @@ def test_states_of_checkpoints(tmp_path: Path, capsys: Capture) -> None:
     manager(place, keep=0).save(5, state(), {"best": {"step": 2, "loss": 1.0, "since": 3}})
     with_generation(place, step(5), 7)
     harm(place, step(1), ".distcp", lambda data: data[:-1])
-    open_folder(place).mark_damaged(step(3), "it is damaged")
+    open_folder(place).put(step(3), "DAMAGED", b"it is damaged")
     (place / step(4) / "COMMITTED").write_text("{")
     for number in (6, 7):  # the seventh was swept
         (place / step(number)).mkdir()
@@ -190,7 +190,7 @@ def test_a_file_system_that_fails_is_no_damage(
 def test_a_damaged_checkpoint_does_not_count(harmed: str, damaged: str, place: str, capsys: Capture) -> None:
     save(place, 3, 6, 9)
     if harmed == "DAMAGED":
-        open_folder(place).mark_damaged(step(9), "it is damaged")
+        open_folder(place).put(step(9), "DAMAGED", b"it is damaged")
     else:
         harm(place, step(9), harmed, flipped if harmed == "distcp" else lambda data: data[:-3])
     first, second, *rest = printed(capsys, "prune", place, "--keep", "1", "--damaged", damaged)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from smp_train.arguments import parse
-from smp_train.checkpoints.format import META, FileRecord, Marker
+from smp_train.checkpoints.format import META, Marker
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import (
     container,
@@ -32,6 +32,7 @@ from smp_train.launch import (
 from smp_train.launch import node_agent as agent
 from smp_train.launch.instances import find
 from smp_train.launch.supervisor import Failure, Place, supervise
+from smp_train.storage.checksum import FileRecord
 
 ROOT = Path(__file__).parents[2]
 

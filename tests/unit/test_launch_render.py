@@ -14,11 +14,12 @@ import pytest
 
 from smp_train import cli
 from smp_train.arguments.aliases import NAMES
-from smp_train.checkpoints.format import META, FileRecord, Marker
+from smp_train.checkpoints.format import META, Marker
 from smp_train.errors import ConfigError
 from smp_train.launch import environment, instances, local, options, sagemaker, slurm
 from smp_train.launch.sagemaker import job
 from smp_train.launch.spec import CODE_DIR
+from smp_train.storage.checksum import FileRecord
 from tests.training import SAMPLE
 
 ROOT = Path(__file__).parents[2]

@@ -29,9 +29,8 @@ from smp_train.checkpoints.checkpoint import TORCHS, Checkpoint
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.dcp.storage import Reader, TreeReader
 from smp_train.checkpoints.dcp.trees import load_state, plain_values, saved_entries
-from smp_train.checkpoints.find import parent_of
 from smp_train.checkpoints.folder import RunFolder, open_folder
-from smp_train.checkpoints.format import BEGUN, COMMITTED, META, METADATA, FileRecord, Marker
+from smp_train.checkpoints.format import BEGUN, COMMITTED, META, METADATA, Marker
 from smp_train.checkpoints.saver import SMP_NAMES, Saver
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError
@@ -39,7 +38,8 @@ from smp_train.models.hub_names import canonical_name
 from smp_train.models.hub_state import State
 from smp_train.models.smp_names import Ranks, is_transformed
 from smp_train.models.weight_files import WeightFiles
-from smp_train.storage import is_s3, normal
+from smp_train.storage import is_s3, normal, parent_of
+from smp_train.storage.checksum import FileRecord
 from smp_train.storage.paths import place
 
 logger = logging.getLogger(__name__)

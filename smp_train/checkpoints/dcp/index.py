@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from smp_train.checkpoints.format import checksum_of
+from smp_train.storage.checksum import checksum_of
 
 INDEX = "index.bin"
 MAGIC = b"smpidx1\n"

@@ -22,12 +22,13 @@ from smp_train.checkpoints.collective import REMEDY, root_cause
 from smp_train.checkpoints.dcp import index
 from smp_train.checkpoints.dcp.index import INDEX
 from smp_train.checkpoints.dcp.pickled import unpickle
-from smp_train.checkpoints.format import METADATA, Checksum, FileRecord, checksum_of
+from smp_train.checkpoints.format import METADATA
 from smp_train.distributed.agree import here
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
 from smp_train.progress import MOVED
 from smp_train.storage import Range, Storage, is_s3, s3, wait_for
+from smp_train.storage.checksum import Checksum, FileRecord, checksum_of
 from smp_train.storage.ranges import RangeFile
 
 

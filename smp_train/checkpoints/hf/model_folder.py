@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
@@ -114,18 +113,6 @@ def _move_aside(folder: Storage, names: list[str]) -> None:
         folder.move(name, f"{previous}/{name}")
     folder.delete(f"{previous}/{MOVING}")
     logger.warning("%s held a model, which is now in %s/%s", folder.location, folder.location, previous)
-
-
-def check_writable(location: str | os.PathLike[str], flag: str) -> None:
-    """Write and delete a file in the folder that ``flag`` names. Raises `CheckpointError` on failure."""
-    probe = f".probe-{uuid.uuid4().hex[:8]}"
-    try:
-        folder = storage.at(location)
-        with _errors_named(folder.location):
-            folder.put(probe, b"smp-train\n")
-            folder.delete(probe)
-    except CheckpointError as error:
-        raise CheckpointError(f"--{flag}: {error}") from None
 
 
 @contextmanager
