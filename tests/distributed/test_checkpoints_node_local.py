@@ -200,7 +200,7 @@ def committing(folder: str) -> tuple[int, int]:
 
 def test_there_is_always_a_step_that_all_ranks_have(tmp_path: Path) -> None:
     assert same_on_all(run(committing, 2, str(tmp_path))) == (1, 2)
-    for rank, attempts in (("rank00000", ["m-2steps-2", "m-2steps"]), ("rank00001", ["m-2steps"])):
+    for rank, attempts in (("rank00000", ["m-2steps-2"]), ("rank00001", ["m-2steps"])):
         assert committed(tmp_path / "near" / "run" / rank) == attempts, "the first attempt failed on rank 1"
 
 
