@@ -1,4 +1,4 @@
-"""A copy of the state in host memory, made while training goes on, and written from there in the background."""
+"""Asynchronous saves: copy the state to host memory while training goes on, and write the copy in the background."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.6
 
 
 class BackgroundWriter:
-    """Begins saves in the background; they have their own process group."""
+    """Begins saves in the background. These saves communicate in a process group of their own."""
 
     def __init__(self) -> None:
         self._stager = Stager()
@@ -79,16 +79,16 @@ def _check_memory(state: dict[str, Any]) -> None:
 
 
 class Background:
-    """Completes a copy, then writes it, in a thread; `result` raises its failure."""
+    """Completes a copy and then writes it, in a thread. `result` raises the thread's failure."""
 
     def __init__(self, complete: Callable[[], None], write: Callable[[Exception | None], Any]) -> None:
-        """Begin at once. ``write`` gets the failure of the copy, which it reports to the other ranks."""
+        """Start the thread. ``write`` gets the failure of the copy, or None, and reports it to the other ranks."""
         self._complete, self._write = complete, write
         self._staged = threading.Event()
         self._failure: BaseException | None = None
         self._result: Any = None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        # A daemon, so that an unfinished save does not keep alive the process of a run that has failed.
+        # A daemon thread, so that an unfinished save does not keep the process of a failed run alive.
         self._thread = threading.Thread(target=self._run, name="smp-train-save", daemon=True)
         self._thread.start()
 
@@ -96,7 +96,7 @@ class Background:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-                # torch's writer waits for the current stream at every 10 MB, and steps queue in the default one.
+                # torch's writer waits for the current stream every 10 MB; training steps queue in the default stream.
                 torch.cuda.set_stream(torch.cuda.Stream())
             failure = None
             try:
@@ -114,20 +114,20 @@ class Background:
         self._staged.wait()
 
     def running(self) -> bool:
-        """Return whether it is still copying or writing."""
+        """Return whether the thread is still copying or writing."""
         return self._thread.is_alive()
 
     def ended_everywhere(self) -> bool:
-        """Return whether it has ended on every rank; collective."""
+        """Return whether the thread has ended on every rank; collective."""
         return not any_rank(self.running())
 
     def result(self) -> Any:
-        """Wait for the end and return the result of ``write``; raises its failure."""
+        """Wait for the thread's end and return the result of ``write``; raises the thread's failure."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure
         return self._result
 
     def abandon(self, seconds: float) -> None:
-        """Wait for the end at most ``seconds``, and ignore failures."""
+        """Wait at most ``seconds`` for the thread's end, and ignore failures."""
         self._thread.join(seconds)

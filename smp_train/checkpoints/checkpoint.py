@@ -33,7 +33,7 @@ class Damaged(CheckpointError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint. ``meta`` is what `CheckpointManager.save` was called with."""
+    """A committed checkpoint. ``meta`` is the metadata that `CheckpointManager.save` stored."""
 
     path: str
     meta: dict[str, Any]
@@ -45,30 +45,30 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step it was saved at."""
+        """The step at which the checkpoint was saved."""
         return self.marker.step
 
     @property
     def durable(self) -> bool:
-        """Whether it outlives a node."""
+        """Whether the checkpoint outlives the loss of a node."""
         return True
 
     @property
     def names(self) -> str:
-        """Whose names the parameters have in it."""
+        """Whose names the checkpoint's parameters have."""
         return str(self.meta.get("names", HUGGING_FACE))
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` (see `gather_state`) in place, on any mesh. Collective.
 
-        ``saver`` has the naming scheme of ``state``, SMP's ranks, and the way of reading. Raises `CheckpointError` on
-        every rank when names or shapes differ, or when a rank cannot read its part. Saved entries under top-level
-        names that ``state`` lacks are left alone.
+        ``saver`` knows the naming scheme of ``state``, this rank among SMP's ranks, and how to read. Raises
+        `CheckpointError` on every rank when names or shapes differ, or when a rank cannot read its part. Saved entries
+        under a top-level name that ``state`` lacks, such as ``optim``, are ignored.
         """
         load_state(state, self.reader_of(state, saver), self.path, load=saver.load)
 
     def reader_of(self, state: dict[str, Any], saver: Saver = TORCHS) -> Reader:
-        """Return a reader of the tensors under the parameter names of ``state``, as `load` needs it."""
+        """Return the reader that `load` needs: it reads the tensors under the parameter names of ``state``."""
         if self.names == saver.names and self.trees.get(saver.part) == saver.ranks:
             return self.reader(saver.part)
         return self._translated(self._readers(), state, saver)
@@ -77,7 +77,7 @@ class Checkpoint:
         return [Tree(ranks, self.reader(part)) for part, ranks in self.trees.items()]
 
     def _translated(self, trees: list[Tree], state: dict[str, Any], saver: Saver) -> Reader:
-        """Return a reader of ``trees`` under the parameter names of ``state``: the hub's, or SMP's on this rank."""
+        """Return a reader of ``trees`` under the parameter names of ``state``: the hub's or, on this rank, SMP's."""
         shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
         if saver.hub is None:
             return HubReader(trees, HubModel.of(self.model_config(), shapes))
@@ -90,7 +90,7 @@ class Checkpoint:
         """Return transformers' configuration of the model. Raises `CheckpointError` if the metadata lacks it."""
         try:
             return config_of(self.meta["model_config"])
-        except Exception as error:  # any class, for a configuration of unknown origin
+        except Exception as error:  # a configuration of unknown origin may raise any class
             reason = f"lacks {error}" if isinstance(error, KeyError) else one_line(error)
             raise CheckpointError(f"{self.path} does not say which model it is: meta.json {reason}") from None
 
@@ -105,12 +105,12 @@ class Checkpoint:
 
     @property
     def parts(self) -> list[str]:
-        """Sub-folders of the trees: one without a name, unless SMP's ranks had different parameters."""
+        """The trees' sub-folders. There is one, with an empty name, unless SMP's ranks have different parameters."""
         return sorted(os.path.dirname(name) for name in self.marker.files if os.path.basename(name) == METADATA)
 
     @property
     def trees(self) -> dict[str, Ranks]:
-        """SMP's ranks that wrote the trees, by sub-folder."""
+        """SMP's tensor and expert rank that wrote each tree, by the tree's sub-folder."""
         return Ranks.of_folders(self.parts or [""])
 
     def reader(self, part: str = "") -> Reader:
@@ -125,7 +125,7 @@ class Checkpoint:
         return TreeReader(self.folder.storage, posixpath.normpath(posixpath.join(self.name, part)), files)
 
     def entries(self) -> list[Mapping[str, Any]]:
-        """Return the metadata of each tree's entries by name. Raises `CheckpointError` for a damaged index."""
+        """Return, for each tree, the metadata of its entries by name. Raises `CheckpointError` for a damaged index."""
         for part in self.parts:
             name = posixpath.join(part, METADATA)
             self._verify_file(name, self.folder.checksum(self.name, name, self.marker.files[name].size))
@@ -138,7 +138,7 @@ class Checkpoint:
     def verify(self, rank: int = 0, world: int = 1) -> list[str]:
         """Recompute the checksums of this rank's share of the files; return a line per difference. Not collective.
 
-        `MOVED` counts the bytes. Raises `CheckpointError` if a file cannot be read: that is no damage.
+        `MOVED` counts the bytes. A file that cannot be read is not damaged; it raises `CheckpointError`.
         """
         problems = []
         largest_first = sorted(self.marker.files.items(), key=lambda item: (-item[1].size, item[0]))
@@ -155,7 +155,7 @@ class Checkpoint:
                     f"{os.path.join(self.path, name)} cannot be read: {error.strerror or error}; {remedy}"
                 ) from None
             MOVED.done += record.size
-            if stored.size != record.size:  # rank 0 has seen the size that was written
+            if stored.size != record.size:  # no damage: rank 0 has seen the right size
                 raise CheckpointError(f"{os.path.join(self.path, name)} was read short; start the same command again")
             if stored != record:
                 problems.append(f"{name} has CRC-32 {stored.crc32}, {record.crc32} was written")
@@ -163,9 +163,9 @@ class Checkpoint:
 
 
 def opened(folder: RunFolder, name: str) -> Checkpoint:
-    """Return a committed checkpoint for its metadata; only sizes are compared. Not collective.
+    """Open a committed checkpoint; only file sizes and meta.json are checked against COMMITTED. Not collective.
 
-    Raises `Damaged` if its contents contradict COMMITTED, `CheckpointError` if it is not committed.
+    Raises `Damaged` if these differ or COMMITTED cannot be parsed, `CheckpointError` if COMMITTED is missing.
     """
     path = os.path.join(folder.location, name)
     content = folder.storage.read_if_there(f"{name}/{COMMITTED}")
@@ -190,9 +190,9 @@ def opened(folder: RunFolder, name: str) -> Checkpoint:
 
 
 def verified(folder: RunFolder, name: str) -> Checkpoint:
-    """Return a checkpoint whose checksums all fit; each rank reads its share. Collective.
+    """Open a checkpoint and check all its checksums; each rank reads its share of the files. Collective.
 
-    Raises `Damaged` on every rank if contents contradict COMMITTED, `CheckpointError` if they cannot be read.
+    Raises `Damaged` on every rank if a file contradicts COMMITTED, `CheckpointError` if a file cannot be read.
     """
     path = os.path.join(folder.location, name)
 

@@ -47,7 +47,7 @@ OPERANDS: dict[str, tuple[tuple[str, ...], type[SmpTrainError], str]] = {
     "imported": (("nothing", "other", "run", "samples"), ConfigError, "a run's folder, which may be a new one"),
     "model": (("nothing", "other"), ConfigError, "a folder for the model"),
 }
-"""For each role: the kinds of location that suit it, the error for other kinds, and the remedy, which is the help."""
+"""For each role: the kinds of location allowed, the error for other kinds, and the remedy, which is also the help."""
 KINDS = {
     "checkpoint": "is one checkpoint", "run": "holds the checkpoints of a run", "runs": "holds the checkpoints of runs",
     "sample": "is a checkpoint of SMP's sample scripts or of another program", "file": "is a file",
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _operand(path: str, role: str) -> Location:
-    """Return the kind of a location. Raises the error in `OPERANDS` if the role needs another kind."""
+    """Return a location with its kind. Raises the error in `OPERANDS` if ``role`` needs another kind."""
     kinds, error, remedy = OPERANDS[role]
     if not path.strip():
         raise ConfigError(f"'{path}' names no location; give {remedy}")
@@ -203,7 +203,7 @@ def convert(options: argparse.Namespace) -> None:
     with ExitStack() as stack, Progress(f"convert {source.name}", unit="B") as progress:
         location = options.tokenizer or tokenizer_folder(str(source))
         small |= {} if location is None else tokenizer_files(location)
-        # Opened before the folder to write: if the weights cannot be read, its model stays.
+        # Open the weights before the target folder: if they cannot be read, the target's old model stays.
         items = stored_tensors(WeightFiles(source, stack), options.dtype and getattr(torch, options.dtype))
         with new_model(options.target, overwrite=bool(options.overwrite)) as out:
             index = write_weights(out.stream, items, int(options.max_shard_gb * 1e9), progress.at)

@@ -14,7 +14,7 @@ from smp_train.errors import CheckpointError, SmpTrainError
 T = TypeVar("T")
 
 REMEDY = "free space and start the same command again"
-"""For a full disk."""
+"""What the user can do about a full disk."""
 
 
 def root_cause(error: BaseException) -> str:
@@ -22,7 +22,7 @@ def root_cause(error: BaseException) -> str:
     if isinstance(error, SmpTrainError):
         return str(error)
     if isinstance(error, CheckpointException):
-        # DCP gathers the failures of all ranks, wraps them, and raises the same on every rank.
+        # DCP gathers the failures of all ranks, wraps them, and raises the same exception on every rank.
         failed, (cause, _) = min(error.failures.items())
         return root_cause(cause) if isinstance(cause, SmpTrainError) else f"rank {failed}: {root_cause(cause)}"
     seen: BaseException | None = error
@@ -35,12 +35,12 @@ def root_cause(error: BaseException) -> str:
 
 
 def gather(action: str, work: Callable[[], T]) -> list[T]:
-    """As `distributed.gather`; the message of a failure begins with ``action``. Collective; ``work`` must not be."""
+    """Call `distributed.gather`; a failure's message begins with ``action``. Collective, but ``work`` must not be."""
     return distributed.gather(action, lambda: _worded(action, work))
 
 
 def on_main(action: str, work: Callable[[], T]) -> T:
-    """As `distributed.on_main`; the message of a failure begins with ``action``. Collective; ``work`` must not be."""
+    """Call `distributed.on_main`; a failure's message begins with ``action``. Collective, but ``work`` must not be."""
     return distributed.on_main(action, lambda: _worded(action, work))
 
 

@@ -1,4 +1,4 @@
-"""What a location holds, and which checkpoint of it to open."""
+"""Find out what a location holds, and open the checkpoint that it means."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Location:
-    """What a path or prefix of S3 holds.
+    """A path or S3 prefix, and what it holds.
 
     Attributes:
-        path: in normal form.
-        kind: ``checkpoint`` (finished or not), ``run`` (a run's folder), ``runs`` (a folder of them), ``other`` (no
-            checkpoint of this program) or ``nothing``.
-        name: of the checkpoint in its run's folder; empty for other kinds.
+        path: the location in normal form.
+        kind: ``checkpoint`` (finished or not), ``run`` (a run's folder), ``runs`` (a folder with the folders of several
+            runs), ``other`` (no checkpoint of this program) or ``nothing``.
+        name: the checkpoint's name in its run's folder; empty for other kinds.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Location:
 
 
 def locate(location: str | os.PathLike[str]) -> Location:
-    """Return the kind of a location; ``<run folder>/best`` is the run's best checkpoint. Not collective."""
+    """Return what a location holds; ``<run folder>/best`` means the run's best checkpoint. Not collective."""
     path = normal(location)
     parent, name = parent_of(path)
     if name == BEST and is_run_folder(open_folder(parent)):
@@ -70,7 +70,7 @@ def _runs_in(path: str) -> Iterator[str]:
 
 
 def is_run_folder(folder: RunFolder) -> bool:
-    """Return whether a job has claimed a folder, or an attempt of ours is in it."""
+    """Return whether a job has claimed a folder, or the folder holds an attempt of this program."""
     if claims_in(folder):
         return True
     storage = folder.storage
@@ -78,7 +78,7 @@ def is_run_folder(folder: RunFolder) -> bool:
 
 
 def best_of(folder: RunFolder) -> str:
-    """Return the name of a run's best checkpoint, from the metadata of its newest one. Raises `CheckpointError`."""
+    """Return the name of a run's best checkpoint, which the newest one's metadata tells. Raises `CheckpointError`."""
     for newest in folder.committed()[:1]:
         step = (opened(folder, newest.name).meta.get("best") or {}).get("step")
         names = [checkpoint.name for checkpoint in folder.committed() if checkpoint.step == step]
@@ -90,7 +90,7 @@ def best_of(folder: RunFolder) -> str:
 
 
 def newest_in(location: str | os.PathLike[str]) -> tuple[RunFolder, str]:
-    """Return the folder and the name of the checkpoint that a location means, not opened. Not collective.
+    """Return the run's folder and the name of the checkpoint that a location means. Does not open it. Not collective.
 
     A run's folder, or a folder of one run, means the run's newest checkpoint. Raises `CheckpointError`.
     """
@@ -114,9 +114,9 @@ def newest_in(location: str | os.PathLike[str]) -> tuple[RunFolder, str]:
 
 
 def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint that a location means (see `newest_in`) for its metadata; only sizes are compared.
+    """Open the checkpoint that a location means (see `newest_in`), but verify only file sizes and meta.json.
 
-    Not collective. Raises `CheckpointError` if it is not committed or a size differs.
+    Not collective. Raises `CheckpointError` if it is not committed, or if a size or meta.json contradicts COMMITTED.
     """
     folder, name = newest_in(location)
     try:
@@ -128,8 +128,8 @@ def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
 def open_verified(location: str | os.PathLike[str]) -> Checkpoint:
     """Open and verify the checkpoint that a location means (see `newest_in`), so that its tensors can be read.
 
-    Everything that reads weights of this program's checkpoints calls this. Collective. Raises `CheckpointError` on
-    every rank: the checkpoint is missing, not committed, damaged, or one rank's part.
+    All code that reads weights from this program's checkpoints calls this function. Collective. Raises
+    `CheckpointError` on every rank if the checkpoint is missing, not committed, damaged, or only one rank's part.
     """
     path = normal(location)
     folder, name = on_main(f"cannot open {path}", lambda: newest_in(path))
@@ -152,9 +152,9 @@ def _with_others(error: CheckpointError, folder: RunFolder, name: str) -> Checkp
 
 
 def open_intact(location: str, name: str, *, strict: bool, mark: bool) -> Checkpoint | None:
-    """Open and verify one checkpoint of a run's folder; None, with a warning, if it is damaged. Collective.
+    """Open and verify one checkpoint of a run's folder; return None, with a warning, if it is damaged. Collective.
 
-    ``mark`` adds the file DAMAGED to a damaged one; with ``strict`` it raises `CheckpointError`.
+    ``mark`` adds the file DAMAGED to a damaged checkpoint. ``strict`` raises `CheckpointError` for a damaged one.
     """
     folder = open_folder(location)
     try:

@@ -1,8 +1,8 @@
-"""One run's folder of checkpoints, on a file system or in S3: listed, written to, swept. No collectives, no torch.
+"""One run's folder of checkpoints, on a file system or in S3: list it, write to it, sweep it. No collectives, no torch.
 
-``<model_type>-<step>steps[-<attempt>]/`` below it are attempts at saving a step. An attempt's folder is reserved by one
-writer, written once, and never replaced or renamed, so no commit can overwrite another one. Deleting a checkpoint
-deletes COMMITTED first.
+Each sub-folder ``<model_type>-<step>steps[-<attempt>]/`` is an attempt at saving a step. One writer reserves and writes
+it, once, and nobody replaces or renames it, so no commit can overwrite another commit. Deleting a checkpoint deletes
+its COMMITTED first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from smp_train.storage.probe import PROBE, PROBE_SECONDS
 from smp_train.storage.s3 import PART_BYTES
 
 IN_FLIGHT_SECONDS = 60.0
-"""A killed process' last request may still take effect in S3 for this long."""
+"""For this long, the last request of a killed process may still take effect in S3."""
 
 
 class Committed(NamedTuple):
@@ -44,7 +44,7 @@ class Committed(NamedTuple):
     step: int
     name: str
     marker: Marker | None
-    """None for an unreadable COMMITTED."""
+    """None if COMMITTED cannot be parsed."""
 
 
 def open_folder(location: str | os.PathLike[str]) -> RunFolder:
@@ -55,14 +55,14 @@ def open_folder(location: str | os.PathLike[str]) -> RunFolder:
 def folder_of_run(parent: str, run_name: str) -> RunFolder:
     """Return a run's folder below --checkpoint_dir, or this rank's folder of parts below ``local:DIR``.
 
-    No other function knows the path.
+    No other function builds this path.
     """
     path = posixpath.join(parent.removeprefix(LOCAL), run_name)
     return open_folder(f"{path}/rank{rank():05d}" if parent.startswith(LOCAL) else path)
 
 
 class RunFolder:
-    """The checkpoints of one run in one folder. ``name`` is a checkpoint's; ``file`` is a path below it."""
+    """The checkpoints of one run in one folder. ``name`` is a checkpoint's name; ``file`` is a path below it."""
 
     def __init__(self, files: storage.Storage) -> None:
         self.storage, self.location = files, files.location
@@ -70,13 +70,13 @@ class RunFolder:
     # --- reading
 
     def names(self) -> list[str]:
-        """Return the names of all attempts, committed or not, and of swept ones."""
+        """Return the names of all attempts: committed, unfinished or swept."""
         return [name for name in self.storage.level()[1] if parse_folder_name(name)]
 
     def committed(self) -> list[Committed]:
         """Return the committed checkpoints, the newest first.
 
-        If a marker cannot be parsed, generation and step are from BEGUN and the folder's name.
+        If COMMITTED cannot be parsed, the generation is taken from BEGUN and the step from the folder's name.
         """
         checkpoints = []
         for name in self.names():
@@ -88,7 +88,7 @@ class RunFolder:
                 marker: Marker | None = Marker.from_bytes(content)
             except (ValueError, CheckpointError):  # damaged, or of a newer version
                 marker = None
-            # The marker and not the folder's name is asked: a folder may have been renamed by hand.
+            # Prefer the marker to the folder's name: a folder may have been renamed by hand.
             order = (marker.generation, marker.step) if marker else (self._began(name) or 0, parsed[1])
             checkpoints.append(Committed(*order, name, marker))
         return sorted(checkpoints, key=lambda checkpoint: checkpoint[:3], reverse=True)
@@ -110,7 +110,7 @@ class RunFolder:
         return self.storage.read(posixpath.join(name, file))
 
     def checksum(self, name: str, file: str, size: int) -> FileRecord:
-        """Read a file of ``size`` bytes as it is stored and return its record."""
+        """Read a stored file of ``size`` bytes and return its `FileRecord`."""
         path = posixpath.join(name, file)
         starts = range(0, size, PART_BYTES)
         return checksum_of(self.storage.ranges(Range(path, start, min(PART_BYTES, size - start)) for start in starts))
@@ -118,7 +118,7 @@ class RunFolder:
     # --- writing
 
     def put(self, name: str, file: str, data: bytes) -> FileRecord:
-        """Write a small file and return its record."""
+        """Write a small file and return its `FileRecord`."""
         self.storage.put(posixpath.join(name, file), data)
         return checksum_of([data])
 
@@ -134,15 +134,15 @@ class RunFolder:
         raise AssertionError("there is always a next attempt")
 
     def commit(self, name: str, marker: Marker) -> None:
-        """Put COMMITTED: from here on the attempt is a checkpoint."""
+        """Put COMMITTED, which makes the attempt a checkpoint."""
         self.storage.put(f"{name}/{COMMITTED}", marker.to_bytes())
 
     def withdraw(self, name: str) -> None:
-        """Delete COMMITTED of a checkpoint."""
+        """Delete a checkpoint's COMMITTED."""
         self.storage.delete(f"{name}/{COMMITTED}")
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint or an attempt: COMMITTED first, and last the file that shows that it is ours."""
+        """Delete a checkpoint or an attempt: first COMMITTED, and last BEGUN, which shows that we wrote it."""
         self.withdraw(name)
         self.storage.delete_folder(name, but=(BEGUN,))
         self.storage.delete(f"{name}/{BEGUN}")
@@ -152,10 +152,10 @@ class RunFolder:
         return self.storage.exists(f"{name}/{SWEPT}") or not self.storage.exists(f"{name}/{BEGUN}")
 
     def sweep(self, generation: int) -> list[str]:
-        """Delete the files of attempts that generations below ``generation`` never committed; return a line for each.
+        """Delete the files of uncommitted attempts of generations below ``generation``; return a line for each attempt.
 
-        BEGUN and SWEPT stay. So no other attempt gets the name of one whose writer may only have stalled, and that
-        writer takes back a late COMMITTED (`is_swept`). An attempt without a readable BEGUN is not ours.
+        BEGUN and SWEPT stay, because the writer may only have stalled: no other attempt gets this one's name, and the
+        writer withdraws a late COMMITTED (`is_swept`). An attempt without a readable BEGUN is not this program's.
         """
         lines, now = [], self.storage.now()
         for name in self.names():
@@ -165,7 +165,7 @@ class RunFolder:
             if is_s3(self.location) and any(now - entry.modified < IN_FLIGHT_SECONDS for entry in entries.values()):
                 continue
             self.storage.put(f"{name}/{SWEPT}", b"")
-            if self.storage.exists(f"{name}/{COMMITTED}"):  # put since
+            if self.storage.exists(f"{name}/{COMMITTED}"):  # committed in the meantime
                 continue
             self.storage.delete_folder(name, but=(BEGUN, SWEPT))
             lines.append(f"deleted the files of {name}, which an interrupted save or deletion left")

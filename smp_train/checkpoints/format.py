@@ -1,7 +1,7 @@
 """Names of a checkpoint's files, and the marker COMMITTED that makes a folder a checkpoint.
 
 ``<run folder>/<model_type>-<step>steps[-<attempt>]/`` holds one attempt at saving a step. It is written once and never
-replaced or renamed. COMMITTED is put last, when every other file is on stable storage, and lists these files with sizes
+replaced or renamed. COMMITTED is put last, when every other file is on stable storage. It lists these files with sizes
 and CRC-32 checksums. A folder without COMMITTED is not a checkpoint.
 """
 
@@ -18,19 +18,19 @@ from smp_train.storage.checksum import FileRecord, checksum_of
 
 COMMITTED = "COMMITTED"
 BEGUN = ".begun"
-"""First file of an attempt; its writer has reserved the folder."""
+"""First file of an attempt; its presence reserves the folder for one writer."""
 SWEPT = ".swept"
-"""Put into an uncommitted attempt before its files are deleted: its writer may only have stalled, and then stops."""
+"""Put into an uncommitted attempt before its files are deleted. A writer that only stalled then withdraws COMMITTED."""
 DAMAGED = "DAMAGED"
-"""Added to a checkpoint whose contents contradict COMMITTED; lists the differences."""
+"""Added to a checkpoint whose contents contradict COMMITTED; the file lists the differences."""
 META = "meta.json"
 METADATA = ".metadata"
-"""Index of a tree by torch.distributed.checkpoint."""
+"""The index that torch.distributed.checkpoint writes into a tree."""
 TOKENIZER = "tokenizer/"
 NODE_LOCAL = "node_local"
-"""Key of meta.json in one rank's part of a checkpoint on a node's own disk."""
+"""Key that meta.json has only in a node-local checkpoint, which is one rank's part on its node's own disk."""
 BEST = "best"
-"""Reserved name in a run folder: the checkpoint of the lowest validation loss, looked up in the metadata."""
+"""Reserved name in a run folder. It means the checkpoint with the lowest validation loss, which the metadata names."""
 FORMAT = 2
 
 
@@ -40,7 +40,7 @@ def folder_name(model_type: str, step: int, attempt: str = "") -> str:
 
 
 def parse_folder_name(name: str) -> tuple[str, int] | None:
-    """Return (model type, step) of a checkpoint's name, None for another name."""
+    """Return (model type, step) from a checkpoint's name, or None for any other name."""
     match = CHECKPOINT_NAME.fullmatch(name)
     if match is None or name.startswith("."):
         return None
@@ -52,7 +52,7 @@ class Marker:
     """The contents of COMMITTED.
 
     Attributes:
-        generation: number of the start that wrote the checkpoint; later starts of a run have higher numbers.
+        generation: number of the job start that wrote the checkpoint; later starts of a run have higher numbers.
         files: record of each file of the checkpoint, by its path below the checkpoint's folder.
         time: seconds since 1970, for people; no decision depends on it.
     """
@@ -70,7 +70,7 @@ class Marker:
                 raise ValueError(f"{name!r} is not the name of a file in a checkpoint")
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file; its last field is its own checksum."""
+        """Return the content of COMMITTED; its last field is the checksum of the other fields."""
         content: dict[str, Any] = {
             "format": FORMAT, "step": self.step, "model_type": self.model_type, "generation": self.generation,
             "files": {name: record._asdict() for name, record in sorted(self.files.items())}, "time": self.time,
@@ -80,7 +80,7 @@ class Marker:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Marker:
-        """Parse the content of COMMITTED. Raises ValueError for a damaged one, CheckpointError for a newer format."""
+        """Parse COMMITTED's content. Raises ValueError if it is damaged, CheckpointError if its format is newer."""
         try:
             content = json.loads(data)
             if content.pop("crc32") != _crc32_of_json(content):

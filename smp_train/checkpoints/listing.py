@@ -1,4 +1,4 @@
-"""A run's checkpoints as people and programs read them: a table of all, or the contents of one."""
+"""Describe a run's checkpoints for people and programs: all of them in a table, or one in detail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from smp_train.storage import parent_of
 
 
 def damage_of(folder: RunFolder, name: str, *, read_all: bool = False) -> str:
-    """Return what contradicts a checkpoint's COMMITTED, empty if nothing does; without ``read_all`` compare sizes."""
+    """Return what contradicts a checkpoint's COMMITTED, or "". ``read_all`` checks all files, not only sizes."""
     try:
         if read_all:
             with Progress(f"verify {name}", unit="B", moved=MOVED):
@@ -35,7 +35,7 @@ def damage_of(folder: RunFolder, name: str, *, read_all: bool = False) -> str:
 
 
 def rows_of_run(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return a row for each checkpoint of a run, oldest first, then for SMP's sample checkpoints, then for the rest."""
+    """Return a row per checkpoint: a run's, oldest first, then SMP's sample checkpoints, then other attempts."""
     best, rows = None, []
     with suppress(CheckpointError):
         best = best_of(folder)
@@ -114,7 +114,7 @@ def _tensors(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def in_words(value: Any, nested: bool = False) -> str:
-    """Return a value of meta.json for people; for a long list only its length."""
+    """Return a value of meta.json as text for people; a long list becomes its length."""
     if isinstance(value, list) and len(value) > 8:
         return f"{len(value)} entries"
     if isinstance(value, dict | list):

@@ -1,8 +1,8 @@
-"""The fast tier: each rank saves its part to its own node's disk, for a restart of the same ranks there.
+"""Node-local checkpoints: each rank saves its part to its node's own disk, for a restart of the same ranks there.
 
-A parent ``local:DIR`` is not shared between nodes. Rank R writes ``DIR/<run>/rank<R>/<name>/``, a checkpoint like any
-other that holds this rank's part alone, so nothing crosses the network and no rank waits for another. Resuming needs
-the part of every rank; after a node was replaced, or on another mesh, the durable checkpoints are used.
+A parent folder ``local:DIR`` is not shared between nodes. Rank R writes ``DIR/<run>/rank<R>/<name>/``, an ordinary
+checkpoint with only this rank's part, so nothing crosses the network and no rank waits for another. Resuming needs
+every rank's part. After a node was replaced, or on another mesh, the run resumes from a durable checkpoint.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_node_local(parent: str) -> bool:
-    """Return whether a folder is on each node's own disk."""
+    """Return whether a parent folder is on each node's own disk."""
     return parent.startswith(PREFIX)
 
 
 def local_part(state: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with this rank's own tensors in place of distributed ones; they share their memory."""
+    """Return ``state`` with each DTensor replaced by this rank's local tensor, which shares its memory."""
     part: dict[str, Any] = {}
     for path, value in leaves(present(state)):
         if hasattr(value, "local_shards"):
@@ -46,23 +46,23 @@ def local_part(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_saver(saver: Saver) -> None:
-    """Raise `ConfigError` for a backend with its own way of saving, which cannot save one rank's part."""
+    """Raise `ConfigError` for a backend that saves in its own way, because it cannot save one rank's part alone."""
     if saver != TORCHS:
         raise ConfigError(f"--checkpoint_dir {PREFIX}DIR is not available on this backend; leave it out")
 
 
 def facts_of_part(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
-    """Return what must be equal for a part to be loadable: ranks, mesh, durable parents and names of parameters."""
+    """Return the facts that must be equal when a part is loaded: ranks, mesh, durable parents and parameter names."""
     ranks = {"world_size": world_size(), "rank": rank(), "mesh": mesh}
     return {**ranks, "durable": sorted(map(normal, durable)), "names": HUGGING_FACE}
 
 
 class NodeLocalCheckpoint(Checkpoint):
-    """A checkpoint in parts, one per rank."""
+    """A checkpoint that consists of one node-local part per rank."""
 
     @property
     def durable(self) -> bool:
-        """Whether it outlives a node."""
+        """Whether the checkpoint outlives the loss of a node."""
         return False
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
@@ -80,7 +80,7 @@ Step = tuple[int, int]
 
 
 def steps_on_nodes(parents: Sequence[str], run_name: str) -> list[tuple[Step, str]]:
-    """Return (generation and step, parent) for steps with a committed part on every rank, newest first. Collective."""
+    """Return (generation and step, parent) of each step committed on every rank, newest first. Collective."""
 
     def steps_of(parent: str) -> list[Step]:
         return [checkpoint[:2] for checkpoint in folder_of_run(parent, run_name).committed()]
@@ -96,7 +96,7 @@ def steps_on_nodes(parents: Sequence[str], run_name: str) -> list[tuple[Step, st
 
 
 def open_parts(parent: str, run_name: str, step: Step, facts: dict[str, Any]) -> NodeLocalCheckpoint | None:
-    """Return the verified parts of a step, None with a warning if a rank's part cannot be used. Collective."""
+    """Return this rank's verified part of a step; None, with a warning, if any rank's cannot be used. Collective."""
     folder = folder_of_run(parent, run_name)
     part: NodeLocalCheckpoint | None = None
     problem = None

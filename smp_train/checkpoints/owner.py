@@ -1,12 +1,13 @@
-"""One job at a time writes a run's checkpoints: the owner of the highest generation.
+"""One job at a time writes a run's checkpoints: the job that claimed the highest generation.
 
-Each start claims a generation, one above the highest in the run's folders, with a file ``.owner-<generation>`` that no
-other job overwrites. The highest claim owns the run. The owner lists the claims before and after it puts COMMITTED, so
-a job that stalled and was overtaken learns that its step does not count, and touches nothing else.
+Each start of a job claims a generation, one above the highest in the run's folders, by a file ``.owner-<generation>``
+that no other job overwrites. The highest claim owns the run. The owner lists the claims before and after it puts
+COMMITTED, so a job that was overtaken learns of it. Its late commit stays, since an older generation is never the
+newest. Only if the attempt was swept does its writer withdraw COMMITTED.
 
-A second job is refused while the owner lives. On the owner's machine the kernel knows whether its process lives. On
-other machines the claim's age decides: the owner touches it every few seconds. The storage's clock measures the age, so
-clocks need not agree. A restart of the owner's own job takes over at once.
+A second job is refused while the owner lives. On the owner's machine the kernel knows whether the owner's process
+lives. On other machines the claim's age decides, as the owner touches its claim every few seconds. The storage's clock
+measures the age, so machines' clocks need not agree. A restart of the owner's own job takes over at once.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class InUse(CheckpointError):
 
 @dataclass(frozen=True)
 class Claim:
-    """The content of a claim: the job that owns a generation.
+    """The content of a claim file: the job that owns a generation.
 
     Attributes:
         token: random digits that no other claim has.
-        began: first generation of this job; restarts of the job claim higher ones.
-        process: `identity` of the process that claimed.
-        released: whether the job has ended in order.
+        began: first generation of this job; restarts of the job claim higher generations.
+        process: `identity` of the process that made the claim.
+        released: whether the job has ended normally.
     """
 
     generation: int
@@ -65,14 +66,14 @@ class Claim:
 
     @classmethod
     def fresh(cls, generation: int, job: Job, began: int) -> Claim:
-        """Return a claim of this process."""
+        """Return a new claim of this process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         token, process = uuid.uuid4().hex, identity(os.getpid())
         return cls(generation, token, began, job, process, socket.gethostname(), since)
 
     @classmethod
     def parse(cls, data: bytes | None) -> Claim | None:
-        """Return the claim in a file, None if it cannot be read."""
+        """Return the claim in a claim file's content, or None if it cannot be parsed."""
         try:
             content = json.loads(data or b"")
             return cls(**{**content, "job": Job.from_json(content["job"])})
@@ -80,12 +81,12 @@ class Claim:
             return None
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file."""
+        """Return the content of the claim file."""
         return (json.dumps(asdict(self)) + "\n").encode()
 
     @property
     def file(self) -> str:
-        """Name of the file."""
+        """Name of the claim file."""
         return f".owner-{self.generation}"
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ class Claim:
 
 
 def newest_claim(folder: RunFolder) -> tuple[int, Claim | None]:
-    """Return the highest generation claimed in a folder, 0 without one, and its claim, None if it cannot be read."""
+    """Return the highest generation claimed in a folder (0 if none is) and its claim (None if it cannot be read)."""
     generation = max(claims_in(folder), default=0)
     data = folder.storage.read_if_there(f".owner-{generation}") if generation else None
     return generation, Claim.parse(data)
@@ -117,9 +118,9 @@ def owner_of(folders: Sequence[RunFolder]) -> Claim | None:
 
 
 def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | None, float, float]:
-    """Return the claim of a folder's owner, whether it keeps ``job`` out, and when it was touched: time and age.
+    """Return a folder's owner (its claim), whether it keeps ``job`` out, and the time and age of its last touch.
 
-    None in place of a truth value means that the owner is on another machine and may live.
+    The second value is None if it is not known, as when the owner is on another machine and may still live.
     """
     generation, owner = newest_claim(folder)
     if not generation or (owner is not None and (owner.released or job.is_restart_of(owner.job))):
@@ -139,9 +140,9 @@ class Ownership:
         self.restarted = False
         """Whether the former owner was an earlier start of this job."""
         self.committed: list[list[Committed]] = []
-        """The committed checkpoints of each folder when the run was claimed, newest first."""
+        """The committed checkpoints of each folder at the time of `acquire`, newest first."""
         self._claim: Any = None
-        """The `Claim`, once it is acquired."""
+        """The `Claim`; None before `acquire`."""
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="smp-train-owner", daemon=True)
 
@@ -156,13 +157,13 @@ class Ownership:
         return int(self._claim.began)
 
     def acquire(self, *, force: bool = False, above: int = 0, wait: Callable[[float], object] = time.sleep) -> None:
-        """Claim the next generation: in place of a dead owner at once, of a silent one after `STALE_SECONDS`.
+        """Claim the next generation: replace a dead owner at once, and a silent owner after `STALE_SECONDS`.
 
-        With ``force`` in place of any owner, which then commits nothing more. The generation is higher than ``above``.
-        Raises `InUse` that names the owner if it lives.
+        ``force`` replaces any owner, whose later commits then fail. The generation is higher than ``above``. Raises
+        `InUse`, which names the owner, if the owner lives.
         """
         while True:
-            # Read before the owner is looked at: a claim that another job puts meanwhile is in the way of this one.
+            # Read the generations before the owner: a claim that another job puts in between blocks this job's claim.
             known = [generation for folder in self.folders for generation in claims_in(folder)]
             self._wait_for_owner(force, wait)
             former = owner_of(self.folders)
@@ -173,7 +174,7 @@ class Ownership:
                 break
         self.committed = [folder.committed() for folder in self.folders]
         newest = max((checkpoints[0].generation for checkpoints in self.committed if checkpoints), default=0)
-        if newest >= self.generation:  # claims have been lost, as in a copy without hidden files
+        if newest >= self.generation:  # claims have been lost, for example in a copy without hidden files
             self._advance(newest + 1, self.began if self.restarted else newest + 1)
         if former is not None and not former.released:
             logger.warning("%s: took over from %s", self.folders[0].location, former)
@@ -184,7 +185,7 @@ class Ownership:
         """Put a claim into all folders; withdraw it and return False if another job was faster."""
         for folder in self.folders:
             folder.storage.put_if_absent(claim.file, claim.to_bytes())
-            # A server may ignore the condition, and a network file system may lose the answer to a first try.
+            # A server may ignore "if absent", and a network file system may lose the answer to a first try.
             newest = newest_claim(folder)[1]
             if newest is None or newest.token != claim.token:
                 for claimed in self.folders:
@@ -199,7 +200,7 @@ class Ownership:
         return True
 
     def advance(self) -> int:
-        """Claim and return the next generation of the same job. Raises `CheckpointError` if it was overtaken."""
+        """Claim and return the next generation of this job. Raises `CheckpointError` if another job has taken over."""
         self.check()
         self._advance(self.generation + 1, self.began)
         return self.generation
@@ -209,7 +210,7 @@ class Ownership:
             raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
 
     def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
-        """Return when no other job owns the run; raise `CheckpointError` if one does."""
+        """Return once no other job owns the run; raise `InUse` if another job does."""
         for folder in self.folders:
             last_touched: float | None = None
             while not force:
@@ -230,24 +231,24 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            # `check` finds out what goes wrong here, or it does not matter.
+            # A failure here either shows up in `check` or does not matter.
             with contextlib.suppress(OSError, CheckpointError):
                 self._touch()
 
     def _touch(self) -> None:
-        """Rewrite the claim in the folders that still have it, so that it looks young."""
+        """Rewrite the claim in the folders that still have it, so that its age is 0 again."""
         claim: Claim = self._claim
         for folder in self.folders:
             if _holds(folder, claim):
                 folder.storage.put(claim.file, claim.to_bytes())
 
     def check(self) -> None:
-        """Raise `CheckpointError` if another job has taken over, or this one has released the run."""
+        """Raise `CheckpointError` if another job has taken over, or if this job has released the run."""
         for folder in self.folders:
             if self._ended.is_set():
                 raise CheckpointError(f"checkpoint folder {folder.location} was released; nothing is committed")
             generation, owner = newest_claim(folder)
-            if not generation:  # somebody has tidied up by hand
+            if not generation:  # somebody has deleted the claims by hand
                 folder.storage.put(self._claim.file, self._claim.to_bytes())
             elif generation > self.generation or (owner is not None and owner.token != self._claim.token):
                 raise CheckpointError(
@@ -256,7 +257,7 @@ class Ownership:
                 )
 
     def release(self) -> None:
-        """Give the run up, if it is still owned. The claim stays, so that the next generation is a higher one."""
+        """Give up the run, if this job still owns it. The claim file stays, so that the next generation is higher."""
         if self._claim is None or self._ended.is_set():
             return
         self._ended.set()

@@ -22,9 +22,9 @@ def load_weights(
 ) -> None:
     """Fill a materialised model with the weights at ``location``, each rank reading its own part. Collective.
 
-    ``location`` may be in S3: a checkpoint, a run's folder (its newest checkpoint is verified), a checkpoint of AWS's
-    sample, or what `load_pretrained` reads. For weight files, ``on_progress`` is called with the bytes done and in
-    all. Raises `CheckpointError` on every rank when any rank failed.
+    ``location`` is a checkpoint, a run's folder (its newest checkpoint is verified and loaded), a checkpoint of AWS's
+    sample, or what `load_pretrained` reads. It may be in S3. For weight files, ``on_progress`` gets the bytes done and
+    the total bytes. Raises `CheckpointError` on every rank when any rank failed.
     """
     path = place(location)
     action = f"cannot read weights from {path}"

@@ -1,4 +1,4 @@
-"""Saving, from top to bottom: the folders that are due, an attempt in each, its commit, retention."""
+"""Save checkpoints: choose the folders that are due, write an attempt in each, commit it, delete old checkpoints."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Policy:
     keep: int
 
     def due(self, step: int) -> bool:
-        """Return whether to save after ``step``. With ``every`` of 0 or less only forced saves are made."""
+        """Return whether to save after ``step``. If ``every`` is 0 or less, only forced saves are made."""
         return step > 0 and self.every > 0 and step % self.every == 0
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint, with the seconds from request to commit; a rank's own part is not ``durable``."""
+    """A committed checkpoint, and the seconds from request to commit. A node-local one is not ``durable``."""
 
     step: int
     path: str
@@ -89,13 +89,13 @@ class Request:
 
 
 class CheckpointManager:
-    """Writes a run's checkpoints by its policies. Every rank makes one with the same arguments.
+    """Writes a run's checkpoints by its policies. Every rank makes a manager with the same arguments.
 
-    With ``asynchronous`` a save returns at once. Its state is copied to host memory until `staged` returns, which must
-    be called before anything changes the state, and written in a thread. It is committed when `finish` has returned.
-    One save is under way at a time. Where the host lacks memory for a copy, saves are synchronous.
+    With ``asynchronous`` a save returns at once. A thread copies the state to host memory and writes the copy. Call
+    `staged`, which waits for the copy, before anything changes the state. The save is committed when `finish` has
+    returned. Only one save is under way at a time. Where the host lacks memory for a copy, saves are synchronous.
 
-    ``owner`` is rank 0's ownership of the run's folders, None on other ranks and where nothing else can write there.
+    ``owner`` is rank 0's ownership of the run's folders. It is None on other ranks, and where no other job can write.
     ``on_stage`` is called with the name of each stage of a save that this rank enters: ``write``, ``checksum``, and on
     rank 0 ``commit``, ``publish``, ``retain``.
     """
@@ -109,15 +109,15 @@ class CheckpointManager:
         self.model_type, self.owner, self.generation = model_type, owner, generation
         self.asynchronous, self.on_stage = asynchronous, on_stage
         self.tokenizer: dict[str, bytes] = {}
-        """Files of the tokenizer by name, for every durable checkpoint; rank 0's are stored."""
+        """Files of the tokenizer by name. Rank 0 stores its files in every durable checkpoint."""
         self.best: int | None = None
         """A step whose checkpoint no policy deletes."""
         self._writer = BackgroundWriter()
         self._pending: Any = None
-        """The save under way: a `Background`, or a backend's."""
+        """The save under way: a `Background`, or a backend's object with the same methods."""
         self._saved: list[Saved] = []
         self._sent: set[str] = set()
-        """Attempts whose COMMITTED was sent, and which may count though a rank has failed since."""
+        """Attempts whose COMMITTED may have been written. They are not deleted, even if a rank fails later."""
         self._targets = [Target(policy, folder_of_run(policy.parent, run_name)) for policy in policies]
         if len({target.folder.location for target in self._targets}) < len(policies):
             raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
@@ -165,16 +165,16 @@ class CheckpointManager:
     ) -> list[str]:
         """Write and commit ``state`` into each folder that is due, or into all with ``force``. Collective.
 
-        ``meta`` must be plain JSON; rank 0's is stored. ``saver`` writes the tree. Returns the paths of the complete
-        checkpoints; when asynchronous an empty list, see `finish`. Raises `CheckpointError` on every rank when
-        any rank failed; the attempt then does not count, and earlier checkpoints are untouched.
+        ``meta`` must be plain JSON; rank 0's ``meta`` is stored. ``saver`` writes the tree. Returns the paths of the
+        committed checkpoints, or an empty list if the save is asynchronous (see `finish`). Raises `CheckpointError` on
+        every rank when any rank failed; the attempt then does not count, and earlier checkpoints are untouched.
         """
         self._end_pending()
         due = [target for target in self._targets if force or target.policy.due(step)]
         if not due:
             return []
         began = time.monotonic()
-        # A snapshot; and what cannot be stored must fail before the large files are written.
+        # Copy the metadata now. Metadata that cannot be stored must fail before the large files are written.
         meta = {**json.loads(on_main("cannot save", lambda: json.dumps(meta))), "step": step}
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
@@ -213,7 +213,7 @@ class CheckpointManager:
             with alone():
                 return self._write(target, replace(request, state=local_part(request.state), meta=meta))
 
-        # Every rank commits its part before any rank deletes an older one, so there is always a step that all have.
+        # Every rank commits its part before any rank deletes an older one, so all ranks always have a step in common.
         saved = gather("cannot save", save_part)[rank()]
         with alone():
             self._retain(target, saved)
@@ -228,7 +228,7 @@ class CheckpointManager:
             try:
                 records = request.saver.write(request.state, target.folder, attempt, self.on_stage)
             except Exception as error:
-                failure = error  # the ranks that do not have it learn of it at the commit
+                failure = error  # `_commit` raises the failure on all ranks
             return self._commit(target, attempt, request, lambda: unless(failure, records))
 
     def _begin_in_backend(self, target: Target, request: Request) -> Any:
@@ -245,10 +245,10 @@ class CheckpointManager:
             return request.saver.begin(request.state, target.folder, attempt, commit)
 
     def _begin(self, target: Target, request: Request) -> str:
-        """Sweep attempts of earlier starts once, then reserve a folder; return its name. Collective."""
+        """Sweep attempts of earlier starts, once per target, then reserve a folder; return its name. Collective."""
 
         def reserve() -> str:
-            self._check_owner()  # an unfinished attempt may belong to the job that has taken over
+            self._check_owner()  # before sweeping: if another job has taken over, unfinished attempts may be its own
             if not target.swept:
                 try:
                     for line in target.folder.sweep(self.generation):
@@ -269,7 +269,7 @@ class CheckpointManager:
     def _commit(self, target: Target, attempt: str, request: Request, records: Records) -> Saved:
         """Turn the files of all ranks into a checkpoint; collective.
 
-        ``records`` returns this rank's files, or raises the failure of this rank: then nothing is committed.
+        ``records`` returns this rank's file records, or raises this rank's failure. Then nothing is committed.
         """
         folder, path = target.folder, f"{target.folder.location}/{attempt}"
         shares = gather(f"cannot save {path}", lambda: (here(""), records()))
@@ -283,11 +283,11 @@ class CheckpointManager:
             self.on_stage("commit")
             self._check_owner()
             self.on_stage("publish")
-            self._sent.add(attempt)  # if this fails COMMITTED may be there: the next start finds out
+            self._sent.add(attempt)  # if this fails, COMMITTED may still have been written; the next start finds out
             folder.commit(attempt, Marker(request.step, self.model_type, self.generation, files, time.time()))
             if swept := folder.is_swept(attempt):
                 folder.withdraw(attempt)
-            self._check_owner()  # a late commit of an older generation harms nothing, but does not count as newest
+            self._check_owner()  # a late commit of an older generation stays: it harms nothing and is never the newest
             if swept:
                 raise CheckpointError("another job of this run has deleted this attempt; the step is not committed")
 
@@ -310,7 +310,7 @@ class CheckpointManager:
         """Delete, on rank 0, the run's checkpoints that the policy does not keep, after ``saved`` is committed.
 
         Checkpoints of later generations belong to a job that has taken over. Damaged checkpoints stay and do not count.
-        A failure costs disk space, not the run.
+        A failure to delete costs disk space, but does not stop the run.
         """
         folder, keep = target.folder, target.policy.keep
         if rank() != 0 or keep <= 0:
@@ -321,22 +321,22 @@ class CheckpointManager:
             intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
             for old in reversed(intact[keep:]):
                 if old.step != self.best and old.name != saved.path.rpartition("/")[2]:
-                    self._check_owner()  # a job that has taken over may go on from it
+                    self._check_owner()  # a job that has taken over may resume from it
                     folder.delete(old.name)
-        except Exception as error:  # on rank 0 alone
+        except Exception as error:  # the failure is on rank 0 alone
             logger.warning("%s: an old checkpoint cannot be deleted: %s", folder.location, error)
 
     # --- a save under way
 
     def staged(self) -> None:
-        """Wait until the state of the save under way is copied: to be called before each update of it."""
+        """Wait until the save under way has copied the state. Call this before each update of the state."""
         if self._pending is not None:
             heartbeat.at(heartbeat.SAVE)
             self._pending.staged()
             heartbeat.at(heartbeat.UPDATE)
 
     def busy(self) -> bool:
-        """Return whether this rank is still writing a save; other ranks may have ended theirs."""
+        """Return whether this rank is still writing a save; other ranks may already have ended."""
         return self._pending is not None and self._pending.running()
 
     def poll(self) -> bool:
@@ -353,7 +353,7 @@ class CheckpointManager:
         return saved
 
     def close(self) -> None:
-        """Release the run; if it failed with a save under way, wait a few seconds for that. Not collective."""
+        """Release the run. If a save is still under way after a failure, wait a few seconds for it. Not collective."""
         if self._pending is not None:
             self._pending.abandon(ABANDON_SECONDS)
         if self.owner is not None:

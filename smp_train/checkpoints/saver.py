@@ -1,4 +1,4 @@
-"""How the tree of a checkpoint is written and read: by torch's DCP here; backends may override it."""
+"""How a checkpoint's tree is written and read. `Saver` uses torch's DCP; backends may override its methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMP_NAMES = "smp"
 """`Saver.names` of models that ``torch.sagemaker.transform`` has rebuilt under SMP's parameter names."""
 
 Records = Callable[[], dict[str, FileRecord]]
-"""Returns the records of the files that this rank wrote, or raises what prevented writing them."""
+"""Function that returns the records of the files that this rank wrote, or raises the error that prevented it."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Saver:
     """Ranks write and read one tree through torch's DCP; a save may run in a thread while training goes on."""
 
     hub: HubModel | None = None
-    """The model on the hub if parameters have SMP's names here; None if they have the hub's."""
+    """The model on the hub, if parameters have SMP's names here; None if they have the hub's names."""
     ranks: Ranks = field(default_factory=Ranks)
     """SMP's tensor and expert rank, if these ranks have different parameters."""
     part: str = ""
-    """Sub-folder of this rank's tree, if ranks do not share one."""
+    """Sub-folder of this rank's tree, if ranks do not share a tree."""
     writes: bool = True
-    """Whether this rank writes; replicas of ranks that write need not."""
+    """Whether this rank writes; False if it is a replica of a rank that writes."""
 
     @property
     def names(self) -> str:
@@ -64,7 +64,7 @@ class Saver:
         return os.path.join(attempt, self.part) if self.part else attempt
 
     def renamed(self, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
-        """Return records of this rank's tree by their paths in the attempt."""
+        """Return the records of this rank's tree by path in the attempt."""
         return {os.path.join(self.part, file): record for file, record in records.items()}
 
     def writes_alone(self, asynchronous: bool, folders: Sequence[RunFolder]) -> bool:
@@ -79,8 +79,8 @@ class Saver:
     def begin(
         self, state: dict[str, Any], folder: RunFolder, attempt: str, commit: Callable[[Records], list[Any]]
     ) -> Any:
-        """Begin to write in the background and return the save, with the methods of `Background`. Collective.
+        """Begin to write in the background and return an object with the methods of `Background`. Collective.
 
-        Its result is that of ``commit``.
+        The object's `result` is the result of ``commit``.
         """
         raise NotImplementedError

@@ -1,9 +1,9 @@
 """Join the pieces of parameters and moments that FSDP1 stores on each rank.
 
 A rank holds a one-dimensional slice of each parameter or, with ``--use_orig_params 0``, a part of each FSDP unit's flat
-parameter: one unit per decoder layer, and one for the remaining modules. A shard group's pieces, by rank, are the whole
-tensor, with padding at the end. The optimizer numbers first the parameters with weight decay, then all
-others, each in the model's order; flat parameters all have decay.
+parameter. There is one unit per decoder layer, and one for the remaining modules. The pieces of a shard group, joined
+by rank, give the whole tensor, with padding at the end. The optimizer first numbers the parameters with weight decay,
+then all others, each group in the model's order; all flat parameters have weight decay.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _Tensor = torch.Tensor | StoredTensor
 
 
 class JoinedTensor:
-    """A tensor whose elements lie in consecutive slices, from element ``start`` on; the slices are joined on access."""
+    """A tensor stored in consecutive slices, joined on access. It begins at element ``start`` of the joined slices."""
 
     def __init__(self, slices: Sequence[Any], shape: Sequence[int], start: int = 0) -> None:
         self._slices, self._shape, self._start = slices, torch.Size(shape), start
@@ -66,7 +66,7 @@ class JoinedTensor:
         return self._shape
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """Return a block. Only slices between the block's first and last element are read."""
+        """Return a block. Only the slices that hold its first to last elements are read."""
         strides = torch.empty(self._shape, device="meta").stride()
         lengths = [dim.stop - dim.start for dim in index]
         if 0 in lengths:
@@ -90,10 +90,10 @@ def is_flat(name: str) -> bool:
 def joined_tensors(
     contents: Sequence[dict[str, Any]], kind: str, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Return model and optimizer of all ranks under the names of a sharded checkpoint.
+    """Return the joined model and optimizer tensors of all ranks, under the names of a sharded checkpoint.
 
-    ``contents`` has each rank's, ``shapes`` the full shapes by parameter name, and ``kind`` is transformers' name of
-    the family. Raises `CheckpointError` if the contents do not fit one model of these shapes.
+    ``contents`` has an item for each rank, ``shapes`` has the full shape of each parameter by name, and ``kind`` is
+    transformers' name of the model family. Raises `CheckpointError` if ``contents`` do not fit a model of ``shapes``.
     """
     parameters = [{canonical_name(name): value for name, value in rank["model"].items()} for rank in contents]
     states = [rank["optimizer"]["state"] for rank in contents]
@@ -104,7 +104,7 @@ def joined_tensors(
     # `HubReader` refuses tensors of unknown names, except buffers and tied weights.
     surplus = {f"model.{name}": parameters[0][name] for name in names if name not in shapes}
     tensors: dict[str, Any] = {key: value for key, value in surplus.items() if isinstance(value, _Tensor)}
-    # Each parameter of the optimizer: the names of the model's parameters in it, and its parts by rank.
+    # For each parameter of the optimizer: the names of the model's parameters that it holds, and its parts by rank.
     units = {}
     for name in (name for name in names if name in shapes):
         pieces = _shard_group(name, [rank.get(name) for rank in parameters], math.prod(shapes[name]))
@@ -112,7 +112,7 @@ def joined_tensors(
         tensors[f"model.{name}"] = JoinedTensor(list(pieces.values()), shapes[name])
     if units and (sum(map(len, groups)) == len(units) or len(names) < len(parameters[0])):
         numbers = _optimizer_numbers({name: parameters[0][name].numel() for name in units}, groups, states[0], kind)
-    else:  # FSDP1 that shards nothing stores parameters by name, but the optimizer's state of flat parameters
+    else:  # flat parameters; without sharding FSDP1 stores weights by name, and only the optimizer state is flat
         units = _flat_units(parameters, kind, shapes, getattr(contents[0].get(MODEL_CONFIG), "state", None) or ())
         numbers = list(itertools.chain(*groups))
         if len(numbers) != len(units):
@@ -129,7 +129,7 @@ def joined_tensors(
 def _unit_tensors(
     unit: str, shapes: Mapping[str, Sequence[int]], parts: Sequence[Any], states: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the tensors in one parameter of the optimizer: weights, moments and steps, with their names as keys."""
+    """Return the weights, moments and steps that one parameter of the optimizer holds, by tensor name."""
     flat, whole = is_flat(unit), sum(map(math.prod, shapes.values()))
     slices = {"model.{}": parts} if None not in parts else {}
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -153,7 +153,7 @@ def _unit_tensors(
 
 
 def _shard_group(name: str, pieces: Sequence[Any], whole: int) -> dict[int, Any]:
-    """Return the pieces of the first ranks that together hold a parameter once; further ranks hold replicas."""
+    """Return the pieces of the first shard group, which hold the parameter once, by rank; later ranks hold replicas."""
     lengths = [piece.numel() for piece in pieces]
     for count, length in enumerate(itertools.accumulate(lengths), 1):
         if length == whole and (count == len(lengths) or lengths[count] == lengths[0]):
@@ -164,9 +164,9 @@ def _shard_group(name: str, pieces: Sequence[Any], whole: int) -> dict[int, Any]
 def _optimizer_numbers(
     sizes: Mapping[str, int], groups: Sequence[list[int]], state: Mapping[int, dict[str, Any]], kind: str
 ) -> list[int]:
-    """Return the optimizer's number of each parameter, by the sample's two rules for weight decay of norms.
+    """Return each parameter's number in the optimizer. Both of the sample's rules for weight decay on norms are tried.
 
-    ``sizes`` and ``state`` are rank 0's.
+    ``sizes`` and ``state`` are those of rank 0.
     """
     for norms in (True, False) if kind in ("llama", "gpt_neox") else (False, True):
         decay = [name for name in sizes if not name.endswith(".bias") and not (norms and _NORM.search(name))]
@@ -181,9 +181,9 @@ def _optimizer_numbers(
 def _flat_units(
     parameters: Sequence[dict[str, Any]], kind: str, shapes: Mapping[str, Sequence[int]], config: Any
 ) -> dict[str, tuple[list[str], dict[int, Any]]]:
-    """Return the names and parts of each flat parameter. Without flat parameters rank 0 has no part of each unit.
+    """Return the parameter names in each flat parameter, and its parts by rank (``{0: None}`` if it is not stored).
 
-    Units and the names in each are in the model's order; a parameter is in its innermost unit.
+    Units, and the names in each unit, are in the model's order; a parameter belongs to its innermost unit.
     """
     order = flat_order(kind, shapes)
     stored = [name for name in parameters[0] if is_flat(name)]
@@ -213,9 +213,9 @@ def _flat_units(
 
 
 def _ordered_parts(flat: str, pieces: Sequence[Any], whole: int) -> dict[int, Any]:
-    """Return the parts of a flat parameter in order, each by the first rank that holds it."""
+    """Return the parts of a flat parameter in order, by rank. Of several replicas, the first rank's part is taken."""
     length = -(-whole // len(pieces))
-    if all(isinstance(piece, _Tensor) and piece.numel() == length for piece in pieces):  # with padding
+    if all(isinstance(piece, _Tensor) and piece.numel() == length for piece in pieces):  # equal, padded at the end
         return {rank: piece for rank, piece in enumerate(pieces) if rank * length < whole}
     by_offset: dict[int, tuple[int, Any]] = {}
     for rank, piece in enumerate(pieces):

@@ -1,6 +1,6 @@
-"""Readers of the contents that FSDP1 stores on each rank: files ``<rank>.pt`` and trees of local tensors.
+"""Read the contents that FSDP1 stores on each rank: files ``<rank>.pt`` and trees of local tensors.
 
-The files are pickles of unknown origin. They are read without importing or calling anything but a few known functions.
+The files are pickles of unknown origin. Reading them imports and calls nothing but a few known functions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _ShardedTensor(_Inert):
 
 
 def _rebuild(function: Callable[..., Any], kind: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """Return a rank's part of a ShardedTensor as a `FlatPart`, and any other tensor from its arguments."""
+    """Rebuild a tensor from its arguments, or a ShardedTensor as a `FlatPart`, the part that one rank holds."""
     if kind is not _ShardedTensor:
         return function(*args)
     if not state[0]:  # the rank holds padding only
@@ -68,7 +68,7 @@ def _rebuild(function: Callable[..., Any], kind: Any, args: tuple[Any, ...], sta
 class _Unpickler(pickled.Unpickler):
     """Builds tensors and plain values; replaces every other object by a placeholder.
 
-    torch's ``weights_only`` refuses these files: they contain FSDP1's ShardedTensors and a configuration.
+    torch's ``weights_only`` refuses these files, because they hold FSDP1's ShardedTensors and a configuration object.
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickled.Unpickler.dispatch)
@@ -98,20 +98,20 @@ class _Unpickler(pickled.Unpickler):
 
 
 class InertLoadPlanner(PlainLoadPlanner):
-    """Unpickles every object that is not a tensor or plain value as a placeholder."""
+    """Unpickles tensors and plain values, and puts a placeholder in place of every other object."""
 
     _PICKLE_MODULE = SimpleNamespace(Unpickler=_Unpickler, __name__="pickle")
     unpickle = staticmethod(partial(torch.load, map_location="cpu", weights_only=False, pickle_module=_PICKLE_MODULE))
 
 
 def read_rank_file(path: Any) -> dict[str, Any]:
-    """Return the contents of a file of ``torch.save``, its tensors mapped from disk. Raises `CheckpointError`."""
+    """Return the contents of a ``torch.save`` file, with its tensors mapped from disk. Raises `CheckpointError`."""
     try:
         with open(path, "rb") as file:
             refuse_compressed(file)
         with zipfile.ZipFile(path) as members:
             if any(name.endswith("constants.pkl") for name in members.namelist()):
-                raise ValueError("it is TorchScript")  # torch.load would open it as such
+                raise ValueError("it is TorchScript")  # torch.load would hand it to torch.jit.load
         content = InertLoadPlanner.unpickle(path, mmap=True)
     except Exception as failure:
         raise CheckpointError(f"{path} cannot be read: {first_line(failure)}") from failure
@@ -121,18 +121,18 @@ def read_rank_file(path: Any) -> dict[str, Any]:
 
 
 def plain_values(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and strings of a rank file outside model and optimizer, by flat name."""
+    """Return a rank file's numbers and strings outside its model and optimizer, by flat name."""
     values, _ = flatten_state_dict({key: content[key] for key in content.keys() - {"model", "optimizer"}})
     return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
 
 
 def is_local(keys: Iterable[str]) -> bool:
-    """Return whether a DCP tree holds one rank's local tensors: their optimizer state is numbered, not named."""
+    """Return whether a DCP tree holds one rank's local tensors: its optimizer state is keyed by number, not by name."""
     return any(map(_NUMBERED.fullmatch, keys))
 
 
 def rank_contents_of_tree(reader: Reader) -> dict[str, Any]:
-    """Return model and optimizer of one rank's tree in the form of a rank file; tensors are read on access."""
+    """Return the model and optimizer in one rank's tree, in the form of a rank file; tensors are read on access."""
     model: dict[str, Any] = {}
     state: dict[int, dict[str, Any]] = {}
     groups: dict[int, list[int]] = {}
@@ -144,12 +144,12 @@ def rank_contents_of_tree(reader: Reader) -> dict[str, Any]:
         elif numbered := _NUMBERED.fullmatch(key):
             value = StoredTensor(reader, key, entry) if is_tensor else plain_value(reader, key)
             state.setdefault(int(numbered["number"]), {})[numbered["what"]] = value
-        elif key == "optimizer.param_groups":  # the form of torch before 2.4
+        elif key == "optimizer.param_groups":  # how torch before 2.4 stores the groups
             groups = {index: values["params"] for index, values in enumerate(plain_value(reader, key))}
         elif group := _GROUP.fullmatch(key):
             groups[int(group[1])] = plain_value(reader, key)
         elif key == MODEL_CONFIG:
-            with suppress(CheckpointError):  # needed for flat experts only
+            with suppress(CheckpointError):  # the configuration is needed for flat experts only
                 config = plain_value(reader, key, InertLoadPlanner)
     param_groups = [{"params": groups[index]} for index in sorted(groups)]
     return {"model": model, "optimizer": {"state": state, "param_groups": param_groups}, MODEL_CONFIG: config}

@@ -1,8 +1,8 @@
 """Readers that translate between the hub's parameter names and the names of SMP or another program.
 
-The readers here build a DCP index under other names, with one chunk for each block that a saved chunk and a renamed
-tensor have in common (`smp_train.models.smp_names`). A request for such a chunk becomes a request for a slice of the
-saved chunk, so tensors load on any mesh without a copy on disk.
+These readers build a DCP index under other names. The index has one chunk for each block that a saved chunk and a
+renamed tensor have in common (see `smp_train.models.smp_names`). A request for such a chunk becomes a request for a
+slice of the saved chunk, so tensors load on any mesh without a converted copy on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smp_train.models.layouts import SMP_LAYERS
 from smp_train.models.smp_names import Block, HubModel, Ranks, blocks, plain
 
 MODEL_PREFIXES = ("model.", "app.model.", "state_dict.", "module.", "")
-"""Prefixes that programs put before parameter names; ours is the first."""
+"""Prefixes that programs put before parameter names; this program uses the first."""
 MOMENTS = re.compile(r"(?:app\.)?optim(?:izer)?\.state\.(?P<name>.+)\.(?P<what>exp_avg|exp_avg_sq|max_exp_avg_sq|step)")
 _NOT_MODEL = re.compile(r"(?:app\.)?(?:optim(?:izer)?|scheduler|lr_scheduler|cli_args|model_config)\b")
 _WEIGHT = "model.{}"
@@ -35,7 +35,7 @@ _TIED = re.compile(r"(?:^|\.)(?:lm_head|embed_out|embed_tokens|embed_in)\.weight
 
 
 class Tree(NamedTuple):
-    """One DCP tree: the tensor and expert rank that wrote it, and its reader."""
+    """A DCP tree's reader, and the tensor and expert rank that wrote the tree."""
 
     ranks: Ranks
     reader: Reader
@@ -67,13 +67,13 @@ class TensorReader(Reader):
 
 
 class _RenamedReader(Reader):
-    """Reads tensors that consist of parts of other readers' chunks."""
+    """Reads tensors under new names; each consists of parts of chunks that other readers read."""
 
     def __init__(self, model: HubModel) -> None:
         super().__init__("")
         self.model = model
         self._sources: dict[dcp.MetadataIndex, tuple[Reader, dcp.MetadataIndex, list[int]]] = {}
-        """By chunk: another reader, a chunk that it has saved, and the offset in that chunk."""
+        """For each chunk: the reader to ask, the saved chunk to request from it, and the offset in the saved chunk."""
         entries: dict[str, Any] = {}
         self._index = dcp.Metadata(entries, storage_data={}, storage_meta=dcp.StorageMeta())
 
@@ -81,9 +81,9 @@ class _RenamedReader(Reader):
         self, key: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int],
         reader: Reader, source_key: str, source_offset: Sequence[int],
     ) -> None:  # fmt: skip
-        """Add a block of the tensor ``key`` of ``shape``, restricted to the chunks that ``reader`` has saved.
+        """Add to the tensor ``key`` of ``shape`` the parts of one block that the chunks of ``reader`` hold.
 
-        Either offset may have additional leading dimensions, in which the block has size 1.
+        Either offset may have extra leading dimensions; in these dimensions the block has size 1.
         """
         source: Any = reader.read_metadata().state_dict_metadata[source_key]
         entry: Any = dcp.TensorStorageMetadata(source.properties, torch.Size(shape), [])
@@ -95,7 +95,7 @@ class _RenamedReader(Reader):
             shift = _with_dims((low - source_offset).tolist(), len(offset), 0)
             target = torch.Size(np.add(offset, shift).tolist())
             index = dcp.MetadataIndex(key, target)
-            if (common > 0).all() and index not in self._sources:  # else apart, or another rank's replica
+            if (common > 0).all() and index not in self._sources:  # overlaps, and is not another rank's replica
                 start = (low - chunk.offsets).tolist()
                 self._sources[index] = (reader, dcp.MetadataIndex(source_key, chunk.offsets), start)
                 sizes = torch.Size(_with_dims(common.tolist(), len(offset), 1))
@@ -121,7 +121,7 @@ def _with_dims(values: Sequence[int], dims: int, fill: int) -> list[int]:
 class _ChunkPlanner(DefaultLoadPlanner):
     """Requests each saved chunk once, because a reader loads the whole chunk for every request.
 
-    ``slices`` has by saved chunk the original requests, each with the first and last corner of its slice of the chunk.
+    ``slices`` maps each saved chunk to the original requests, each with the begin and end of its slice in the chunk.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
@@ -130,7 +130,7 @@ class _ChunkPlanner(DefaultLoadPlanner):
         self.slices: dict[dcp.MetadataIndex, list[tuple[ReadItem, Any, Any]]] = {}
 
     def requests(self) -> LoadPlan:
-        """Return a request per saved chunk, for the smallest block with all slices."""
+        """Return one request per saved chunk, for the smallest block that contains all its slices."""
         items = []
         for index, slices in self.slices.items():
             (first, *_), begins, ends = zip(*slices, strict=True)
@@ -190,14 +190,14 @@ class HubReader(_RenamedReader):
         unknown = []
         for key, (name, form) in names.items():
             size = saved[key].size
-            # A step has no shape: its parameter's shape selects the hub's tensors.
+            # AdamW's step has no shape, so the shape of its parameter selects the hub's tensors.
             parts = blocks(name, tuple(size or shapes.get(plain(name), size)), tree.ranks, self.model)
             tied = self.model.tied and _TIED.search(name)
             if parts is None and tied and form != _WEIGHT:  # a tied parameter has moments under its first name only
                 raise CheckpointError(f"it has {key}, but embedding and head are tied here (--tie_word_embeddings)")
             if parts is None and not (tied or NOT_WEIGHTS.search(name) or name.endswith("_extra_state")):
                 unknown.append(key)
-            if not size:  # AdamW's step applies to every tensor of the hub in the parameter
+            if not size:  # AdamW's step applies to every hub tensor that the parameter holds
                 parts = [Block(hub, (), (), ()) for hub in dict.fromkeys(block.name for block in parts or ())]
             for block in parts or ():
                 shape = self.model.shapes[block.name] if size else ()
@@ -206,7 +206,7 @@ class HubReader(_RenamedReader):
 
 
 class RankReader(_RenamedReader):
-    """Reads the tensors of one tensor and expert rank of SMP's own implementation from a reader of the hub's names."""
+    """Reads, through a reader of the hub's names, what one tensor and expert rank holds in SMP's own implementation."""
 
     def __init__(self, hub: Reader, state: Mapping[str, Any], ranks: Ranks, model: HubModel) -> None:
         """``state`` is the rank's state under SMP's names, in the layout of `gather_state`."""
@@ -222,7 +222,7 @@ class RankReader(_RenamedReader):
             if parts is None:
                 raise CheckpointError(f"{name}, of SMP's own {self.model.kind} here, has no known name on the hub")
             for form in (_WEIGHT, *(f"optim.state.{{}}.{moment}" for moment in moments.get(name, ()))):
-                step = form.endswith(".step")  # one number: the first hub tensor's step
+                step = form.endswith(".step")  # a step is one number; take that of the first hub tensor
                 shape, of_hub = ((), [Block(parts[0].name, (), (), ())]) if step else (value.shape, parts)
                 keys = [form.format(block.name) for block in of_hub]
                 for key, block in zip(keys, of_hub, strict=True) if saved.keys() >= set(keys) else ():

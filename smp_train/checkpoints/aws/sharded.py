@@ -1,11 +1,11 @@
-"""Find and read checkpoints that AWS's SMP v2 sample scripts wrote. The package never writes to them.
+"""Find and read checkpoints that AWS's SMP v2 sample scripts wrote. This package never writes to them.
 
-A folder ``<model type>-<step>steps`` has four forms:
+A folder ``<model type>-<step>steps`` has one of four forms:
 
 - sharded: one DCP tree, or one per tensor and expert rank in ``tp<rank>_ep<rank>/`` (in earlier releases
   ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``), with ``model``, ``optimizer``, ``scheduler`` and counters;
-- async_local: also one tree per shard rank, ``tp<rank>_ep<rank>_fsdp<rank>/``, of local or sharded tensors;
-- local: files ``<rank>.pt`` of the tensors that FSDP1 holds on each rank (`smp_train.checkpoints.aws.flat`);
+- async_local: one tree of local or sharded tensors per tensor, expert and shard rank: ``tp<rank>_ep<rank>_fsdp<rank>``;
+- local: files ``<rank>.pt``, each with the tensors that FSDP1 holds on that rank (`smp_train.checkpoints.aws.flat`);
 - full: ``pytorch_model.bin`` and ``config.json`` without optimizer state.
 """
 
@@ -53,13 +53,13 @@ _RANK_FILE = re.compile(r"(\d+)\.pt")
 class AwsCheckpoint(Checkpoint):
     """A checkpoint of AWS's sample, readable under the hub's names on any mesh.
 
-    ``meta["imported"]`` holds its plain values: counters, learning-rate schedule, the sample's settings. ``marker``
-    lists its files without checksums.
+    ``meta["imported"]`` holds the checkpoint's plain values: counters, learning-rate schedule, the sample's settings.
+    ``marker`` lists the checkpoint's files without checksums.
     """
 
     has_moments: bool = False
     is_local: bool = False
-    """Whether it holds local tensors of FSDP1, in trees or files ``<rank>.pt``, rather than sharded tensors."""
+    """Whether the checkpoint has FSDP1's local tensors, in trees or files ``<rank>.pt``, and not sharded tensors."""
     config: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -69,7 +69,7 @@ class AwsCheckpoint(Checkpoint):
 
     def reader(self, part: str = "") -> Reader:
         """Return the reader of the tree in a sub-folder."""
-        # A shard rank's tree may refer to tensors in other shard ranks' trees, so the reader knows all files.
+        # A shard rank's tree may refer to tensors in other shard ranks' trees, so the reader gets all trees' files.
         files = {posixpath.relpath(file, part or "."): record.size for file, record in self.marker.files.items()}
         return TreeReader(self.folder.storage, posixpath.normpath(posixpath.join(self.name, part)), files)
 
@@ -78,7 +78,7 @@ class AwsCheckpoint(Checkpoint):
         return self.config
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
-        """Fill ``state`` in place, as `Checkpoint.load` does; without saved moments AdamW's stay unchanged."""
+        """Fill ``state`` as `Checkpoint.load` does. If the checkpoint has no AdamW moments, ``state`` keeps its own."""
         with ExitStack() as open_files:
             opened: list[tuple[dict[str, Any], list[Tree]]] = []
             gather(f"cannot load {self.path}", lambda: opened.append(self._trees(state, saver, open_files)))
@@ -112,7 +112,7 @@ class AwsCheckpoint(Checkpoint):
 
 
 def _state_under(state: dict[str, Any], saved: list[str]) -> dict[str, Any]:
-    """Return a state under the names of the ``saved`` entries: the hub's or the installed transformers'."""
+    """Return a state under the names of the ``saved`` entries: the hub's names or the installed transformers' names."""
     renamed = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES if isinstance(state, State))
     return next((candidate for candidate in renamed if candidate is not state), state)
 
@@ -120,8 +120,8 @@ def _state_under(state: dict[str, Any], saved: list[str]) -> dict[str, Any]:
 def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsCheckpoint | None:
     """Return the newest complete checkpoint of AWS's sample at a location, for a model of ``config``; collective.
 
-    An incomplete checkpoint is skipped with a warning. It raises `CheckpointError` if ``strict`` is set, if
-    ``location`` names it, or if no checkpoint is complete. Returns None if the location holds no checkpoint.
+    An incomplete checkpoint is skipped with a warning, or raises `CheckpointError` if ``strict`` is set or ``location``
+    names it. Raises `CheckpointError` if none is complete. Returns None if the location holds no checkpoint.
     """
     paths = on_main("cannot resume", lambda: _paths(normal(location)))
     for path in paths:
@@ -138,9 +138,9 @@ def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsC
 
 
 def checkpoint_paths(location: str) -> list[str]:
-    """Return the paths of AWS's checkpoints at a location, newest first: itself or those in it. Not collective.
+    """Return the paths of AWS's checkpoints at a location, newest first: its own path or those in it. Not collective.
 
-    A folder with pytorch_model.bin is a checkpoint of AWS only in a folder of checkpoints: other models look the same.
+    A location that has a pytorch_model.bin itself does not count (other models look the same); a folder in it does.
     """
     paths = _paths(normal(location))
     if paths == [normal(location)] and open_folder(location).storage.exists(FULL):
@@ -159,7 +159,7 @@ def _paths(location: str) -> list[str]:
 
 
 def _is_sample(folder: RunFolder, name: str) -> bool:
-    """Return whether a folder holds files of a checkpoint of AWS's sample, and not of ours."""
+    """Return whether a folder holds files of a checkpoint of AWS's sample, and none of this program's checkpoints."""
     files = folder.sizes(name)
     known = FULL in files or _rank_files(files) or any(map(Ranks.of_folder, _tree_folders(files)))
     return bool(known) and not {COMMITTED, BEGUN, META} & set(files)

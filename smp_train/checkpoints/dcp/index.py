@@ -1,10 +1,10 @@
-"""The index of a tree as flat arrays, and our file of them, ``index.bin``, which nothing has to unpickle.
+"""A tree's index as flat arrays, and its file format, ``index.bin``, which is read without unpickling.
 
-The file is `MAGIC`, the CRC-32 of the bytes that follow (8 hexadecimal digits), a header in one line of JSON, and 5
-arrays: offsets and sizes of all chunks (one number per dimension), then file number, start and length of all records. A
-chunk of a tensor has one record, and so has an entry that is not a tensor. Header: ``files``, names of files;
-``entries``, lists of (name, dtype, shape, number of records), dtype null for an entry that is not a tensor;
-``metadata``, size of the ``.metadata`` written at the same time; ``arrays``, NumPy type and length of each array.
+The file has `MAGIC`, the CRC-32 of the bytes that follow (8 hexadecimal digits), a header in one line of JSON, and 5
+arrays: offsets and sizes of all chunks (one number per dimension), then file number, start and length of all records.
+Each chunk of a tensor has one record, as has each entry that is not a tensor. The header has ``files`` (names),
+``entries`` (lists of name, dtype, shape, number of records; dtype is null unless the entry is a tensor), ``metadata``
+(size of the ``.metadata`` written at the same time) and ``arrays`` (NumPy type and length of each array).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Header = dict[str, Any]
 
 
 class TensorEntry(dcp.TensorStorageMetadata):
-    """A saved tensor. DCP's record of a chunk is made when it is asked for: a large model has a million chunks."""
+    """A saved tensor. Makes DCP's records of chunks only on request, because a large model has a million chunks."""
 
     def __init__(self, dtype: torch.dtype, size: list[int], offsets: Any, sizes: Any) -> None:
         """``offsets`` and ``sizes`` have one row per chunk and one column per dimension."""
@@ -39,7 +39,7 @@ class TensorEntry(dcp.TensorStorageMetadata):
     chunks: Any = property(lambda entry: entry.chunks_in(...))
 
     def overlapping(self, boxes: Iterable[dcp.ChunkStorageMetadata], name: str) -> dcp.TensorStorageMetadata:
-        """Return the entry with only those chunks that overlap ``boxes``. ValueError if they do not fill the boxes."""
+        """Return the entry with only the chunks that overlap ``boxes``. Raises ValueError if these do not fill them."""
         rows = np.zeros(len(self.offsets), bool)
         for box in boxes:
             low, extent = np.array((box.offsets, box.sizes), np.int64)
@@ -51,13 +51,13 @@ class TensorEntry(dcp.TensorStorageMetadata):
         return dcp.TensorStorageMetadata(self.properties, self.size, self.chunks_in(rows))
 
     def chunks_in(self, rows: Any) -> list[dcp.ChunkStorageMetadata]:
-        """Return DCP's records of some rows."""
+        """Return DCP's records of the chunks in some rows."""
         pairs = zip(self.offsets[rows].tolist(), self.sizes[rows].tolist(), strict=True)
         return [dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in pairs]
 
 
 class _Records:
-    """DCP's ``storage_data``: file, start and length of a chunk or another value, from each entry's first record on."""
+    """DCP's ``storage_data``: finds the file, start and length of a chunk, or of an entry that is not a tensor."""
 
     def __init__(self, entries: dict[str, Any], first: dict[str, int], files: list[str], columns: list[Any]) -> None:
         self._entries, self._first, self._files, self._columns = entries, first, files, columns
@@ -108,9 +108,9 @@ def encode(header: Header, columns: list[Any]) -> bytes:
 
 
 def decode(data: bytes, metadata_bytes: int) -> tuple[Header, list[Any]] | None:
-    """Return header and arrays; None if the format or the size of ``.metadata`` differs.
+    """Return the header and the arrays, or None if the format or the recorded size of ``.metadata`` differs.
 
-    Raises any exception for an invalid index.
+    An invalid index may raise any exception.
     """
     if not data.startswith(MAGIC):
         return None
@@ -123,7 +123,7 @@ def decode(data: bytes, metadata_bytes: int) -> tuple[Header, list[Any]] | None:
     for kind, length in header["arrays"]:
         if kind not in ("|u1", "<u2", "<u4", "<u8"):
             raise ValueError(f"it has an array of type {kind}")
-        array = np.frombuffer(data, kind, length, position)  # ValueError if fewer numbers are left
+        array = np.frombuffer(data, kind, length, position)  # raises ValueError if fewer numbers are left
         columns.append(array.astype(np.int64))
         position += array.nbytes
     return (header, columns) if header["metadata"] == metadata_bytes else None
@@ -132,8 +132,8 @@ def decode(data: bytes, metadata_bytes: int) -> tuple[Header, list[Any]] | None:
 def unpack(header: Header, columns: list[Any], files: Mapping[str, int]) -> dcp.Metadata:
     """Return DCP's index of a tree of ``files`` (name: size in bytes).
 
-    Raises any exception for a file outside the tree, bytes outside a file, a chunk outside its tensor, and a tensor
-    larger than all files, for which memory would be allocated.
+    Any exception may be raised if the index names a file outside the tree, bytes outside a file, a chunk outside its
+    tensor, or a tensor larger than all files together (a load would allocate memory for this tensor).
     """
     offsets, sizes, numbers, starts, lengths = columns
     names, total = header["files"], sum(files.values())

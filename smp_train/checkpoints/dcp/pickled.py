@@ -1,4 +1,4 @@
-"""DCP's own index of a tree, ``.metadata``: a pickle, read without running any code that it may ask for."""
+"""Read DCP's own index of a tree, the pickle ``.metadata``, without running any code that it asks for."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ALLOWED: Mapping[str, Container[str]] = {
 
 
 def unpickle(data: bytes) -> dcp.Metadata:
-    """Return the index. Raises any exception for an invalid one."""
+    """Return the index in a pickle. An invalid pickle may raise any exception."""
     collecting = gc.isenabled()
-    gc.disable()  # it would visit all records again and again: a third of the time
+    gc.disable()  # the collector would visit all records again and again, and take a third of the time
     try:
         metadata = Unpickler(io.BytesIO(data)).load()
     finally:
@@ -41,8 +41,8 @@ def unpickle(data: bytes) -> dcp.Metadata:
 class Unpickler(pickle._Unpickler):
     """Builds nothing except DCP's plain records.
 
-    Python's unpickler, seven times as slow as C's: C's sets attributes on any object, functions and classes included,
-    and allocates as much memory as a few bytes ask for.
+    This is the unpickler in Python, seven times as slow as the one in C. The one in C sets attributes on any object,
+    functions and classes included, and allocates as much memory as a few bytes ask for.
     """
 
     stack: list[Any]

@@ -1,4 +1,4 @@
-"""Which rank writes which replicated tensor, decided without communication: rank 0 gets one plan item per tensor."""
+"""Decide without communication which rank writes which replicated tensor. Rank 0 gets one plan item for each tensor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from smp_train.distributed.dtensor import DTensor
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Drops from this rank's plan the replicas that other ranks write; all ranks of the tensors' meshes take part.
+    """Drops from this rank's plan the replicas that other ranks write. All ranks of the tensors' meshes must take part.
 
-    torch's planner sends every replica to rank 0: millions of items at 2,048 ranks. Here the holders of a replica have
-    equal lists, and assign each item to the least loaded holder. Rank 0 drops duplicates of tensors without a mesh.
+    torch's planner sends every replica's plan item to rank 0: millions at 2,048 ranks. Here all holders of a replica
+    see the same items, and give each to the least loaded holder. Rank 0 drops duplicates of tensors without mesh.
     """
 
     def create_local_plan(self) -> dcp.SavePlan:
@@ -31,16 +31,16 @@ class SavePlanner(dcp.DefaultSavePlanner):
                 if writer != this_rank:
                     continue
             items.append(item)
-        # The writer of an entry sends its path in the nested state; all other ranks need not.
+        # Only the rank that writes an entry sends the entry's path in the nested state.
         names = {item.index.fqn for item in items}
         paths = {name: path for name, path in (plan.planner_data or {}).items() if name in names}
         self.plan = replace(plan, items=items, planner_data=paths)
         return self.plan
 
     def _holders(self, name: str) -> tuple[Any, int, int]:
-        """Return a key of the ranks that hold a replica, their number, and this rank's number among them.
+        """Return a key of the ranks that hold a replica, how many they are, and this rank's index among them.
 
-        A number of a parameter's optimizer state, such as its step, is on every rank with a shard of the moments.
+        A scalar of a parameter's optimizer state, such as its step, is on every rank that has a shard of the moments.
         """
         value: Any = self.state_dict[name]
         is_number = not isinstance(value, DTensor)

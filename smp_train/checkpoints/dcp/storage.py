@@ -33,7 +33,7 @@ from smp_train.storage.ranges import RangeFile
 
 
 class _Checksummed(io.RawIOBase):
-    """Writes to a file and computes its record."""
+    """Writes to a file and computes the file's `FileRecord`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._checksum = file, Checksum()
@@ -65,7 +65,7 @@ class _Files:
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:
-        """Yield a stream to or from a file. `TreeReader` reads from S3 itself, so that stream is empty."""
+        """Yield a stream to or from a file. `TreeReader` reads from S3 by itself, so a stream from S3 is empty."""
         if mode == "rb":
             folder = self._storage.location
             with io.BytesIO() if is_s3(folder) else open(f"{folder}/{path}", "rb") as file:
@@ -82,16 +82,16 @@ class _Files:
 
 
 class TreeWriter(dcp.FileSystemWriter):
-    """Writes one file per rank into a tree, and on rank 0 its two indexes."""
+    """Writes one file per rank into a tree; rank 0 also writes the tree's two indexes."""
 
     def __init__(self, storage: Storage, folder: str, begun: str) -> None:
-        """``folder`` is the tree's; rank 0 has written the file ``begun`` to mark the attempt."""
+        """``folder`` is the tree's folder; ``begun`` is the file that rank 0 has written to reserve the attempt."""
         super().__init__(folder, single_file_per_rank=True, sync_files=False)
         self._storage, self._begun, self._folder = storage, begun, folder
         self.path, self._files = folder, _Files(storage)
         self.fs = self._files  # type: ignore[assignment]
         self.on_stage: Callable[[str], None] = lambda stage: None
-        """Called with ``write`` and ``checksum`` as this rank reaches these stages."""
+        """Called with ``write``, then ``checksum``, when this rank reaches that stage."""
 
     @property
     def records(self) -> dict[str, FileRecord]:
@@ -106,13 +106,13 @@ class TreeWriter(dcp.FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Name each rank's file. In S3 it begins with a digit, as S3 splits its load by the first characters."""
+        """Name each rank's file. In S3 the name begins with a hex digit, as S3 splits load by first characters."""
         spread = is_s3(self._storage.location)
         names = [f"{i % 16:x}/__{i}_" if spread else f"__{i}_" for i in range(len(plans))]
         return [replace(plan, storage_data=_StoragePrefix(name)) for plan, name in zip(plans, names, strict=True)]
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file and record it."""
+        """Write this rank's file and keep its `FileRecord`."""
         try:
             self.on_stage("write")
             tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
@@ -122,12 +122,12 @@ class TreeWriter(dcp.FileSystemWriter):
             results = super().write_data(plan, planner)
             self.on_stage("checksum")
         except Exception as error:
-            # DCP pickles the error for all other ranks, which not every error can be: a message always can.
+            # DCP pickles the error for the other ranks. Not every error can be pickled: raise one with only a message.
             raise CheckpointError(here(self._explained(error))) from error
         return results
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Write both indexes, on rank 0: DCP's own for other programs, and ours, which loads faster."""
+        """Write both indexes on rank 0: DCP's own for other programs, and ``index.bin``, which loads faster."""
         metadata.storage_data = {result.index: result.storage_data for share in results for result in share}
         metadata.storage_meta = StorageMeta(save_id=self.save_id)  # no path: a checkpoint may be copied elsewhere
         data = pickle.dumps(metadata)
@@ -146,7 +146,7 @@ class TreeWriter(dcp.FileSystemWriter):
 
 
 class Reader(dcp.FileSystemReader):
-    """A DCP reader that can read its index before DCP does: a failure has one clear message."""
+    """A DCP reader that can read its index before DCP does, so that a failure gives one clear message."""
 
     _metadata: dcp.Metadata | None = None
 
@@ -163,7 +163,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class TreeReader(Reader):
-    """Reads one tree, and only the ``files`` (name: size in bytes) in it; from S3 several entries at once."""
+    """Reads one tree, using only the ``files`` (name: size in bytes) in it. Reads entries from S3 in parallel."""
 
     def __init__(self, storage: Storage, folder: str, files: Mapping[str, int]) -> None:
         super().__init__(folder)
@@ -173,7 +173,7 @@ class TreeReader(Reader):
         self._next_entries: Iterator[bytes] = iter(())
 
     def preload(self) -> None:
-        """Read our index if the tree has one, else DCP's. Raises `CheckpointError`."""
+        """Read ``index.bin`` if the tree has one that fits, else DCP's index. Raises `CheckpointError`."""
         name = INDEX if INDEX in self.files else METADATA
         try:
             if METADATA not in self.files:
@@ -203,7 +203,7 @@ class TreeReader(Reader):
         return super().read_data(plan, planner)
 
     def _read_spans(self, spans: list[tuple[str, int, int]]) -> Iterator[bytes]:
-        """Yield each (file, start, length), in several requests if it is larger than one part."""
+        """Yield the bytes of each span (file, start, length); a span larger than one part takes several requests."""
         part = s3.PART_BYTES
         pieces = self._storage.ranges(
             Range(posixpath.join(self._folder, file), start + done, min(part, length - done))

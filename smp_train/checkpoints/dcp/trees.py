@@ -1,4 +1,4 @@
-"""Save and load one tree of all ranks: state and checkpoint must have exactly the same entries."""
+"""Save and load a tree that all ranks share. State and checkpoint must have exactly the same entries."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class PlainLoadPlanner(dcp.DefaultLoadPlanner):
-    """Unpickles no arbitrary objects, and keeps each rank's plan there: through rank 0 it would come back unchanged."""
+    """Unpickles no arbitrary objects, and keeps each rank's plan on its rank: rank 0 would send it back unchanged."""
 
     unpickle = staticmethod(load_plain)
 
     def create_local_plan(self) -> dcp.LoadPlan:
         """Make this rank's plan from the chunks that it needs, and return an empty plan to send.
 
-        torch would compare all chunks with this rank's shards in Python: half a minute for a million chunks.
+        torch would compare all chunks with this rank's shards in Python: that takes half a minute for a million chunks.
         """
         assert self.metadata is not None
         entries = dict(self.metadata.state_dict_metadata)
@@ -56,12 +56,12 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
         return self.plan
 
     def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
-        """Load a value that is not a tensor: numbers, strings, and containers of them."""
+        """Load a value that is not a tensor: a number, a string, or a container of these."""
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], self.unpickle(value))
 
 
 class StrictLoadPlanner(PlainLoadPlanner):
-    """Refuses a checkpoint that does not hold exactly the state to load, except for ``ignored`` entries."""
+    """Refuses a checkpoint whose entries are not exactly those of the state, except for ``ignored`` entries."""
 
     def __init__(self, ignored: Container[str] = ()) -> None:
         super().__init__()
@@ -94,12 +94,12 @@ class StrictLoadPlanner(PlainLoadPlanner):
 def compare(state: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
     """Return up to three phrases about the differences between a flat state and the ``saved`` entries.
 
-    The state may lack entries that are ``ignored``, and all under another first name, such as ``optim``.
+    The state may lack ``ignored`` entries, and all entries under a top-level name that it lacks, such as ``optim``.
     """
     kinds = {key.split(".")[0] for key in state}
     missing = [key for key in state if key not in saved]
     surplus = sorted(key for key in saved.keys() - state.keys() if key.split(".")[0] in kinds)
-    # The run's arguments set the hyper-parameters, which torch's own state dicts have in `param_groups`.
+    # torch's own state dicts have hyper-parameters in `param_groups`; here the run's arguments set them.
     unexpected = [key for key in surplus if key not in ignored and not key.startswith("optim.param_groups")]
     unlike = []
     for key, value in state.items():
@@ -113,8 +113,8 @@ def compare(state: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contain
 
 
 def save_together(state: dict[str, Any], *, storage_writer: dcp.StorageWriter) -> None:
-    """Write one tree of all ranks; collective."""
-    # Not `dcp.save`: in torch 2.5 it communicates wherever there is a process group.
+    """Write one tree that all ranks share; collective."""
+    # Not `dcp.save`, which communicates in torch 2.5 whenever there is a process group, even if this rank is alone.
     planner = dcp.DefaultSavePlanner() if is_alone() else SavePlanner()
     _save_state_dict(state, storage_writer, process_group=group(), no_dist=is_alone(), planner=planner)
 
@@ -125,7 +125,7 @@ def load_together(state: dict[str, Any], *, storage_reader: Reader, planner: Any
 
 
 def save_state(state: dict[str, Any], writer: TreeWriter, save: Callable[..., None] = save_together) -> None:
-    """Write ``state`` (nested dicts of tensors, DTensors and plain values) by ``save``; collective.
+    """Write ``state`` (nested dicts of tensors, DTensors and plain values) with ``save``; collective.
 
     Raises `CheckpointError` on every rank if any rank failed.
     """
@@ -139,11 +139,11 @@ def load_state(
     state: dict[str, Any], reader: Reader, label: str, ignored: Container[str] = (),
     load: Callable[..., None] = load_together,
 ) -> None:  # fmt: skip
-    """Fill ``state`` in place by ``load``, on any mesh; collective.
+    """Fill ``state`` in place with ``load``, on any mesh; collective.
 
-    The checkpoint may have the names that parameters have in memory (`State.named_as`), and ``ignored`` entries that
-    ``state`` lacks. Raises `CheckpointError` about ``label`` on every rank if any rank failed, or if state and
-    checkpoint do not match.
+    The checkpoint may use the names that parameters have in memory (see `State.named_as`), and may hold ``ignored``
+    entries that ``state`` lacks. Raises `CheckpointError` on every rank if any rank failed, or if state and checkpoint
+    do not match; the message names ``label``.
     """
     gather(f"cannot load {label}", reader.preload)
     if isinstance(state, State):
@@ -162,7 +162,7 @@ def saved_entries(reader: Reader) -> Mapping[str, Any]:
 
 
 def plain_values(reader: Reader) -> dict[str, Any]:
-    """Return the numbers and strings outside model and optimizer by flat name. Not collective."""
+    """Return the numbers and strings outside the model and the optimizer, by flat name. Not collective."""
     values: dict[str, Any] = {}
     for key, entry in saved_entries(reader).items():
         if isinstance(entry, dcp.BytesStorageMetadata) and not key.startswith(("optim", "model")):

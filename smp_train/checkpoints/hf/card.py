@@ -9,7 +9,7 @@ from typing import Any
 
 CARD_FILE = "README.md"
 TAG = "tags: [smp-train]"
-"""A line of every card."""
+"""A line that is in every card of this program."""
 _CACHED = re.compile(r"/models--(.+?)/snapshots/")
 _EXAMPLE = """
 ```python
@@ -25,7 +25,7 @@ def is_our_card(data: bytes) -> bool:
 
 
 def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool) -> str:
-    """Return the model card, Markdown with the hub's YAML header, from a checkpoint's ``meta.json``.
+    """Return the model card, Markdown with the hub's YAML header, made from a checkpoint's ``meta.json``.
 
     Secrets were removed from the run's arguments when the checkpoint was saved.
     """
@@ -60,7 +60,7 @@ def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool
 
 
 def hub_name(location: str) -> str:
-    """Return the name on the hub of a model in the hub's cache on this machine; any other location unchanged."""
+    """Return the hub's name of a model that is in this machine's hub cache, and any other location unchanged."""
     cached = _CACHED.search(location)
     return cached[1].replace("--", "/", 1) if cached else location
 

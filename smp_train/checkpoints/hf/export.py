@@ -36,16 +36,16 @@ def export(
     dtype: torch.dtype | None = None, tokenizer: str | None = None, shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False, merge: bool = False, base: str | None = None, on_progress: Progress | None = None,
 ) -> None:  # fmt: skip
-    """Write the model of a verified checkpoint to ``folder``, also in S3, as Hugging Face's libraries do.
+    """Write a verified checkpoint's model to ``folder``, which may be in S3, in the form of Hugging Face's libraries.
 
-    The folder gets the hub's names and layouts in safetensors files of about ``shard_bytes``, config.json,
+    The folder gets safetensors files of about ``shard_bytes`` with the hub's names and layouts, config.json,
     generation_config.json, a model card (unless the user has a README.md there) and the tokenizer, by default the
-    checkpoint's. ``weights`` by name are written in place of the checkpoint's; ``dtype`` is by default theirs. For a
-    run with adapters only the adapters are written, as peft writes them; with ``merge`` they are added to the weights
-    of their base model (``base``, if it has moved since training).
+    checkpoint's. ``weights`` (name: tensor) replace the checkpoint's tensors. ``dtype`` defaults to each tensor's own
+    (float32 for adapters). If the run has adapters, only the adapters are written, in peft's form. With ``merge`` they
+    are added to the base model's weights (read from ``base``, if the base model has moved since training).
 
-    `new_model` has the rules for an existing model (``overwrite``). Raises `CheckpointError` if the checkpoint does not
-    hold a whole model. Not collective.
+    See `new_model` for what happens to an existing model (``overwrite``). Raises `CheckpointError` if the checkpoint
+    does not hold a whole model. Not collective.
     """
     spec = resolve_saved(checkpoint.model_config(), checkpoint.marker.model_type, checkpoint.path, checkpoint.meta)
     if merge and spec.lora is None:
@@ -69,7 +69,7 @@ def export(
 
 
 def _small_files(checkpoint: Checkpoint, folder: str | os.PathLike[str], tokenizer: str | None) -> dict[str, bytes]:
-    """Return the files of the tokenizer, the model card unless the user has another one, and generation_config.json."""
+    """Return the files of the tokenizer, the model card unless the user has one there, and generation_config.json."""
     files = checkpoint.tokenizer() if tokenizer is None else tokenizer_files(tokenizer)
     card = place(folder) / CARD_FILE
     if not card.is_file() or is_our_card(card.read_bytes()):
@@ -96,11 +96,11 @@ def _model(
 ) -> tuple[list[Any], list[LazyTensors]]:
     """Return the model's configurations, and its tensors in the hub's layout, from ``weights`` or the checkpoint.
 
-    Raises `CheckpointError` unless they are all tensors of the model, with its shapes.
+    Raises `CheckpointError` if a tensor of the model is missing or has another shape.
     """
     from transformers import GenerationConfig
 
-    config.use_cache = True  # of keys and values: training has switched it off
+    config.use_cache = True  # the key-value cache, which training has switched off
     with torch.device("meta"):
         plain = model_of(config)
     note(plain)

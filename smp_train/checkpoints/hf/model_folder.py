@@ -2,8 +2,8 @@
 
 A model never overwrites another one. The files of an existing model are first moved to a sub-folder ``previous-<n>``,
 because a mount point (SageMaker's ``/opt/ml/model``) and a prefix in S3 cannot be renamed.
-Without config.json or adapter_config.json no library opens the folder: it is moved first and written last. A process
-that is killed in between therefore leaves no folder that opens with wrong or mixed weights.
+No library opens a folder without config.json or adapter_config.json, so these are moved first and written last. A
+process that is killed in between therefore leaves no folder that opens with wrong or mixed weights.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from smp_train.storage import Storage
 from smp_train.storage.paths import names_in, place
 
 ENTRY_FILES = (CONFIG_FILE, ADAPTER_FILE)
-"""Files by which a model, or an adapter, is opened."""
+"""Files that libraries need to open a model or an adapter."""
 MOVING = ".moving"
-"""File in ``previous-<n>`` while files are moved there."""
+"""File that is in ``previous-<n>`` while other files are moved there."""
 _PREVIOUS = re.compile(r"previous-(\d{1,9})")
 
 logger = logging.getLogger(__name__)
 
 
 class ModelFolder:
-    """The files of a new model. ``entry_files`` keeps the files by which the model is opened until all are written."""
+    """The files of a new model. ``entry_files`` holds `ENTRY_FILES` back until all other files are written."""
 
     def __init__(self, folder: Storage) -> None:
         self.folder = folder
@@ -43,13 +43,13 @@ class ModelFolder:
 
     @contextmanager
     def stream(self, name: str, size: int) -> Iterator[BinaryIO]:
-        """Yield a stream into a file of about ``size`` bytes, which exists once the context ends without an error."""
+        """Yield a stream into a file of about ``size`` bytes. The file exists once the context ends without error."""
         self.written.append(name)
         with _errors_named(f"{self.folder.location}/{name}"), self.folder.writer(name, size) as file:
             yield file
 
     def put_all(self, files: Mapping[str, bytes]) -> None:
-        """Write small files."""
+        """Write small files, except for entry files, which are held back."""
         for name, data in files.items():
             if name in ENTRY_FILES:
                 self.entry_files[name] = data
@@ -60,7 +60,7 @@ class ModelFolder:
 
 @contextmanager
 def new_model(location: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[ModelFolder]:
-    """Yield the folder of a new model at ``location``, which opens once the context ends without an error.
+    """Yield the folder of a new model at ``location``; it can be opened once the context ends without an error.
 
     Raises `ConfigError` if a model, or part of one, is there already. With ``overwrite`` the existing model's files are
     moved to a sub-folder ``previous-<n>``. Files that are not part of a model stay. If the context ends with an error,
