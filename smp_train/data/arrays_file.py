@@ -1,7 +1,7 @@
-"""Files of arrays with a JSON header, mapped into memory: the indexes of token files, and tables of samples.
+"""Memory-mapped files of arrays with a JSON header, used for indexes of token files and for tables of samples.
 
-A file is magic, length and CRC-32 of the header, the header, and the arrays, each at a multiple of 8 bytes. Processes
-that map the same file share its pages.
+A file has these parts in sequence: the magic bytes, the length of the header, the header's CRC-32, the header, and the
+arrays. Each array begins at a multiple of 8 bytes. Processes that map the same file share its pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST_READ = 4096
 
 
 def atomic_file(path: str) -> AbstractContextManager[BinaryIO]:
-    """Return a context with a file that appears under ``path`` when it is complete and synced."""
+    """Return a context manager with a file to write; the file appears at ``path`` once it is complete and synced."""
     folder, name = os.path.split(path)
     return FolderStorage(folder or ".").writer(name)
 
@@ -37,7 +37,7 @@ def _padded(size: int) -> int:
 
 
 def write_arrays(path: str, version: int, header: Any, arrays: Sequence[np.ndarray]) -> None:
-    """Write a header and uint32 or uint64 arrays to a file that appears complete and synced."""
+    """Write a header and uint32 or uint64 arrays to a file, which appears once it is complete and synced."""
     shapes = [(array.dtype.str, array.size, zlib.crc32(array.tobytes())) for array in arrays]
     text = json.dumps({"version": version, "arrays": shapes, "header": header}).encode()
     text += b" " * (_padded(len(text) + PREFIX.size) - len(text) - PREFIX.size)
@@ -49,13 +49,13 @@ def write_arrays(path: str, version: int, header: Any, arrays: Sequence[np.ndarr
 
 
 class ArraysFile:
-    """A file of arrays whose header has been read; ``shapes``: (type, elements, CRC-32) of each array."""
+    """A file of arrays whose header has been read; ``shapes`` has (dtype, number of elements, CRC-32) of each array."""
 
     def __init__(self, path: str, header: Any, shapes: Sequence[tuple[str, int, int]], begin: int) -> None:
         self.path, self.header, self.shapes = path, header, shapes
         sizes = (_padded(int(dtype[2:]) * count) for dtype, count, _ in shapes)
         self.begins = list(accumulate(sizes, initial=begin))
-        """Offset of each array in bytes, and the size of the file."""
+        """Offset of each array in bytes; the last entry is the size of the file."""
 
     @cached_property
     def mapped(self) -> mmap.mmap:

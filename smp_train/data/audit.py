@@ -1,4 +1,4 @@
-"""Proof from a run's ``data_audit`` files that it used each sample once per epoch and left out no step."""
+"""Checks, from a run's ``data_audit`` files, that the run used each sample once per epoch and left out no step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from smp_train.errors import ConfigError, DataError, first_few
 
 SHOWN = 100
 PART = re.compile(r"(.+?:\d+)(?:@(\d+))?(?:\[(\d+):(\d+)\])?(?:\+|$)")
-"""One record in the name of a sample: the record's name, the epoch of a stream after its first epoch, and the range of
-the record's tokens unless the sample has the whole record."""
+"""Matches one record in the name of a sample. Groups: the record's name; in a stream, the epoch from the second epoch
+on; the begin and the end of the record's tokens, unless the sample has the whole record."""
 WINDOW = re.compile(r"\[\d+:\d+\](?=\+|$)")
-END = float("inf")  # where a record ends that a sample has as a whole: its length is not known
+END = float("inf")  # end of a record that one sample holds whole: the record's length is not known
 
 
 Records = dict[int, dict[int, dict[str, Any]]]
-"""What `DataAudit` wrote, by step and rank."""
+"""The records that `DataAudit` wrote, by step and then by rank."""
 
 
 def audit(folder: Path, rows: int | None = None) -> int:
-    """Check that a run used each sample once per epoch and left out no step; print the result, return the exit code.
+    """Check that a run used each sample once per epoch and left out no step; print the result and return the exit code.
 
     A run that came to the end of its --epochs E must have used every sample E times. ``rows`` is the number of samples
     in the data set, by default the number in run.json.
@@ -43,7 +43,7 @@ def audit(folder: Path, rows: int | None = None) -> int:
     problems = _missing_records(records)
     recorded = {step: list(_peers(ranks).values()) for step, ranks in records.items()}
     steps = {step: [name for record in peers for name in record["samples"]] for step, peers in recorded.items()}
-    if (facts.get("config") or {}).get("long") == "crop":  # all windows in a row count as the same sample
+    if (facts.get("config") or {}).get("long") == "crop":  # all windows of one row count as the same sample
         steps = {step: [WINDOW.sub("", name) for name in names] for step, names in steps.items()}
     streamed = facts.get("streams")
     verdict = _audit_streams(steps, facts, problems) if streamed else _audit_indexed(steps, facts, problems, rows)
@@ -75,7 +75,7 @@ def _read_records(folder: Path) -> tuple[Records, list[int]]:
             try:
                 entry = json.loads(line)
             except ValueError:
-                continue  # the last line of a run that was killed
+                continue  # a run that was killed may have written only a part of its last line
             if "skipped" in entry:
                 skips.setdefault(entry["attempt"], set()).update(range(entry["skipped"][0], entry["skipped"][1] + 1))
             else:
@@ -83,7 +83,7 @@ def _read_records(folder: Path) -> tuple[Records, list[int]]:
     steps: Records = {}
     skipped: set[int] = set()
     for attempt, records in sorted(attempts.items()):
-        # An attempt supersedes all earlier attempts from its first step on.
+        # From its first step on, an attempt replaces the records of all earlier attempts.
         first = min(records)
         steps = {step: ranks for step, ranks in steps.items() if step < first} | dict(sorted(records.items()))
         skipped = {step for step in skipped if step < first} | skips.get(attempt, set())
@@ -91,13 +91,13 @@ def _read_records(folder: Path) -> tuple[Records, list[int]]:
 
 
 def _peers(ranks: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return one record per data-parallel rank, in order: ranks that share a model read the same samples."""
+    """Return one record per data-parallel rank, by rank; ranks that share a model read the same samples."""
     peers = {record["dp_rank"]: record for _, record in sorted(ranks.items(), reverse=True)}
     return dict(sorted(peers.items()))
 
 
 def _missing_records(records: Records) -> list[str]:
-    """Return a problem for each missing or contradictory record; delete an incomplete last step."""
+    """Return a problem for each missing or contradictory record; delete an incomplete last step from ``records``."""
     last = max(records)
     problems = [f"step {step} is missing" for step in range(min(records), last) if step not in records]
     for step, ranks in list(records.items()):
@@ -105,7 +105,7 @@ def _missing_records(records: Records) -> list[str]:
         if len(peers) < peers[min(peers)]["dp_size"]:
             if step < last:
                 problems.append(f"step {step}: the records of some ranks are missing")
-            elif len(records) > 1:  # a kill came between the writes of two ranks
+            elif len(records) > 1:  # the run was killed when only some ranks had written
                 del records[last]
                 break
         problems += [
@@ -117,11 +117,11 @@ def _missing_records(records: Records) -> list[str]:
 
 
 def _audit_indexed(steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str], rows: int | None) -> str:
-    """Append the problems of an indexed run, and return the verdict on a run without problems."""
+    """Append the problems of an indexed run to ``problems``; return the verdict to print if there are none."""
     config: dict[str, Any] = facts.get("config") or {}
     sizes: dict[str, int] = facts.get("samples") or {}
     locations, weights = read_weights([*(config.get("training_dir") or ()), *(config.get("dataset") or ())])
-    used: dict[str, list[tuple[int, str]]] = {}  # (step, sample) by source of a blend; without weights all by ""
+    used: dict[str, list[tuple[int, str]]] = {}  # (step, sample name) by source; "" without weights
     for step, samples in steps.items():
         for name in samples:
             sources = [source for source in locations if weights and name.startswith(source + "/")]
@@ -154,7 +154,7 @@ def _audit_indexed(steps: dict[int, list[str]], facts: dict[str, Any], problems:
         by_epochs = epochs and not max_steps_set and not config.get("steps_per_epoch")
         if by_epochs and last >= (facts.get("total_steps") or END):
             problems += unused
-        else:  # another flag has ended the run, or it has not ended
+        else:  # a flag other than --epochs ended the run, or the run has not ended
             print("".join(f"{line}\n" for line in unused), end="")
         if not missing:
             return f"each {begun} times" if begun > 1 else "each once"
@@ -162,10 +162,10 @@ def _audit_indexed(steps: dict[int, list[str]], facts: dict[str, Any], problems:
 
 
 def _repeats(source: str, used: list[tuple[int, str]], rows: int | None) -> list[str]:
-    """Return the samples used twice or not at all in an epoch of ``rows`` samples (default: the different ones)."""
+    """Return samples repeated or left out in an epoch of ``rows`` samples (default: number of distinct samples)."""
     size = rows or len({name for _, name in used})
     steps = np.array([step for step, _ in used])
-    # Within a step the ranks' order is not recorded: only the first and last position of the step are known.
+    # The order of the ranks within a step is not recorded, so only the step's first and last position are known.
     firsts, lasts = np.searchsorted(steps, steps, side="left"), np.searchsorted(steps, steps, side="right") - 1
     times: Counter[str] = Counter()
     problems = []
@@ -182,9 +182,9 @@ def _repeats(source: str, used: list[tuple[int, str]], rows: int | None) -> list
 
 
 def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str]) -> str:
-    """Append the problems of a streamed run, and return the verdict on a run without problems.
+    """Append the problems of a streamed run to ``problems``; return the verdict to print if there are none.
 
-    In each epoch a record begins once, and goes on at the token at which the sample before it ended.
+    In each epoch a record must begin once, and each later part must begin at the token where the part before it ended.
     """
     next_tokens: dict[tuple[str, int], float] = {}
     for step, samples in steps.items():
@@ -193,9 +193,9 @@ def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems:
             for sample in samples
             for record, epoch, begin, end in PART.findall(sample)
         ]
-        # The order of ranks in a step is not recorded, so spans are sorted: those of one record follow each other.
+        # The order of ranks in a step is not recorded, so spans are sorted: the spans of one record become neighbours.
         for record, epoch, begin, end in sorted(spans):
-            # Without the run's first steps, a record may have begun in one of them: any token is accepted.
+            # If the run's first steps are not recorded, a record may have begun in them: accept any first token.
             token = next_tokens.get((record, epoch), 0 if min(steps) == 1 else begin)
             if begin != token:
                 left = "its end" if token == END else f"token {token:.0f}"

@@ -1,4 +1,4 @@
-"""Malformed records: the run stops at the first, or leaves them out (--bad_rows skip) up to --max_bad."""
+"""Malformed records: the run stops at the first one, or leaves out (--bad_rows skip) a fraction of up to --max_bad."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class BadRecords:
     max_bad: float | None = None
     count: int = 0
     first: str = ""  # the first bad record as "PATH:LINE: reason; what to do"
-    first_number: int = 0  # its number, from 1
-    first_problem: str = ""  # its "reason; what to do"
-    read: int = 0  # good and bad records, if the reader counts them
+    first_number: int = 0  # number of the first bad record, from 1
+    first_problem: str = ""  # problem of the first bad record: "reason; what to do"
+    read: int = 0  # number of good and bad records, if the reader counts them
 
     def add(self, file: DataFile, number: int, problem: str) -> None:
         """Count a malformed record. Raises DataError unless malformed records are skipped."""
@@ -40,7 +40,7 @@ class BadRecords:
             logger.warning("%d malformed records left out (--bad_rows skip); the latest is %s", self.count, message)
 
     def judge(self, records: int) -> None:
-        """Raise DataError where more than ``max_bad`` of the ``records`` read so far, good and bad, are bad."""
+        """Raise DataError if more than a fraction ``max_bad`` of the ``records`` read so far, good and bad, is bad."""
         if self.count and self.max_bad is None:
             raise DataError(f"{self.first}, or leave such records out with --bad_rows skip")
         if self.count > (self.max_bad or 0.0) * records:
@@ -50,7 +50,7 @@ class BadRecords:
             )
 
     def judge_all(self, records: int) -> None:
-        """Judge all ``records`` of a data set; warn about the bad ones."""
+        """Judge a data set that has been read whole and has ``records`` records; warn if some of them are bad."""
         self.judge(records)
         if count := self.count:
             logger.warning("%d of %d records are bad (--bad_rows skip); the first is %s", count, records, self.first)

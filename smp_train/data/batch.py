@@ -1,4 +1,4 @@
-"""Micro-batches, and how samples become one."""
+"""Micro-batches, and the function that makes a micro-batch from samples."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class Batch:
     input_ids: Tensor
     """int64 [micro_batch, seq_len]; 0 where a short sample is padded on the right."""
     labels: Tensor
-    """int64 [micro_batch, seq_len], not shifted: the sample's labels, or its ids; `IGNORED` in padding and where a
-    packed document begins. Padding is on the right, so causal attention needs no mask. The same tensor as
-    `input_ids` if all labels equal the ids: do not write into it."""
-    samples: list[str] = field(default_factory=list)  # name of each sample; empty for a filler
+    """int64 [micro_batch, seq_len], not shifted: a sample's labels, or its ids if it has none; `IGNORED` in padding and
+    at the first token of a packed document. Padding is on the right, so causal attention needs no mask. If all labels
+    equal the ids, this is the same tensor as `input_ids`: do not write into it."""
+    samples: list[str] = field(default_factory=list)  # name of each sample; an empty string for a filler row
     truncated: int = 0  # rows that lost their end (--long truncate)
     truncated_targets: int = 0  # tokens with loss that these rows lost
     position_ids: Tensor | None = None
-    """int64 [micro_batch, seq_len], from 0 in each packed document and in padding; None when every sample is one
-    document. A token attends to its own document only."""
+    """int64 [micro_batch, seq_len], counted from 0 in each packed document and in padding; None when every sample is
+    one document. A token attends only to tokens of its own document."""
     documents: tuple[Tensor, int] | None = None
-    """Bounds of the documents, and the length of the longest; set with `position_ids`. Bounds, int32 [documents + 1],
-    are where each document begins, and the last ends, if all rows are put end to end. Padding counts as a document."""
+    """(bounds, length of the longest document); set with `position_ids`. The bounds, int32 [documents + 1], are the
+    start of each document and the end of the last one, with all rows end to end. Padding counts as a document."""
 
     def counted_tokens(self) -> int:
-        """Return the number of labels that the loss counts: those not ignored that have a token before them."""
+        """Return the number of labels that the loss counts: labels that are not ignored and follow another token."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
 
 def collate(samples: Sequence[Sample], seq_len: int, *, size: int | None = None, pin_memory: bool = False) -> Batch:
     """Return samples of at most ``seq_len`` tokens as a batch [size, seq_len], padded on the right.
 
-    Rows of the batch after the last sample are fillers: attended zeros without a label, and without a name. A rank
+    Rows after the last sample are fillers: zeros that attention includes, without labels and with an empty name. A rank
     without data takes part in a step with a batch of fillers.
     """
     size = size or len(samples)

@@ -1,8 +1,8 @@
-"""Several data sets as one: joined, or blended by weight, with every position still computed and not stored.
+"""Several data sets as one, joined or blended by weight; the sample at each position is computed, not stored.
 
-The positions of a blend come in blocks. Every block gives each source the same number of slots, in proportion to the
-weights; a permutation keyed by (seed, block) decides which slots. So the number of rows that each source has provided
-before any position is known at once, and each source is read in its own order.
+The positions of a blend are divided into blocks. Every block gives each source the same number of slots, in proportion
+to the weights; a permutation keyed by (seed, block) decides which slots. So the number of rows that a source has
+provided before a position is computed directly, and each source is read in its own order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smp_train.data.source import digest_of
 from smp_train.errors import ConfigError
 
 BLOCK = 10_000
-"""Slots of a block: weights are kept to one part in ten thousand."""
+"""Number of slots in a block, so that weights are rounded to one part in ten thousand."""
 
 
 class Joined:
@@ -46,11 +46,11 @@ class Joined:
 
 
 class BlendOrder:
-    """The order of a blend: each source in its own order, drawn from in proportion to its weight (of any sum).
+    """The order of a blend: draws from each source in proportion to its weight, in the source's own order.
 
-    An epoch of the blend, for ``--epochs``, has as many positions as all sources have rows. A source whose weight is
-    larger than its share of the rows begins its own next epoch earlier. The seed decides the slots; the seed and the
-    number of a source decide the order within that source. ``shuffle`` is that of `Order`.
+    The weights may have any sum. For ``--epochs``, an epoch of the blend has as many positions as all sources have
+    rows. A source whose weight is larger than its share of the rows begins its own next epoch earlier. The seed decides
+    the slots; the seed and the number of a source decide the order within that source. ``shuffle`` is as in `Order`.
     """
 
     def __init__(self, samples: Joined, weights: Sequence[float], seed: int = 0, shuffle: str = "global") -> None:
@@ -71,17 +71,17 @@ class BlendOrder:
         return {location: order.size for location, order in zip(self.locations, self.orders, strict=True)}
 
     def shares(self) -> str:
-        """Return which part of the samples comes from each source, for the log."""
+        """Return the percentage of samples that comes from each source, as a text for the log."""
         parts = zip(self.locations, self.slots, strict=True)
         return ", ".join(f"{100 * slots / BLOCK:g} % from {location}" for location, slots in parts)
 
     def identity(self) -> dict[str, Any]:
-        """Return everything besides the data that decides which row is at a position."""
+        """Return the settings that, together with the data, decide which row is at each position."""
         blend = [[order.size, slots] for order, slots in zip(self.orders, self.slots, strict=True)]
         return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle, "blend": blend}
 
     def _draw(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each slot of a block, and how often the block has drawn from it before the slot."""
+        """Return the source of each slot of a block, and how often the block draws from that source before the slot."""
         sources = sources_of_block(block, self.slots, self.seed)
         earlier = np.empty(BLOCK, dtype=np.int64)
         for number, slots in enumerate(self.slots):
@@ -89,7 +89,7 @@ class BlendOrder:
         return sources, earlier
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (epochs of the source, row indices in the joined sources), int64, for positions of any shape."""
+        """Return (epochs of the source, row indices in the joined sources), int64, in the shape of ``positions``."""
         positions = np.asarray(positions, dtype=np.int64)
         blocks, slots = np.divmod(positions, BLOCK)
         sources, drawn = np.empty_like(positions), np.empty_like(positions)
@@ -112,7 +112,7 @@ def sources_of_block(block: int, slots: Sequence[int], seed: int) -> np.ndarray:
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
     """Divide ``total`` in proportion to ``weights``, by largest remainder."""
-    # Two divisions: any other rounding could change the slots of a run that resumes.
+    # Keep both divisions: any other rounding could change the slots of a run that resumes.
     parts = [weight / sum(weights) for weight in weights]
     exact = [part / sum(parts) * total for part in parts]
     shares = [int(share) for share in exact]

@@ -1,7 +1,7 @@
-"""The token cache of a data set: its folder, the token files in it, and the removal of those no longer needed.
+"""The token cache of a data set: its folder, the token files in it, and the removal of files that are no longer needed.
 
-Two jobs may convert the same shards at once, without locks: the name of a token file depends on its shards alone, and
-the file appears by renaming.
+Two jobs may convert the same shards at once, without locks: the name of a token file depends on its shards alone, and a
+file gets this name, by a rename, only when it is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("smp_train.data")
 
 FOLDER_NAME = ".smp_train_cache"
 STALE_SECONDS = 24 * 3600
-"""Age at which a temporary file, or a token file of removed shards, is deleted: no running job needs it."""
+"""Age at which a temporary file, or a token file whose shards were removed, is deleted: no running job needs it."""
 
 
 def _digest_of_files(files: Sequence[DataFile]) -> str:
@@ -34,18 +34,18 @@ def _digest_of_files(files: Sequence[DataFile]) -> str:
 
 
 class TokenCache:
-    """The token files of one file set: read from any of its folders, written to the first that is writable.
+    """The token files of one file set. They are read from all `folders`, and written to the first writable folder.
 
     Args:
         files: the file set.
-        identity: digest of all that turns its records into tokens.
+        identity: digest of everything that decides how the file set's records become tokens.
         cache_dir: --data_cache_dir; default: a folder in the data's folder, or the user's cache.
     """
 
     def __init__(self, files: FileSet, identity: str, cache_dir: str | None) -> None:
         self.files = files
         first = files.files[0]
-        # The folder of the files as rank 0 found it: on another rank a relative location may be another folder.
+        # The path is from rank 0's list of files: on another rank, a relative location may mean another folder.
         root = first.path.removesuffix(first.name).rstrip("/")
         single = first.name if len(files.files) == 1 and files.location.endswith(first.name) else ""
         key = [VERSION, identity, first.config, first.split, single]
@@ -53,7 +53,7 @@ class TokenCache:
             root = os.path.realpath(root)
         self.folders = [(cache_dir or user_folder(), digest_of(*key, root))]
         if not (first.remote or cache_dir):
-            # The key lacks the path of the data's folder: the cache stays valid on another mount.
+            # This key does not contain the path of the data's folder, so the cache stays valid on another mount.
             self.folders.insert(0, (os.path.join(root, FOLDER_NAME), digest_of(*key)))
         self._listed = {(file.name, file.size, file.version) for file in files.files}
         self._scanned: dict[str, TokenFile] = {}
@@ -81,7 +81,7 @@ class TokenCache:
         return os.path.join(folder, f"{prefix}-{_digest_of_files(shards)}")
 
     def table(self, fingerprint: str, layout: str, number: int) -> str:
-        """Return the path of a table of samples of the whole file set."""
+        """Return the path of table ``number`` of the samples of the whole file set."""
         return f"{self.base(self.files.files)}-{digest_of(fingerprint, layout, number)}.tab"
 
     def missing(self, shards: Iterable[DataFile]) -> list[DataFile]:
@@ -97,17 +97,17 @@ class TokenCache:
         return [shard for shard in shards if self.stored(shard) is None]
 
     def stored(self, shard: DataFile) -> tuple[TokenFile, int] | None:
-        """Return the token file that holds a shard, and the shard's number in it; None unless `missing` saw it."""
+        """Return the token file that holds a shard, and the shard's number there; None unless `missing` has read it."""
         return self._stored.get((shard.name, shard.size, shard.version))
 
     def remove_stale(self) -> None:
-        """Delete what killed conversions left, and files of shards that were changed or removed."""
+        """Delete files that killed conversions left behind, and files of shards that were changed or removed."""
         tables = f"-{_digest_of_files(self.files.files)}-"
         needed_pairs: dict[str, bool] = {}
         for folder, prefix in self.folders:
             try:
-                now, names = FolderStorage(folder).now(), os.listdir(folder)  # now: by the file server's clock
-            except OSError:  # no such folder, or one that cannot be written
+                now, names = FolderStorage(folder).now(), os.listdir(folder)  # now: the time on the file server's clock
+            except OSError:  # the folder does not exist or cannot be written
                 continue
             for name in names:
                 path = os.path.join(folder, name)
@@ -118,7 +118,7 @@ class TokenCache:
                     if name.startswith(prefix + tables) and suffix == ".tab":
                         needed = True
                     elif name.startswith(prefix) and suffix in (".tok", ".idx"):
-                        # Decided once per pair: a pair whose first file has been deleted would look incomplete and new.
+                        # Decide once per pair: with its first file deleted, a pair would look incomplete and new.
                         needed = needed_pairs.setdefault(stem, stem in needed_pairs or self._is_needed(stem, needed))
                     elif not name.startswith((prefix, COPY_PREFIX)) and suffix != PARTIAL:
                         continue
@@ -126,13 +126,13 @@ class TokenCache:
                         os.unlink(path)
 
     def _is_needed(self, base: str, new: bool) -> bool:
-        """Return whether a token file is needed: it holds a listed shard, or is ``new``: a job may still read it."""
+        """Return whether a token file holds a listed shard, or is ``new``, so that a job may still read it."""
         file = self._scanned.get(base) or read_index(base)
-        if file is None:  # damaged, incomplete, or of a different version of this program
+        if file is None:  # damaged, incomplete, or written by a different version of this program
             return new
         if any((header.source, header.size, header.version) in self._listed for header in file.headers):
             return True
-        # However new, a file is not needed if the files of all its shards have changed.
+        # Even a new file is not needed if all its shards are still listed, but have changed.
         names = {name for name, _, _ in self._listed}
         return new and not all(header.source in names for header in file.headers)
 

@@ -1,4 +1,4 @@
-"""Chats as rows of tokens, through the tokenizer's chat template; only the assistant's turns carry loss."""
+"""Turns chats into rows of tokens with the tokenizer's chat template; only the assistant's turns carry loss."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ SHAREGPT_ROLES = {
     "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
 RENDER_SECONDS = 20.0
-"""CPU time for a group of chats: a template may loop without end."""
+"""Limit of the CPU time for a group of chats, since a template may loop without end."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TODAY = datetime(2024, 7, 26)
-"""The date that templates write: always the same, so that a resumed run trains on the same tokens."""
+"""The date that templates get as today's date: always the same, so that a resumed run trains on the same tokens."""
 FIXED_CLOCK = (
     "{%- macro strftime_now(format) -%}{{- format"
     + "".join(f"|replace('%{code}', '{TODAY.strftime('%' + code)}')" for code in (*"dbBmyYaAHMS", "-d", "-m"))
-    + " -}}{%- endmacro %}\n"  # templates are compiled with trim_blocks, which drops this line's end
+    + " -}}{%- endmacro %}\n"  # templates are compiled with trim_blocks, which removes this newline
 )
-"""Prepended to a template: replaces the function by which it asks for today's date."""
+"""Text put before a template: it replaces the function with which the template asks for today's date."""
 
 Turns = list[dict[str, Any]]
-"""Each with ``role``, ``content`` (a string, or parts of type text), and other fields that a template reads."""
+"""Turns of a chat, each with ``role``, ``content`` (a string or parts of type text), and other fields of a template."""
 Tools = list[dict[str, Any]] | None
 
 
 class Chats:
-    """Makes rows of chats.
+    """Makes rows of tokens from chats.
 
-    An answer is the text that the template marks by ``{% generation %}``. Of a template without marks it is the text
-    that an assistant's turn adds to the earlier turns with the generation prompt. A token partly in an answer carries
-    loss.
+    An answer is the text that the template marks by ``{% generation %}``. If the template has no marks, an answer is
+    the text that an assistant's turn adds to the earlier turns with the generation prompt. A token that lies partly in
+    an answer carries loss.
 
     ``tokenizer`` is a fast tokenizer of transformers, ``name`` its name in messages, and ``chat_template`` a file that
-    replaces its template. Raises ConfigError if there is no template, or if it does not compile.
+    replaces the tokenizer's template. Raises ConfigError if there is no template, or if the template does not compile.
     """
 
     def __init__(self, tokenizer: Any, kind: Kind, name: str, chat_template: str | None = None) -> None:
@@ -110,7 +110,7 @@ class Chats:
         return spans
 
     def _render(self, turns: Turns, tools: Tools, **options: Any) -> Any:
-        """Return the text of a chat, or with ``tokenize`` its tokens. Raises ValueError."""
+        """Return the text of a chat, or its tokens if ``tokenize`` is set. Raises ValueError."""
         options = {"chat_template": self.template, "tokenize": False, "tools": tools, **options}
         try:
             return self._tokenizer.apply_chat_template(turns, **options)
@@ -121,12 +121,12 @@ class Chats:
 
 
 class EndlessTemplate(Exception):
-    """A template takes too much time."""
+    """Raised when a template takes too much time."""
 
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise `EndlessTemplate` in the body, which must be Python code, when it has taken so much CPU time."""
+    """Raise `EndlessTemplate` in the body once it has used ``seconds`` of CPU time; the body must be Python code."""
     body, done = threading.get_ident(), threading.Event()
     thread_clock: Any = getattr(time, "pthread_getcpuclockid", lambda _: time.CLOCK_MONOTONIC)  # macOS lacks it
     clock = thread_clock(body)
@@ -201,7 +201,7 @@ def chat_of(fields: dict[str, Any], kind: Kind) -> tuple[Turns, Tools]:
     if kind.style == "sharegpt" and fields.get(SYSTEM):
         turns.insert(0, {"role": "system", "content": string(fields, SYSTEM)})
     tools = fields.get(TOOLS)
-    if isinstance(tools, str):  # JSON in a string, as in data sets for TRL, whose tools have different fields
+    if isinstance(tools, str):  # data sets for TRL hold tools as JSON in a string, as tools have different fields
         with contextlib.suppress(ValueError, RecursionError):
             tools = json.loads(tools or "null")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
@@ -210,7 +210,7 @@ def chat_of(fields: dict[str, Any], kind: Kind) -> tuple[Turns, Tools]:
 
 
 def _cleaned(value: Any) -> Any:
-    """Return a value without its nulls, which tables have for absent fields. Raises ValueError for unusable text."""
+    """Return a value without nulls (tables hold a null for each absent field). Raises ValueError for unusable text."""
     if isinstance(value, dict):
         return {key: _cleaned(part) for key, part in value.items() if part is not None}
     if isinstance(value, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Conversion of a file set to token files, by all ranks together, in several processes each."""
+"""Converts a file set to token files; all ranks take part, each with several processes."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp_train.data")
 
 Group = list[tuple[DataFile, str | None]]
-"""Shards of one token file, each with the path of its local copy if it is in S3."""
+"""Shards of one token file, each with the path of its local copy if the shard is in S3."""
 Report = Callable[[int], None]
-"""Counts bytes of progress; raises an exception when another rank has failed."""
+"""Adds bytes to the progress; raises an exception when another rank has failed."""
 FILE_BYTES = 64 << 20
-"""Bytes of shards in one token file. It is synced as a whole, so a kill loses at most this much work."""
+"""Size of the shards in one token file. A token file is synced as a whole, so a kill loses at most this much work."""
 WORTH_BYTES = {"tokens": 32 << 20, "text": 4 << 20, "chats": 4 << 20, "completions": 4 << 20}
-"""Bytes of records below which starting processes takes longer than they save."""
+"""Bytes of records, by kind, below which processes take longer to start than they save."""
 POLL_SECONDS = 1.0
 
 
 def processes_for(asked: int | None, local_ranks: int) -> int:
-    """Return the number of processes that each rank converts with: as asked, or its share of the cores."""
+    """Return the number of processes that each rank converts with: ``asked``, or else the rank's share of the cores."""
     return max(1, asked if asked is not None else cores() // local_ranks)
 
 
@@ -59,10 +59,10 @@ def open_token_rows(
     files: FileSet, recipe: Recipe, *, cache_dir: str | None = None, max_bad: float | None = None,
     ranks: Runtime | None = None, processes: int = 1,
 ) -> TokenRows:  # fmt: skip
-    """Return the rows of a file set, converted first where necessary; collective.
+    """Return the rows of a file set, after conversion of the files that are not in the cache; collective.
 
     ``max_bad`` is the largest fraction of bad records with --bad_rows skip; None allows no bad record. All ``ranks``
-    share the conversion, with this number of ``processes`` each; without ``ranks`` this process converts alone.
+    share the conversion, each with ``processes`` processes; without ``ranks`` this process converts alone.
     """
     with distributed.together(f"reading {files.location}"):
         cache = TokenCache(files, recipe.identity, cache_dir)
@@ -74,7 +74,7 @@ def open_token_rows(
             _check_space(cache, missing, recipe, processes * (ranks.world_size if ranks else 1))
 
     def convert(rank: int, world: int, report: Report) -> None:
-        # The missing shards change during the conversion, so ranks divide the list of all shards.
+        # The list of missing shards changes during the conversion, so ranks divide the list of all shards.
         shards = cache.missing(share(files.files, rank, world))
         if shards:
             _convert(cache, recipe, shards, report, processes, max_bad)
@@ -95,9 +95,9 @@ def open_token_rows(
 
 
 def open_samples(source: Source, seq_len: int, *, long: str, short: str, ranks: Runtime | None = None) -> Samples:
-    """Return the samples of rows; all ranks together write the tables of samples to the cache; collective.
+    """Return the samples of ``source``; all ranks together write its tables, if needed, to the cache; collective.
 
-    A program's rows have no cache: each rank holds their tables in memory.
+    A ``Source`` that a program passes has no cache: each rank makes its tables and keeps them in memory.
     """
     cache = source.cache if isinstance(source, TokenRows) else None
     if cache is None or not needs_tables(source, seq_len, long, short):
@@ -129,9 +129,9 @@ def open_samples(source: Source, seq_len: int, *, long: str, short: str, ranks: 
 def _on_all_nodes(
     doing: str, work: Callable[[int, int, Report], None], cache: TokenCache, ranks: Runtime | None, total: int = 0
 ) -> None:  # fmt: skip
-    """Run ``work(rank, world size, report)`` for all ranks, then for the ranks of each node; collective.
+    """Run ``work(rank, world size, report)`` over all ranks, then again over the ranks of each node; collective.
 
-    The second turn fills the caches of nodes that do not share a disk.
+    The second turn, with local rank and local world size, fills the caches of nodes that do not share a disk.
     """
 
     def run(rank: int, world: int, report: Report) -> None:
@@ -153,14 +153,14 @@ def _on_all_nodes(
 
 
 def share(files: Sequence[DataFile], rank: int, world: int) -> list[DataFile]:
-    """Return a rank's share: the files are dealt in turn, the largest first, so that shares have similar sizes."""
+    """Return a rank's share of the files, which are dealt out largest first, so that shares have similar sizes."""
     return sorted(files, key=lambda file: (-file.size, file.name))[rank::world]
 
 
 def _check_space(cache: TokenCache, missing: Sequence[DataFile], recipe: Recipe, processes: int) -> None:
-    """Log the size, the expected time and the disk space of a conversion; ConfigError where the cache cannot fit."""
+    """Log size, expected time and disk space of a conversion. Raises ConfigError if the token cache cannot fit."""
     folder, size = cache.destination[0], sum(file.size for file in missing)
-    # A token takes 8 bytes of JSON, or 4 bytes of text; compressed files hold four times as many.
+    # A token takes 8 bytes of JSON, or 4 bytes of text. A compressed file expands to four times its size.
     bytes_of_token, tokens_per_second = (8, 20e6) if recipe.kind.name == "tokens" else (4, 1e6)
     packed = sum(file.size for file in missing if file.name.lower().endswith((".gz", ".parquet")))
     tokens = (size + 3 * packed) / bytes_of_token
@@ -201,7 +201,7 @@ def write_group(base: str, group: Group, maker: RowMaker, vocab_size: int, tick:
     def shards() -> Iterator[Shard]:
         for file, copy in group:
             bad = BadRecords(max_bad)
-            # Copies of a file on other nodes may have other modification times than the file that rank 0 listed.
+            # On this node, the file may have another modification time than on rank 0's node, where it was listed.
             modified = _modified(file)
             yield file, read_rows(file, maker, bad, copy=copy, tick=tick), bad
             if _modified(file) != modified:
@@ -227,7 +227,7 @@ def _convert_in_processes(
     cache: TokenCache, recipe: Recipe, groups: Iterator[Group], report: Report, processes: int,
     max_bad: float | None,
 ) -> None:  # fmt: skip
-    # Spawned: a fork would copy a process that may hold CUDA contexts, threads and locks.
+    # Processes are spawned: a fork would copy a process that may hold CUDA contexts, threads and locks.
     context = multiprocessing.get_context("spawn")
     stopped, threads = context.Event(), max(1, cores() // processes)
     pending: dict[Future[None], tuple[str, Group]] = {}
@@ -250,7 +250,7 @@ def _convert_in_processes(
                 collect(0)
             except BaseException:
                 stopped.set()
-                pool.shutdown(cancel_futures=True)  # waits: a process that still writes would leave its temporary file
+                pool.shutdown(cancel_futures=True)  # wait, or a process still writing would leave its temporary file
                 raise
     except BrokenProcessPool:
         for base, _ in pending.values():
@@ -269,7 +269,7 @@ _worker: list[tuple[RowMaker, int, float | None, Event]] = []
 
 
 def _start_worker(recipe: Recipe, max_bad: float | None, threads: int, stopped: Event) -> None:
-    """Set up a process that converts; it ends when its parent ends, for any reason."""
+    """Set up a worker process; it ends when its parent ends, for whatever reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -278,7 +278,7 @@ def _start_worker(recipe: Recipe, max_bad: float | None, threads: int, stopped: 
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, which gets the same signal, decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the same signal and decides
     os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true" if threads > 1 else "false")
     _worker.append((recipe.open(), recipe.vocab_size, max_bad, stopped))
 

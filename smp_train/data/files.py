@@ -1,4 +1,4 @@
-"""The list of a data set's files: in a folder, in S3, or on the Hugging Face hub; made on rank 0 and broadcast."""
+"""Lists a data set's files in a folder, in S3 or on the Hugging Face hub; rank 0 makes the list and broadcasts it."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ OTHER_FILES = (
 """Files without records that ``datasets``, ``prepare`` and ``transformers`` write next to records."""
 OTHER_NAME = re.compile("|".join(map(fnmatch.translate, OTHER_FILES)))
 FIRST_RECORDS = 100
-"""Records of a file among which the first well-formed one decides the kind."""
+"""Number of records at the beginning of a file among which the first well-formed one decides the kind."""
 
 
 @dataclass(frozen=True)
 class DataFile:
     """One file of records, or one shard of a data set on the hub, as it was when it was listed."""
 
-    path: str  # absolute, s3://bucket/key, or the name of a data set on the hub
-    name: str  # within the data set: the path relative to the location
-    size: int  # bytes; 0 where unknown (hub)
-    version: str  # of the content: modification time in ns, ETag, or a digest of the hub's files
-    kind: str  # reader: lines, parquet, arrow, text (one record), or hub
-    shard: int = 0  # the number of the shard, the configuration and the split of a data set on the hub
+    path: str  # absolute path, s3://bucket/key, or the name of a data set on the hub
+    name: str  # name within the data set: the path relative to the location
+    size: int  # bytes; 0 on the hub, where the size is unknown
+    version: str  # version of the content: modification time in ns, ETag, or a digest of the hub's files
+    kind: str  # name of the reader: lines, parquet, arrow, text (the file is one record), or hub
+    shard: int = 0  # for a data set on the hub: number of the shard; below, its configuration and split
     config: str | None = None
     split: str | None = None
 
@@ -86,7 +86,7 @@ class DataFile:
 class FileSet:
     """The files of one location, ordered by name, and the kind of their records."""
 
-    location: str  # as it was given, with the split that was chosen
+    location: str  # location as it was given; for a folder of splits, with the chosen split
     files: tuple[DataFile, ...]
     kind: Kind
 
@@ -107,8 +107,8 @@ class Selection:
 
     column: str | None = None  # --text_column
     config: str | None = None  # --dataset_config_name, for the hub
-    patterns: Sequence[str] = ()  # names of files to read, instead of the known suffixes
-    exclude: Sequence[str] = ()  # names of files and folders to leave out
+    patterns: Sequence[str] = ()  # patterns of the names of files to read, instead of the known suffixes
+    exclude: Sequence[str] = ()  # patterns of the names of files and folders to leave out
     zipped: bool | None = None  # --zipped_data: refuse plain files (True) or gzipped files (False)
     flag: str = "--training_dir"  # the flag that gave the location, for messages
     check_manifest: bool = True  # refuse files that differ from the manifest that prepare wrote
@@ -118,9 +118,9 @@ def list_sources(
     locations: Sequence[str], selection: Selection, *, ranks: Runtime, split: str | Sequence[str] = "train",
     held_out: bool = False,
 ) -> list[FileSet]:  # fmt: skip
-    """Return the files of each location as rank 0 lists them; one rank per node checks the local sizes. Collective.
+    """Return the files of each location as rank 0 lists them; one rank per node checks local files. Collective.
 
-    ``held_out`` selects `list_held_out`, and skips locations without such a split. Raises DataError and ConfigError.
+    ``held_out`` uses `list_held_out`, and skips locations with no split to validate on. Raises DataError, ConfigError.
     """
     content = b""
     with distributed.together(f"listing {first_few(locations)}"):
@@ -132,7 +132,7 @@ def list_sources(
             filesets = [fileset for fileset in listed if fileset is not None]
             _refuse_duplicates([file for fileset in filesets for file in fileset.files])
             content = pickle.dumps(filesets)
-    # A broadcast: gathering the lists of many files would take the memory of one list per rank.
+    # Broadcast the list: gathering it would hold one list of many files per rank in memory.
     (content,) = distributed.exchange(content)
     filesets = pickle.loads(content)
     with distributed.together("checking the listed files"):
@@ -142,7 +142,7 @@ def list_sources(
 
 
 def check_local_files(files: Sequence[DataFile]) -> None:
-    """Raise DataError where this node lacks a local file, or has another size of it. Not collective."""
+    """Raise DataError if this node lacks a local file, or has the file with another size. Not collective."""
     for file in files:
         if file.remote:
             continue
@@ -160,10 +160,11 @@ def check_local_files(files: Sequence[DataFile]) -> None:
 
 
 def list_files(location: str, selection: Selection | None = None, *, split: str | Sequence[str] = "train") -> FileSet:
-    """Return the files of a file, a folder, an ``s3://`` prefix or a data set on the hub. Not collective.
+    """Return the files of a location: a file, a folder, an ``s3://`` prefix or a data set on the hub. Not collective.
 
-    Folders are read with all folders below. Of a folder of splits (a DatasetDict, what prepare wrote, or folders called
-    train and test) and of a data set on the hub the first ``split`` that exists is read. Raises DataError, ConfigError.
+    A folder is read with all folders below it. From a data set on the hub, or from a folder of splits (a DatasetDict,
+    the output of prepare, or folders called train and test), only the first ``split`` that exists is read. Raises
+    DataError, ConfigError.
     """
     selection = selection or Selection()
     splits = (split,) if isinstance(split, str) else tuple(split)
@@ -176,7 +177,7 @@ def list_files(location: str, selection: Selection | None = None, *, split: str 
 def list_held_out(location: str, selection: Selection | None = None) -> FileSet | None:
     """Return the files of the split to validate on, or None if the location has no validation or test split.
 
-    Not collective. Raises DataError also where the hub cannot be reached: it may have such a split.
+    Not collective. Raises DataError also if the hub cannot be reached, since the data set may have such a split.
     """
     fileset = _listed(location, selection or Selection(), HELD_OUT, splits_only=True)
     return fileset if isinstance(fileset, FileSet) else None
@@ -199,9 +200,9 @@ def _suffix(name: str) -> str:
 def _listed(
     location: str, selection: Selection, splits: Sequence[str], *, splits_only: bool = False
 ) -> FileSet | list[str]:
-    """Return the files of the first of ``splits`` that exists; else the names of the splits that the location has.
+    """Return the files of the first of ``splits`` that exists; if none exists, the names of the location's splits.
 
-    A location without splits is listed as it is, unless ``splits_only``.
+    A location without splits is listed as one file set, unless ``splits_only`` is set.
     """
     if not is_hub_name(location):
         entries = _s3_entries(location) if is_s3(location) else _local_entries(location, selection)
@@ -250,7 +251,7 @@ def _local_entries(location: str, selection: Selection) -> dict[str, DataFile]:
 
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder) + "/"
-        # A link to a folder above would be followed without end.
+        # A link to a parent folder would be followed without end.
         folders[:] = [
             name for name in sorted(folders)
             if _is_selected(name, selection) and not real.startswith(os.path.realpath(f"{folder}/{name}") + "/")
@@ -276,12 +277,12 @@ def _local_entry(path: str) -> DataFile:
 
 
 def _splits_in(entries: dict[str, DataFile]) -> list[str]:
-    """Return the names of the splits in a folder of splits, an empty list for another folder."""
+    """Return the names of the splits in a folder of splits; an empty list for any other folder."""
     folders = list(dict.fromkeys(name.partition("/")[0] for name in entries if "/" in name))
     if DATASET_DICT in entries:
         return folders
     splits = [name for name in ("train", *HELD_OUT) if name in folders]
-    # A README does not make it a folder of records.
+    # A text, such as a README, does not make it a folder of records.
     has_records = any("/" not in name and reader_of(name) not in (None, "text") for name in entries)
     return splits if "train" in splits and not has_records and (len(splits) > 1 or len(folders) == 1) else []
 
@@ -307,7 +308,7 @@ def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) 
                 "it again, or remove the manifest if the files are as intended"
             )
     kind = _kind_of_files(files, selection.column)
-    if kind.name != "text":  # such as a README
+    if kind.name != "text":  # leave out texts, such as a README
         files = [file for file in files if file.kind != "text"]
     left_out = _describe(entries.keys() - {file.name for file in files})
     if left_out and not selection.patterns:
@@ -360,12 +361,12 @@ def _kind_of_files(files: Sequence[DataFile], column: str | None) -> Kind:
 
 
 def _refuse_duplicates(files: Iterable[DataFile]) -> None:
-    """Raise DataError where records would count twice: a file listed twice, or next to its compressed form."""
+    """Raise DataError if records would count twice: a file is listed twice, or lies next to its compressed form."""
     seen: dict[object, DataFile] = {}
     for file in files:
         status = None if file.remote else os.stat(file.path)
         same = (file.path, file.split, file.shard) if status is None else (status.st_dev, status.st_ino)
-        # The path without .gz, and for JSON lines also without .json, .jsonl or .ndjson.
+        # ``stem`` is the path without .gz, and for JSON lines also without .json, .jsonl or .ndjson.
         suffix = _suffix(file.path) if file.kind != "hub" else ""
         stem = file.shown[: len(file.shown) - len(suffix)] + suffix.removesuffix(".gz") * (file.kind != "lines")
         for key in (same, stem):
@@ -376,7 +377,7 @@ def _refuse_duplicates(files: Iterable[DataFile]) -> None:
 
 
 def _is_usable(file: DataFile, single: bool, zipped: bool | None) -> bool:
-    """Return False for an empty text in a folder. Raises DataError for other empty files, and as --zipped_data says."""
+    """Return False for an empty text in a folder. Raises DataError for other empty files and a wrong --zipped_data."""
     if not file.size and (file.kind != "text" or single):
         raise DataError(f"{file.path}: is empty (0 bytes); write it again or remove it")
     if not file.size:
@@ -388,7 +389,7 @@ def _is_usable(file: DataFile, single: bool, zipped: bool | None) -> bool:
 
 
 def _describe(names: Iterable[str]) -> str:
-    """Return the first few names, except for known files without records."""
+    """Return the first few names, without the known files that hold no records."""
     return first_few(sorted(name for name in names if not _is_other(os.path.basename(name))), most=5)
 
 

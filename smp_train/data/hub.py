@@ -21,7 +21,7 @@ SHOWN = 300
 
 @lru_cache(maxsize=16)
 def open_splits(name: str, config: str | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the streams of a hub data set's splits, and a digest of each one's files. Raises an `SmpTrainError`."""
+    """Return, by split, the streams of a hub data set and the digests of its files. Raises an `SmpTrainError`."""
     try:
         import datasets
     except ImportError:
@@ -48,7 +48,7 @@ def open_splits(name: str, config: str | None) -> tuple[dict[str, Any], dict[str
 
 
 def batches(file: DataFile, first: int) -> Iterator[tuple[int, Any]]:
-    """Yield (index of its first row, record batch) of a shard, from row ``first`` on. Raises DataError."""
+    """Yield (index of the batch's first row, record batch) for a shard, from row ``first`` on. Raises DataError."""
     streams, identities = open_splits(file.path, file.config)
     assert file.split is not None
     if identities.get(file.split) != file.version:
@@ -62,7 +62,7 @@ def batches(file: DataFile, first: int) -> Iterator[tuple[int, Any]]:
                 row += batch.num_rows
     except DataError:
         raise
-    except Exception as error:  # of the network, the hub, or the file's format
+    except Exception as error:  # errors of the network, the hub, or the file's format
         raise DataError(f"{file.shown}: cannot be read further after row {row} ({_shown(error)})") from None
 
 

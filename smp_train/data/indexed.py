@@ -15,14 +15,15 @@ from smp_train.data.order import Order
 from smp_train.data.samples import Sample, Samples
 
 FILLER = -1
-"""The sample of a position after the last epoch."""
+"""Index that stands for no sample, at positions after the last epoch."""
 
 
 class TrainingData(Loader):
     """Indexed samples for data-parallel ranks, in one order for the whole run.
 
-    Epochs straddle batches: no sample is dropped at the end of an epoch. The last batch of the last of ``epochs`` is
-    filled up with rows that do not count. ``named`` sets `Batch.samples`, which takes a quarter of the time of a batch.
+    An epoch may end within a batch: no sample is dropped at the end of an epoch. After the last of ``epochs``, the last
+    batch is filled up with rows that do not count. ``named`` sets `Batch.samples`; to make the names takes a quarter of
+    the time of a batch.
     """
 
     kind = "indexed"
@@ -47,7 +48,7 @@ class TrainingData(Loader):
         return [[sample.name for sample in self._samples(*batch, named=True)] for batch in batches]
 
     def _order(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (epochs, samples) at some positions; samples are `FILLER` after the last epoch."""
+        """Return (epochs, indices of samples) at some positions; the index is `FILLER` after the last epoch."""
         epochs, indices = self.order.rows(positions)
         return epochs, indices if self.end is None else np.where(positions < self.end, indices, FILLER)
 
@@ -86,7 +87,7 @@ class TrainingData(Loader):
 
 
 class ValidationData:
-    """The same samples in stored order at every validation, and equally many batches on every rank.
+    """Gives the same samples, in stored order, at every validation, and the same number of batches on every rank.
 
     The last batches are filled up with rows without labels, so that a token-weighted mean over all ranks counts each
     sample once. Reads the samples from number ``first`` on, in at most ``max_batches`` batches per rank.

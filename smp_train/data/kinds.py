@@ -19,7 +19,7 @@ class Kind:
     """The kind of a data set's records, and the fields that hold them."""
 
     name: str  # tokens, text, chats or completions
-    fields: tuple[str, ...]  # fields or columns that are read, the required ones first
+    fields: tuple[str, ...]  # fields or columns that are read, the required fields first
     style: str = ""  # sharegpt: turns with from and value; alpaca: instruction, input and output
 
     @property

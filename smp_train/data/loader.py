@@ -1,7 +1,7 @@
-"""Base of training data: which positions of a run a data-parallel rank reads, and reading them ahead.
+"""Base class of training data: decides which positions of a run a data-parallel rank reads, and reads them ahead.
 
 A run is one sequence of positions 0, 1, 2, ...; indexed and streamed data decide which sample is at a position. Ranks,
-micro-batches and prefetching decide only who reads it: every rank continues at the number of positions consumed.
+micro-batches and prefetching decide only who reads a sample: every rank resumes at the number of positions consumed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ IDENTITY = {
 class Loader:
     """Assigns positions to ranks, and reads ahead in a thread.
 
-    Optimizer step k of a run that has consumed c positions takes [c, c + global_batch); micro-batch j of data-parallel
-    rank r takes c + j * micro_batch * dp_size + r * micro_batch + i. A subclass reads the samples in `_steps`.
+    After c consumed positions, an optimizer step takes positions [c, c + global_batch). Row i of micro-batch j of
+    data-parallel rank r takes c + j * micro_batch * dp_size + r * micro_batch + i. A subclass reads the samples in
+    `_steps`.
 
     Args:
         seq_len: tokens per row of every batch.
         micro_batch: rows per batch of one rank.
         accumulation: batches per optimizer step of one rank.
-        dp_rank: this rank among the ``dp_size`` data-parallel ranks; its tensor and context peers read the same.
+        dp_rank: this rank among the ``dp_size`` data-parallel ranks; its tensor and context peers read the same data.
         prefetch: optimizer steps to read ahead, in a thread; 0 reads on demand.
-        pin_memory: make batches in page-locked memory, for copies to a GPU that overlap with computing.
+        pin_memory: make batches in pinned memory, so that their copies to a GPU overlap with computation.
     """
 
     kind = ""  # ``indexed`` or ``streamed``
@@ -50,7 +51,7 @@ class Loader:
     end: int | None = None  # samples of the whole run; None when unknown, or when the data repeats without end
     exhausted = False
     """Whether this rank has no sample after the step handed over last: its streams have ended, and all its further
-    batches are blank. The run ends when all ranks are exhausted."""
+    batches hold only fillers. The run ends when all ranks are exhausted."""
 
     def __init__(
         self, *, seq_len: int, micro_batch: int, accumulation: int, dp_rank: int, dp_size: int, prefetch: int = 4,
@@ -67,7 +68,7 @@ class Loader:
         return self.global_batch if self.end is None else min(self.global_batch, max(0, self.end - consumed))
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of samples under ``""``, or of each source of a blend; empty when unknown."""
+        """Return the number of samples by source of a blend, or under ``""`` without a blend; empty when unknown."""
         return {}
 
     def positions(self, consumed: int) -> np.ndarray:
@@ -80,7 +81,7 @@ class Loader:
         return []
 
     def _steps(self, consumed: int) -> Iterator[Any]:
-        """Yield what this rank reads in one step after another, to `end`; runs in the prefetching thread."""
+        """Yield this rank's data of one step after another, up to `end`; runs in the prefetching thread."""
         raise NotImplementedError
 
     def _hand_over(self, step: Any) -> list[Batch]:
@@ -89,29 +90,29 @@ class Loader:
 
     def _use_device(self) -> None:
         """Select this rank's GPU in the prefetching thread, which begins on GPU 0."""
-        # Page-locking memory there would open a context on GPU 0 from every rank.
+        # Otherwise, pinning memory in that thread would open a CUDA context on GPU 0 from every rank.
         if self._device is not None:
             torch.cuda.set_device(self._device)
 
     def batches(self, consumed: int = 0) -> Generator[list[Batch], None, None]:
         """Yield this rank's micro-batches of one optimizer step after another, to `end`.
 
-        An error of the data is raised here, in the step it belongs to. Close the generator to stop reading ahead.
+        An error in the data is raised here, at the step that needs the data. Close the generator to stop reading ahead.
         """
         steps = self._steps(consumed)
         for step in _read_ahead(steps, self.prefetch) if self.prefetch > 0 else steps:
             yield self._hand_over(step)
 
     def identity(self) -> dict[str, Any]:
-        """Return all that decides which sample is at a position: the data, its layout and its order."""
+        """Return everything that decides which sample is at a position: the data, its layout and its order."""
         raise NotImplementedError
 
     def state(self, consumed: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps, the same on every rank; collective for streams."""
+        """Return the state that a checkpoint keeps, equal on all ranks; collective for streams."""
         return {"kind": self.kind, "version": STATE_VERSION, "consumed": consumed, **self.identity()}
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
-        """Restore a saved state and return its ``consumed``; DataError when it is of other data. Not collective."""
+        """Restore a saved state and return its ``consumed``. Raises DataError for other data. Not collective."""
         kind, version, now = state.get("kind"), state.get("version"), self.identity()
         if (kind, version) != (self.kind, STATE_VERSION):
             raise DataError(
@@ -141,14 +142,14 @@ class Loader:
 def _read_ahead(steps: Iterator[Any], depth: int) -> Iterator[Any]:
     """Yield from an iterator that runs ``depth`` items ahead in a thread; an error is raised when its item is due.
 
-    A thread and not processes: reading and decompressing release the interpreter lock, and sending batches between
-    processes costs more than making them.
+    It uses a thread and not processes: reading and decompressing release the GIL, and sending batches between processes
+    costs more than making them.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="smp-train-data")
     ready = deque(pool.submit(next, steps, None) for _ in range(depth))
     try:
         while ready and (step := ready.popleft().result()) is not None:
-            with suppress(RuntimeError):  # the interpreter shuts down
+            with suppress(RuntimeError):  # raised when the interpreter shuts down
                 ready.append(pool.submit(next, steps, None))
             yield step
     finally:

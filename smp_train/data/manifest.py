@@ -19,7 +19,7 @@ MANIFEST = "_manifest.json"
 def differences(location: str, sizes: Mapping[str, int], *, checksums: bool = False) -> list[str]:
     """Return which files are missing, changed or not listed, compared with the manifest; empty without a manifest.
 
-    ``checksums`` reads every local file. Raises DataError for a preparation that is not finished.
+    ``checksums`` reads every local file to compare checksums. Raises DataError for a preparation that is not finished.
     """
     listed = _listed_files(location)
     if listed is None:
@@ -44,7 +44,7 @@ def _sha256(path: Path) -> str:
 
 
 def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:
-    """Return (size, sha256) of the files that the manifest in the parent folder lists for a folder."""
+    """Return (size, sha256) by name of the files that the parent folder's manifest lists for a folder, or None."""
     folder = location.rstrip("/") if is_s3(location) else os.path.realpath(location)
     parent, _, name = folder.rpartition("/")
     manifest = {} if parent == "s3:/" else read_manifest(parent)
@@ -56,7 +56,7 @@ def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:
         files = manifest["splits"][name]["shards"]
         return {file["name"]: (int(file["bytes"]), file.get("sha256")) for file in files}
     except (KeyError, TypeError, AttributeError, ValueError):
-        return None  # a manifest for a different split, or by a different program
+        return None  # the manifest lacks this split, or a different program wrote it
 
 
 def read_manifest(folder: str) -> dict[str, Any]:

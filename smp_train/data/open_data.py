@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp_train.data")
 
 COSTLY_READERS = 1.5
-"""A warning reports when more ranks than this read each record, on average."""
+"""A warning is logged if each record is read by more ranks than this, on average."""
 
 
 def layout(args: Arguments, kind: str) -> tuple[str, str]:
@@ -70,14 +70,14 @@ class Opener:
         return list_sources(locations, selection, ranks=self.ranks, **options)
 
     def recipe(self, kind: Kind) -> Recipe:
-        """Return how records of a kind become rows."""
+        """Return the recipe by which records of a kind become rows."""
         with distributed.together("reading the tokenizer"):
             tokenizer = None if kind.name == "tokens" else self.tokenizer()
         template, trusted = self.args.chat_template, self.args.trust_remote_code
         return Recipe(kind, self.vocab_size, tokenizer, template, trust_remote_code=trusted)
 
     def samples(self, files: FileSet) -> Samples:
-        """Return the samples of a location, converted first where necessary."""
+        """Return the samples of a location, after conversion of the files that are not in the cache."""
         args, location = self.args, files.location
         long, short = layout(args, files.kind.name)
         rows = open_token_rows(
@@ -95,7 +95,7 @@ class Opener:
         return open_samples(rows, self.seq_len, long=long, short=short, ranks=self.ranks)
 
     def program_rows(self, rows: Rows, keyword: str) -> Samples:
-        """Return the samples of a program's rows."""
+        """Return the samples of the rows that a program passes as ``keyword``."""
         long, short = layout(self.args, "tokens")
         with distributed.together(f"opening {keyword}"):
             source = Checked(rows, keyword, self.vocab_size)
@@ -103,7 +103,7 @@ class Opener:
         return open_samples(source, self.seq_len, long=long, short=short)
 
     def held_out(self, files: FileSet, most: int) -> Samples:
-        """Return the samples of a location to validate on; of a streamed location the first ``most``, in memory."""
+        """Return the samples of a location to validate on; if it is streamed, only the first ``most``, in memory."""
         if not (files.on_hub if self.args.streaming is None else self.args.streaming):
             return self.samples(files)
         long, short = layout(self.args, files.kind.name)
@@ -114,7 +114,7 @@ class Opener:
             return Samples(first_samples(reading, most), self.seq_len)
 
     def streams(self, filesets: Sequence[FileSet], **share: Any) -> Loader:
-        """Return the streams of a run, after a check of their first records; ``share`` are arguments of `Loader`."""
+        """Return the streamed data of a run after a check of its first records; ``share``: arguments of `Loader`."""
         layouts = {layout(self.args, files.kind.name) for files in filesets}
         if len(layouts) > 1:
             raise ConfigError("the sources hold text and other records; choose one --short for all of them")
@@ -160,7 +160,7 @@ def open_data(
         locations, weights = training_sources(args)
         return locations, weights, bool(locations) and is_streamed(args, locations)
 
-    # On rank 0, as a relative location may be something else on another rank.
+    # Only rank 0 reads the flags: on another rank, a relative location may mean something else.
     locations, weights, streamed = distributed.on_main("reading the flags of the data", read_flags)
     filesets = opener.list(locations, "--training_dir" if args.training_dir else "--dataset") if locations else []
     training: Loader | None = opener.streams(filesets, **share) if streamed else None
@@ -176,7 +176,7 @@ def open_data(
     if args.validation_freq or args.evaluate_only:
         held_out = _open_held_out(opener, own, locations, args.validation_batches * args.val_batch_size * dp_size)
     if training is None and samples is None:
-        samples = held_out  # with --evaluate_only, which draws no batch to train on
+        samples = held_out  # only with --evaluate_only, which trains on no batch
     with distributed.together("preparing the data"):
         if samples is not None:
             order: Order | BlendOrder = Order(len(samples), args.seed, args.shuffle)
@@ -202,7 +202,7 @@ def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int
     if own.validation_data is not None:
         return opener.program_rows(own.validation_data, "validation_data")
     if args.use_synthetic_data:
-        # Rows of another seed: synthetic rows have no end, so none can be held out.
+        # Use another seed: synthetic rows have no end, so no rows can be held out of them.
         source = Synthetic(seq_len=opener.seq_len, vocab_size=opener.vocab_size, seed=args.seed + 1)
         return Samples(source, opener.seq_len)
     if args.test_dir:
@@ -220,7 +220,7 @@ def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int
 
 
 def open_evaluation(opener: Opener, location: str, most: int | None) -> Samples:
-    """Return the samples of a location to evaluate on; of a streamed location, the first ``most``. Collective."""
+    """Return the samples of a location to evaluate on; if it is streamed, only the first ``most``. Collective."""
     (files,) = opener.list([location], "--data", split=(*HELD_OUT, "train"))
     if files.on_hub and most is None:
         raise ConfigError(f"--data {location}: is on the hub, and streamed; give the number of batches with --batches")

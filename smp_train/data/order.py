@@ -1,9 +1,9 @@
 """The order of a run: which row comes at which position.
 
-Position p belongs to epoch p // N and takes the (p % N)-th row of that epoch under a keyed permutation: a 6-round
-Feistel network over the next power of four, with cycle walking to stay below N (Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", 2002). The permutation is computed and not stored, so every position costs the same at any N,
-and the state of the data is one integer.
+With N rows, position p belongs to epoch p // N and takes the (p % N)-th row of that epoch's permutation. The
+permutation is a keyed 6-round Feistel network over the next power of four, with cycle walking to stay below N (Black
+and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It is computed and not stored, so every position costs the
+same at any N, and the state of the data is one integer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS = 6
 
 @lru_cache(maxsize=1024)
 def _keys(seed: int, epoch: int | str) -> np.ndarray:
-    """Return the keys of the rounds, uint64 [ROUNDS]."""
+    """Return one key per round, uint64 [ROUNDS]."""
     digest = hashlib.blake2b(f"smp-train order {seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8")
 
@@ -40,7 +40,7 @@ def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
-    # Keys by round and epoch: a batch larger than the data set has many epochs. Usually there is one.
+    # ``keys`` is [ROUNDS, epochs]: a batch larger than the data set has many epochs; usually there is one.
     distinct, numbers = np.unique(epochs, return_inverse=True)
     keys = np.stack([_keys(seed, epoch) for epoch in distinct.tolist()], axis=1)
     result = indices.astype(np.uint64)
@@ -60,7 +60,7 @@ def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np
 class Order:
     """The order in which a run sees the ``size`` rows of a data set, epoch after epoch, without end.
 
-    ``shuffle`` is ``global`` (every epoch a new permutation of all rows, by the seed) or ``none`` (stored order).
+    ``shuffle`` is ``global`` (a new permutation of all rows in every epoch, by the seed) or ``none`` (stored order).
     """
 
     def __init__(self, size: int, seed: int = 0, shuffle: str = "global") -> None:
@@ -69,11 +69,11 @@ class Order:
         self.size, self.seed, self.shuffle = size, seed, shuffle
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of rows, under an empty name."""
+        """Return the number of rows, under the key ``""``."""
         return {"": self.size}
 
     def identity(self) -> dict[str, Any]:
-        """Return everything besides the data that decides which row is at a position."""
+        """Return the settings that, together with the data, decide which row is at each position."""
         return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle}
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Rows of a program's `Source`: each is checked when it is read, as token rows of files are."""
+"""Checks each row of a program's `Source` when the row is read, in the same way as token rows in files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Checked(Source):
         self.source: Source = source
         self.fingerprint, self.shards = str(source.fingerprint), source.shards
         self.name, self.report = source.name, source.report  # type: ignore[method-assign]
-        if type(source).lengths is not Source.lengths:  # the default would read rows unchecked
+        if type(source).lengths is not Source.lengths:  # the default of ``source`` would read rows unchecked
             self.lengths = source.lengths  # type: ignore[method-assign]
         if len(self) < 1:
             raise DataError(f"{keyword}: the {type(source).__name__} has no row")
@@ -31,7 +31,7 @@ class Checked(Source):
         return len(self.source)
 
     def row(self, index: int) -> Row:
-        """Return a row with int64 ids and labels; the program's may be lists, or any integer type. Raises DataError."""
+        """Return a row with int64 ids and labels; the program may give lists, or any integer type. Raises DataError."""
         try:
             row = Row(*self.source.row(index))
             ids, labels = integers(np.asarray(row.input_ids), IDS), row.labels

@@ -1,4 +1,4 @@
-"""The records of one file, with their numbers: lines of JSON, rows of tables, whole texts."""
+"""Reads the numbered records of one file: lines of JSON, rows of tables, or a whole text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ except ImportError:
     pass
 
 Record = bytes | dict[str, Any] | str | UnicodeDecodeError
-"""A line of JSON; a row of a table, by column; a whole text, or the exception if it is not UTF-8."""
+"""A line of JSON, a row of a table by column, a whole text, or the exception for a text that is not UTF-8."""
 LINE_BYTES = 64 << 20
 """Longest line that is read: without a limit a small gzip file could fill the memory."""
 TEXT_BYTES = 256 << 20
@@ -46,13 +46,14 @@ def records(
     file: DataFile, fields: Sequence[str] | None = None, *, first: int = 0, step: int = 1, copy: str | None = None,
     tick: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, int, Record]]:  # fmt: skip
-    """Yield (index from 0, number of its line or row from 1, record) of each record in a file.
+    """Yield (index from 0, number of the line or row from 1, record) for each record in a file.
 
-    Blank lines are no records, but count in the numbers. Of a table the columns ``fields`` are read, if they exist; by
-    default all. Each ``step``-th record from index ``first`` on is yielded. ``copy`` is the path of a local copy of an
-    object in S3; without one the object is streamed. ``tick`` is called with the bytes read since its last call.
+    Blank lines are no records, but are counted in the line numbers. From a table, only the columns ``fields`` that
+    exist are read; by default, all columns. Every ``step``-th record from index ``first`` on is yielded. ``copy`` is
+    the path of a local copy of an object in S3; without a copy, the object is streamed. ``tick`` is called with the
+    bytes read since its last call.
 
-    Raises DataError, with file and line, where the file is damaged.
+    Raises DataError, with file and line, if the file is damaged.
     """
     if file.kind == "hub":
         yield from tables.rows(hub.batches(file, first), fields, first, step)
@@ -88,7 +89,7 @@ def open_file(file: DataFile, copy: str | None = None) -> IO[bytes]:
 
 
 def read_lines(raw: IO[bytes], shown: str, tick: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
-    r"""Yield (number from 1, line) of the lines of a file that are not blank, plain or gzipped; ``\n`` ends a line."""
+    r"""Yield (number from 1, line) for every non-blank line of a plain or gzipped file; only ``\n`` ends a line."""
     number = done = 0
     zipped = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
     raw.seek(0)
@@ -160,4 +161,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=int)
-"""Refuses a key that occurs twice; also NaN and Infinity, of which `int` makes no number."""
+"""Refuses a key that occurs twice, and also NaN and Infinity, since `int` raises ValueError for them."""

@@ -1,4 +1,4 @@
-"""Records into rows: the only place where a record becomes tokens."""
+"""Converts records to rows: the only place where a record becomes tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from smp_train.errors import ConfigError, DataError
 
 ANY_VOCABULARY = 1 << 31
 ROWS_VERSION = 1
-"""Increase it when the same records become other tokens than before."""
+"""Increase this number when a change to the code gives the same records other tokens than before."""
 GROUP_BYTES = 1 << 16
 """Size of the records that are converted in one call: tokenizers are faster on many texts at once."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the tokens of a record; can be pickled for worker processes."""
+    """Everything that decides the tokens of a record; can be pickled for worker processes."""
 
     kind: Kind
     vocab_size: int = ANY_VOCABULARY  # token ids must be below it
@@ -41,7 +41,7 @@ class Recipe:
 
     @cached_property
     def identity(self) -> str:
-        """A digest of all that decides tokens: the content of the tokenizer, not its name."""
+        """A digest of everything that decides the tokens: the content of the tokenizer, not its name."""
         return self.open().identity
 
     def open(self) -> RowMaker:
@@ -74,9 +74,9 @@ class Recipe:
 
 @dataclass
 class RowMaker:
-    """Converts records to rows: ``rows`` returns for each record its row, its problem, or None if it is blank.
+    """Converts records to rows: ``rows`` returns for each record its row, its problem, or None if the record is blank.
 
-    Use one per thread. ``identity`` is the recipe's.
+    Use one `RowMaker` per thread. ``identity`` is `Recipe.identity`.
     """
 
     kind: Kind
@@ -88,9 +88,9 @@ def read_rows(
     file: DataFile, maker: RowMaker, bad: BadRecords, *, first: int = 0, step: int = 1, copy: str | None = None,
     tick: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, Row]]:  # fmt: skip
-    """Yield (number of its line or table row from 1, row) of each record; see `readers.records` for the arguments.
+    """Yield (number of the line or table row from 1, row) for each record; see `readers.records` for the arguments.
 
-    Malformed records go to ``bad``. Raises DataError where the file is damaged, after the rows before the damage.
+    Malformed records are added to ``bad``. In a damaged file, yields the rows before the damage, then raises DataError.
     """
     labelled: bool | None = None
     damage: list[DataError] = []
@@ -122,7 +122,7 @@ def grouped(
 ) -> Iterator[list[Any]]:  # fmt: skip
     """Yield the entries in groups; a group ends when its size reaches ``most_size``, or at ``most`` entries.
 
-    The size of an entry is by default that of the record at its end.
+    By default, the size of an entry is the size of its last element, the record.
     """
     group, total = [], 0.0
     for entry in entries:

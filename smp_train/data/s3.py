@@ -1,4 +1,4 @@
-"""Objects in S3, or in anything with its protocol: listed, opened, and fetched several at a time."""
+"""Lists, opens and fetches objects in S3, or in any store with its protocol; fetches several objects at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from smp_train.data.files import DataFile
 
 COPY_PREFIX, COPY_SUFFIX = ".fetch-", ".tmp"
-"""Names of copies, complete or not; a later fetch of the same version continues an incomplete copy."""
+"""Prefix and suffix of copies, complete or not; a later fetch of the same version continues an incomplete copy."""
 READ_AHEAD = 1 << 20
 """Bytes of one request for an object that is read as a file."""
 
@@ -56,7 +56,7 @@ def read_object(path: str) -> bytes | None:
 
 
 def open_object(path: str, size: int, etag: str) -> io.BufferedReader:
-    """Return an object as a file; reading requests only the bytes that are read, and raises DataError."""
+    """Return an object as a file that requests only the bytes that are read; reading raises DataError."""
     storage, key = _object(path)
     file = RangeFile(size, lambda start, length: storage.read_range(key, start, length, f'"{etag}"'))
     return io.BufferedReader(file, READ_AHEAD)
@@ -68,9 +68,9 @@ def fetch(
 ) -> Iterator[Iterator[tuple[DataFile, str]]]:
     """Yield an iterator of (file, path of its local copy), in order; several objects are fetched ahead.
 
-    The caller may delete a copy once it is used; all that it took are deleted at the end. Copies that it did not take,
-    complete or not, stay for the next fetch. ``tick`` is called with the bytes fetched since its last call, from any
-    thread. Raises DataError.
+    The caller may delete a copy after use; at the end, all copies that the caller took are deleted. Copies that the
+    caller did not take, complete or not, stay for the next fetch. ``tick`` is called, from any thread, with the bytes
+    fetched since its last call. Raises DataError.
     """
     closing, taken = threading.Event(), list[str]()
 
@@ -81,7 +81,7 @@ def fetch(
 
     def take(copies: Iterable[tuple[DataFile, IO[bytes]]]) -> Iterator[tuple[DataFile, str]]:
         for file, copy in copies:
-            # Under its new name no other process continues, or deletes, the copy.
+            # Under a new name, the copy is neither continued nor deleted by another process.
             taken.append(_new_path(folder))
             with copy:
                 os.replace(copy.name, taken[-1])
@@ -122,12 +122,12 @@ def _fetch_object(file: DataFile, folder: str, tick: Callable[[int], None]) -> I
 
 
 def _open_copy(file: DataFile, folder: str) -> IO[bytes]:
-    """Open the copy that an earlier process began, locked, or a new one if another process writes it."""
+    """Open and lock the copy that an earlier process began; if another process is writing it, open a new one."""
     path = os.path.join(folder, f"{COPY_PREFIX}{digest_of(file.path, file.size, file.version)}{COPY_SUFFIX}")
     copy: IO[bytes] = open(path, "ab+")  # noqa: SIM115
     with contextlib.suppress(OSError):
         fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(copy.fileno()), os.stat(path)):  # else another process has just taken it
+        if os.path.samestat(os.fstat(copy.fileno()), os.stat(path)):  # else another process has just taken the copy
             return copy
     copy.close()
     return open(_new_path(folder), "ab+")

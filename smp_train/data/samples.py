@@ -1,6 +1,6 @@
-"""Rows as samples of at most ``seq_len`` tokens: cut, joined end to end, or packed.
+"""Makes samples of at most ``seq_len`` tokens from rows, which are cut, joined end to end, or packed.
 
-A row of a longer record is truncated, cropped or split (--long); shorter rows are padded, joined or packed (--short).
+A row of more tokens is truncated, cropped or split (--long); shorter rows are padded, joined or packed (--short).
 Which tokens a sample has depends on the rows and these settings alone.
 """
 
@@ -19,7 +19,7 @@ from smp_train.data.source import IGNORED, Row, Source, digest_of
 from smp_train.errors import ConfigError, DataError
 
 TABLE_ROWS = 1 << 22
-"""Rows of one table of samples, which are packed together."""
+"""Number of rows in one table of samples; only rows in the same table are packed together."""
 
 
 class Piece(NamedTuple):
@@ -37,7 +37,7 @@ class Sample:
     """What a run trains on at one position."""
 
     row: Row
-    name: str  # names of its rows, such as ``a.json:3[0:512]+b.json:1``, where a row's part is in brackets
+    name: str  # names of the sample's rows, such as ``a.json:3[0:512]+b.json:1``; brackets hold the part of a row
     truncated: int = 0  # rows that lost their end
     truncated_targets: int = 0  # tokens with loss that these rows lost
 
@@ -66,8 +66,8 @@ def _piece_name(piece: Piece) -> str:
 def window(row: Row, name: str, seq_len: int, long: str, key: object = "") -> tuple[int, int]:
     """Return the part (begin, end) of a row that --long keeps.
 
-    ``truncate`` keeps the first ``seq_len`` tokens, ``crop`` as many from a position that ``key`` draws so that the
-    part has a target, ``split`` the whole row. Raises DataError for a longer row with ``error``.
+    ``truncate`` keeps the first ``seq_len`` tokens. ``crop`` keeps ``seq_len`` tokens, from a position that ``key``
+    draws so that the part has a target. ``split`` keeps the whole row. ``error`` raises DataError for a longer row.
     """
     size = row.input_ids.size
     if size <= seq_len or long == "split":
@@ -100,14 +100,14 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     Graham, 1974). Items of equal size are placed in one step, so the time hardly depends on the number of items.
 
     Returns:
-        The items in the order of their bins, and the index at which each bin begins, and the last one ends. Bins are
-        ordered by their first item, so that rows near each other on disk stay near each other.
+        (items in the order of their bins, index at which each bin begins, followed by the end of the last bin). Bins
+        are ordered by their first item, so that rows near each other on disk stay near each other.
     """
     items = np.argsort(capacity - sizes, kind="stable")
     counts = np.bincount(sizes, minlength=capacity + 1)
     bins_of_items = np.empty(sizes.size, dtype=np.int64)
     with_room: dict[int, list[np.ndarray]] = {}
-    # Bit r is set when some bin has room for r tokens: the smallest room that suffices is one shift away.
+    # Bit r is set when some bin has room for r tokens, so a shift finds the smallest room that suffices.
     rooms = done = bins = 0
 
     def add(room: int, numbers: np.ndarray) -> None:
@@ -163,7 +163,7 @@ def table_ranges(source: Source) -> list[range]:
 
 
 def make_table(source: Source, rows: range, seq_len: int, long: str, short: str) -> Table:
-    """Return the samples of some rows: their pieces of up to ``seq_len`` tokens, packed or each a sample."""
+    """Return a table of the samples of ``rows``: pieces of up to ``seq_len`` tokens, packed, or one per sample."""
     sizes = source.lengths(rows)
     if long == "truncate":
         sizes = np.minimum(sizes, seq_len)
@@ -181,14 +181,14 @@ def make_table(source: Source, rows: range, seq_len: int, long: str, short: str)
 
 
 class _SummedLengths:
-    """Finds the row of a token in all rows end to end; `token_file.TokenRows` does so without a table in memory."""
+    """Finds the row that holds a token of all rows end to end; `token_file.TokenRows` needs no array in memory."""
 
     def __init__(self, source: Source) -> None:
         self._starts = np.concatenate([[0], np.cumsum(source.lengths(range(len(source))))])
         self.tokens = int(self._starts[-1])
 
     def find_token(self, token: int) -> tuple[int, int]:
-        """Return (row that holds a token of all rows end to end, first token of that row)."""
+        """Return (row that holds ``token``, first token of that row); tokens are counted over all rows end to end."""
         row = int(np.searchsorted(self._starts, token, side="right")) - 1
         return row, int(self._starts[row])
 
@@ -200,9 +200,9 @@ class Samples:
         source: the rows.
         seq_len: largest number of tokens of a sample.
         long: ``truncate``, ``split``, ``crop`` or ``error``: treatment of rows above ``seq_len`` tokens.
-        short: ``pad`` (a sample is of one row), ``concat`` (all rows are joined in stored order, and cut) or ``pack``
-            (whole rows, or the pieces of long ones, are put together where they fit, and kept apart as documents).
-        tables: of all `table_ranges`; None: made here, in memory, where `needs_tables`.
+        short: ``pad`` (a sample has one row), ``concat`` (all rows are joined in stored order, and cut) or ``pack``
+            (whole rows, or pieces of long rows, are put together where they fit, and kept apart as documents).
+        tables: one table for each of `table_ranges`; None: if `needs_tables`, the tables are made here, in memory.
     """
 
     def __init__(

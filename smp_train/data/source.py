@@ -55,8 +55,8 @@ class Problem(str):
 class Source:
     """A data set with random access: subclass it, and give it a `fingerprint`, a length, `row` and `name`.
 
-    `row` must depend on the index alone: the same index gives the same row on every rank and after every restart, or
-    a resumed run does not continue the run before it.
+    `row` must depend on the index alone: the same index gives the same row on every rank and after every restart.
+    Otherwise a resumed run does not continue the earlier run.
     """
 
     fingerprint: str
@@ -69,7 +69,7 @@ class Source:
         raise NotImplementedError
 
     def row(self, index: int) -> Row:
-        """Return row ``index``, 0 <= index < len; raises IndexError for another."""
+        """Return row ``index``, 0 <= index < len; raises IndexError for any other index."""
         raise NotImplementedError
 
     def name(self, index: int) -> str:

@@ -1,9 +1,9 @@
-"""One virtual stream of records: an order that needs no index, and a cursor of five numbers that resumes it.
+"""One virtual stream of records: an order that needs no index, and a cursor of five numbers that resumes the stream.
 
-Files are divided into parts, and parts assigned to V streams by size; the number of ranks does not matter. A stream
-reads its parts in an order drawn anew for each epoch, block by block; the records of a block are permuted, made into
-rows, and the rows into samples. The order is a function of the files, the tokenizer, the seed and V, so a stream
-resumes from a `Cursor` by reading one block again.
+Files are divided into parts, and parts are assigned to V streams by size; the number of ranks does not matter. A stream
+reads its parts, block by block, in an order that is drawn anew for each epoch; the records of a block are permuted and
+made into rows, and the rows are made into samples. The order is a function of the files, the tokenizer, the seed and V,
+so a stream resumes from a `Cursor` by reading one block again.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from smp_train.errors import DataError
 BLOCK_RECORDS, BLOCK_BYTES = 256, 1 << 22
 """A block ends at this many records, or at this size; its records are permuted among themselves."""
 FEWEST_STREAMS, MOST_STREAMS = 32, 256
-"""Number of streams of a large data set: in few files, and in many files."""
+"""Number of streams of a large data set: the first if it has few files, the second if it has many."""
 STREAM_BYTES = 1 << 20
 """A small data set has fewer streams, each of at least this size."""
 FEWEST_JUDGED, FEWEST_RECORDS = 10_000, 1000
-"""Bad records are judged as a share of at least this many records: within an epoch of a stream, and at its end."""
+"""Bad records are judged as a fraction of at least this many records: the first in an epoch, the second at its end."""
 
 
 class Cursor(NamedTuple):
     """Position of a stream: the samples taken so far end before this token.
 
-    ``part`` counts in the order of the epoch's parts; ``block`` is the index of the block's first record in the part;
-    ``record`` counts in the permuted block; ``token`` in the row of this record.
+    ``part`` is an index into the epoch's order of parts; ``block`` is the index of the block's first record in the
+    part; ``record`` is an index into the permuted block; ``token`` is an index into the row of this record.
     """
 
     epoch: int = 0
@@ -53,7 +53,7 @@ BEGIN = Cursor()
 
 
 class FilePart(NamedTuple):
-    """Every ``step``-th record of a file of source number ``source``, from index ``first`` on."""
+    """Every ``step``-th record of a file, from index ``first`` on; the file belongs to source number ``source``."""
 
     file: DataFile
     source: int
@@ -81,7 +81,7 @@ class Reading:
         return f"{location}{part.file.name}:{number}"
 
     def rows(self, part: FilePart, group: Sequence[tuple[Cursor, int, Record]]) -> Iterator[tuple[Cursor, int, Row]]:
-        """Yield (cursor, number, row) of the records that are rows. Raises DataError for others, or skips them."""
+        """Yield (cursor, number, row) for well-formed records. Raises DataError for malformed ones, or skips them."""
         self.bad.read += len(group)
         made = self.makers[part.source].rows([record for _, _, record in group])
         for (cursor, number, _), row in zip(group, made, strict=True):
@@ -97,7 +97,7 @@ class Reading:
 
 
 def stream_count(files: Sequence[DataFile]) -> int:
-    """Return the number of streams of a data set: a power of two, by its files alone."""
+    """Return the number of streams of a data set: a power of two that depends on the files alone."""
     count = min(max(FEWEST_STREAMS, len(files) // 4), MOST_STREAMS)
     if all(file.size for file in files):
         count = min(count, max(1, sum(file.size for file in files) // STREAM_BYTES))
@@ -107,10 +107,10 @@ def stream_count(files: Sequence[DataFile]) -> int:
 
 
 def assign_parts(sources: Sequence[FileSet], streams: int) -> list[list[FilePart]]:
-    """Return the parts of each stream: together every record of the sources, once.
+    """Return the parts of each stream; together they hold every record of the sources once.
 
-    The largest part comes first, each goes to the stream with the fewest bytes. Where there are fewer files than
-    streams, files of many records are divided.
+    Parts are assigned from the largest on, each to the stream with the fewest bytes. If there are fewer files than
+    streams, files of many records are divided into several parts.
     """
     files = [(file, source) for source, file_set in enumerate(sources) for file in file_set.files]
     whole = sum(file.kind == "text" for file, _ in files)
@@ -127,7 +127,7 @@ def assign_parts(sources: Sequence[FileSet], streams: int) -> list[list[FilePart
 
 
 class Stream:
-    """One virtual stream of some parts, read from a cursor on.
+    """One virtual stream, which reads some parts from a cursor on.
 
     ``samples`` counts the samples before the cursor; ``number`` is part of the key of the stream's permutations.
     """
@@ -182,7 +182,7 @@ class Stream:
         return self
 
     def _peek(self) -> tuple[Cursor, Piece] | None:
-        """Return the piece that the next sample begins with; at the end, move the cursor to the end."""
+        """Return the next piece with its cursor; after the last epoch, return None and move the cursor to the end."""
         if self._next is None:
             self._next = next(self._pieces, None)
             if self._next is None and self.reading.epochs is not None:

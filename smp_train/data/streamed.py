@@ -1,7 +1,7 @@
-"""Training on streams of records: nothing on disk, the first step at once, exactly once per epoch, exact resume.
+"""Trains on streams of records, without a cache on disk or a conversion: each record once per epoch, exact resume.
 
-Position p of the run is sample p // V of virtual stream p % V, on any number of ranks. A checkpoint keeps the positions
-consumed and the cursor of each stream, which the ranks put together when they save.
+Position p of the run is sample p // V of virtual stream p % V, on any number of ranks. A checkpoint keeps the number of
+positions consumed and the cursor of each stream; the ranks merge their cursors when they save.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from smp_train.data.stream import BEGIN, Cursor, FilePart, Reading, Stream, assi
 from smp_train.errors import DataError
 
 OPENED_TOGETHER = 8
-"""Streams that are opened at the same time: each reads the beginning of a file."""
+"""Number of streams that are opened at the same time: each reads the beginning of a file."""
 CHECKED_STREAMS = 4
-"""Streams per rank whose first block is checked before the model is built."""
+"""Number of streams per rank whose first block is checked before the model is built."""
 
 Step = tuple[list[Batch], int, dict[int, tuple[int, Cursor]], bool]
-"""The batches of a step, and after it: positions consumed, (samples, cursor) by stream, whether nothing is left."""
+"""(batches of a step, positions consumed after the step, (samples, cursor) by stream, whether nothing is left)."""
 
 
 class StreamedData(Loader):
     """The samples of V virtual streams, for data-parallel ranks.
 
-    ``merge`` returns the largest of each number over all ranks; by default this rank is alone. V is ``streams``, by
-    default a function of the files; a resumed run keeps the V of its checkpoint.
+    ``merge`` returns the elementwise maximum over all ranks of a list of numbers; the default is for a single rank. V
+    is ``streams``, by default a function of the files; a resumed run keeps the V of its checkpoint.
     """
 
     kind = "streamed"
@@ -53,15 +53,15 @@ class StreamedData(Loader):
     def _begin(self, consumed: int, cursors: list[Cursor]) -> None:
         self.streams, self._consumed = len(cursors), consumed
         self._cursors = {v: (self._samples(v, consumed), cursor) for v, cursor in enumerate(cursors)}
-        # What is saved if the step handed over last is not trained on, as another rank has no data for it.
+        # State to save if the step handed over last is not trained on, because another rank has no data for it.
         self._before = consumed, self._cursors
         self._deal = min((self._by_turn, self._by_stream), key=lambda deal: self._readers(deal).size)
-        """Returns the rank of each position of a step: of the two ways, that in which ranks read fewer streams."""
+        """Maps positions of a step to ranks: `_by_turn` or `_by_stream`, whichever makes ranks read fewer streams."""
         stream, rank = np.divmod(self._readers(self._deal), self.dp_size)
         self.readers = stream.size / self.streams
-        """Ranks that read each record, on average. Each makes the rows of all records of the streams it reads."""
+        """Average number of ranks that read a record. A rank makes the rows of all records in the streams it reads."""
         self._numbers = stream[rank == self.dp_rank].tolist()
-        self._open: dict[int, Stream] = {}  # streams that `check` has opened, and no step was read from
+        self._open: dict[int, Stream] = {}  # streams that `check` has made and `_steps` has not used yet
         epochs = self.reading.epochs
         self.exhausted = epochs is not None and all(cursor.epoch >= epochs for cursor in cursors)
 
@@ -75,7 +75,7 @@ class StreamedData(Loader):
         return step[self._deal(step) == self.dp_rank].reshape(self.accumulation, self.micro_batch)
 
     def _by_turn(self, step: np.ndarray) -> np.ndarray:
-        """Return the rank of each position in turn; if dp_size divides V, each rank reads V / dp_size streams."""
+        """Return the rank of each position; ranks take turns. If dp_size divides V, each reads V / dp_size streams."""
         return step % self.dp_size
 
     def _by_stream(self, step: np.ndarray) -> np.ndarray:
@@ -86,13 +86,13 @@ class StreamedData(Loader):
 
     def _readers(self, deal: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Return ``stream * dp_size + rank`` for every pair of a stream and a rank that reads it."""
-        # After this many steps a step begins at the same stream again, and the pairs repeat.
+        # After ``starts.size`` steps, a step begins at the same stream again, and the pairs repeat.
         starts = self._consumed + np.arange(self.streams // gcd(self.streams, self.global_batch)) * self.global_batch
         steps = [start + np.arange(self.global_batch) for start in starts]
         return np.unique([step % self.streams * self.dp_size + deal(step) for step in steps])
 
     def _new_streams(self) -> dict[int, Stream]:
-        """Return this rank's streams, which begin at the step that will be handed over next."""
+        """Return new `Stream` objects of this rank's streams, at the step that will be handed over next."""
         parts = assign_parts(self.reading.sources, self.streams)
         return {v: Stream(v, parts[v], self.reading, *self._cursors[v]) for v in self._numbers}
 
@@ -111,7 +111,7 @@ class StreamedData(Loader):
         if consumed != self._consumed:
             raise ValueError(f"the streams are at sample {self._consumed}, not {consumed}")
         self._use_device()
-        # New streams, as those of an earlier call may be ahead of the steps that were handed over.
+        # Make new streams: streams of an earlier call may be ahead of the steps that were handed over.
         streams, self._open = self._open or self._new_streams(), {}
         pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-streams")
         try:
@@ -126,7 +126,7 @@ class StreamedData(Loader):
                 consumed += self.global_batch
                 exhausted = False
                 if self.reading.epochs is not None:
-                    # Every stream goes to the end of the step: ranks that know the cursor of a stream must agree on it.
+                    # Advance all streams to the end of the step: ranks that share a stream must agree on its cursor.
                     ended = [stream.skip_to(self._samples(v, consumed)).ended for v, stream in streams.items()]
                     exhausted = all(ended)
                 yield batches, consumed, {v: (s.samples, s.cursor) for v, s in streams.items()}, exhausted
@@ -161,15 +161,15 @@ class StreamedData(Loader):
         return {**super().state(consumed), "cursors": merged[:, 1:].tolist()}
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
-        """See `Loader.check_state`; ``allow_data_change`` continues at the same cursors of other files."""
+        """See `Loader.check_state`; ``allow_data_change`` continues other files at the same cursors."""
         consumed = super().check_state(state, allow_data_change=allow_data_change)
         self._begin(consumed, [Cursor(*cursor) for cursor in state["cursors"]])
         return consumed
 
 
 def fingerprint(reading: Reading) -> str:
-    """Return the identity of streamed data: recipes, and names, sizes and remote versions of the files."""
-    # A local file's version is its modification time, which a copy of the data does not share.
+    """Return a digest of the recipes of streamed data, and of the names, sizes and remote versions of its files."""
+    # A local file's version is its modification time, and a copy of the data has another modification time.
     files = (
         [(file.name, file.size, file.version if file.remote else "") for file in file_set.files]
         for file_set in reading.sources

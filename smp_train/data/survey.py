@@ -1,4 +1,4 @@
-"""Counts of a data set's rows, and everything that is wrong with it."""
+"""Counts a data set's rows, and reports everything that is wrong with the data set."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Survey(BadRecords):
 
 
 def _marked_text(row: Row, tokenizer: str) -> str:
-    """Return the text of a row, with double brackets around tokens that carry loss if others do not."""
+    """Return the text of a row; if the row has labels, tokens that carry loss are in double brackets."""
     decode = load(tokenizer).decode
     counted = np.zeros(row.input_ids.size, bool) if row.labels is None else row.labels != IGNORED
     edges = np.flatnonzero(np.diff(counted)) + 1
@@ -79,10 +79,10 @@ def _marked_text(row: Row, tokenizer: str) -> str:
 
 
 def survey(files: FileSet, recipe: Recipe, seq_len: int | None = None) -> Survey:
-    """Read a whole data set, past every malformed record; each row must have a target within ``seq_len``."""
+    """Read a whole data set and go on after malformed records; each row must have a target within ``seq_len``."""
     result = Survey(seq_len=seq_len)
     maker = recipe.open()
-    with_labels: dict[bool, str] = {}  # the first file with labels, and the first without
+    with_labels: dict[bool, str] = {}  # the first file with labels, and the first file without labels
     with Progress("reading", files.size, "B") as progress:
         for file in files.files:
             rows_before, labelled_before = len(result.lengths), result.labelled

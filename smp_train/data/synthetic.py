@@ -1,4 +1,4 @@
-"""Rows drawn from a seed: for measuring, and for trying a configuration without data."""
+"""Synthetic rows drawn from a seed, for measuring, and for trying a configuration without data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smp_train.data.source import Row, Source
 class Synthetic(Source):
     """Uniform random tokens; row i depends on (seed, i) alone, on every machine.
 
-    The bits come from Philox (Salmon et al. 2011), which is counter-based, keyed by (seed, i). NumPy guarantees the raw
+    The bits come from the counter-based Philox (Salmon et al. 2011), keyed by (seed, i). NumPy guarantees the raw
     stream of a bit generator across versions, but not the distributions drawn from it.
     """
 

@@ -24,7 +24,7 @@ ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 def batches(
     file: DataFile, raw: IO[bytes], fields: Sequence[str] | None, first: int, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (index of its first row, record batch) of a parquet or Arrow file; skip the row groups before ``first``."""
+    """Yield (index of the batch's first row, record batch) of a file; skip parquet row groups before row ``first``."""
     try:
         import pyarrow as pa
     except ImportError:
@@ -41,14 +41,14 @@ def batches(
 
 
 def _parquet_batches(raw: IO[bytes], fields: Sequence[str] | None, first: int) -> tuple[int, Iterator[Any]]:
-    """Return the index of the first row that is read, and the batches from there on."""
+    """Return the index of the first row that is read, and the batches from that row on."""
     import pyarrow.parquet as pq
 
     table = pq.ParquetFile(raw)
     columns = None if fields is None else [name for name in fields if name in table.schema_arrow.names]
     starts = [0, *accumulate(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups))]
     groups = range(max(0, bisect_right(starts, first) - 1), table.num_row_groups)
-    # Given no group, `iter_batches` would read all of them.
+    # If no row group were given, `iter_batches` would read all row groups.
     return starts[groups.start], table.iter_batches(BATCH_ROWS, groups, columns) if groups else iter(())
 
 
@@ -60,7 +60,7 @@ def _arrow_batches(raw: IO[bytes]) -> Iterator[Any]:
         reader = pa.ipc.open_file(raw)
         stream: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
     else:
-        # A file cut between two batches lacks only the end mark.
+        # A file that was cut off between two batches lacks only the end mark.
         raw.seek(-len(ARROW_END), os.SEEK_END)
         if raw.read() != ARROW_END:
             raise EOFError("it has no end mark")
@@ -93,7 +93,7 @@ def rows(
 
 
 def _values(column: Any) -> Sequence[Any]:
-    """Return the values of a column: arrays for lists of integers; for a text that is not UTF-8, its exception."""
+    """Return a column's values: a list of integers as an array, a text that is not UTF-8 as a UnicodeDecodeError."""
     import pyarrow as pa
 
     kind = column.type

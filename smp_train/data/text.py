@@ -1,4 +1,4 @@
-"""Text, and prompts with completions, as rows of tokens."""
+"""Makes rows of tokens from texts, and from prompts with completions."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def checked_text(text: str) -> str:
     """Return a text. Raises ValueError if it holds a NUL character, or half of a surrogate pair."""
     if "\0" in text:
         raise ValueError(f"character {text.index(chr(0))} is a NUL; is it text? remove it")
-    text.encode()  # UnicodeEncodeError, which is a ValueError, for half of a surrogate pair
+    text.encode()  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair
     return text
 
 
 class Texts:
-    """Makes rows of texts: the tokens of the whole text and the token ``end``. All tokens carry loss."""
+    """Makes a row from each text: the tokens of the whole text and the token ``end``. All tokens carry loss."""
 
     def __init__(self, tokenizer: Tokenizer, end: int, field: str) -> None:
         self._end, self._field = end, field
-        # In tokenizers 0.20 and later; it leaves out offsets and is faster.
+        # tokenizers 0.20 and later have `encode_batch_fast`, which is faster because it leaves out offsets.
         self._encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
 
     def __call__(self, records: Sequence[Record]) -> list[Row | Problem | None]:
@@ -77,7 +77,7 @@ class Texts:
 
 
 class Completions:
-    """Makes rows of prompts with completions: the completion and the token ``end`` carry loss."""
+    """Makes a row from each prompt with its completion: only the completion and the token ``end`` carry loss."""
 
     def __init__(self, tokenizer: Tokenizer, end: int, kind: Kind) -> None:
         self._tokenizer, self._end, self._kind = tokenizer, end, kind
@@ -103,7 +103,7 @@ class Completions:
         encoding = self._tokenizer.encode(prompt + completion)
         ids = list(encoding.ids)
         answer = tokens_in_spans(encoding.offsets, [(len(prompt), len(prompt) + len(completion))])
-        if ids[-1:] != [self._end]:  # some tokenizers end each text themselves
+        if ids[-1:] != [self._end]:  # some tokenizers add the end token themselves
             ids, answer = [*ids, self._end], np.append(answer, True)
         answer[-1] = True
         return answer_row(ids, answer)

@@ -38,16 +38,17 @@ except ImportError:
 VERSION = 8
 REMEDY = "remove it and start again: it is made anew"
 ARRAYS = {"starts": "<u8", "numbers": "<u8", "crc": "<u4", "first_targets": "<u4"}
-"""Arrays of a shard: ``starts`` (first token of each row, and the end of the last row), ``numbers`` (of its record,
-from 1), ``crc`` (its checksum), ``first_targets`` (index of its first token that carries loss)."""
+"""Arrays of a shard: ``starts`` (first token of each row, and the end of the last row); and for each row ``numbers``
+(number of its record, from 1), ``crc`` (its checksum), ``first_targets`` (index of its first token that carries
+loss)."""
 LABELS = np.dtype("<i4")
-"""Type of stored labels: any id, and -100."""
+"""Type of stored labels; it can hold any id, and -100."""
 
 
 class Header(NamedTuple):
     """Summary of one shard in the index of a token file."""
 
-    source: str  # name, size and version of the shard's `DataFile`
+    source: str  # with the next two fields: name, size and version of the shard's `DataFile`
     size: int
     version: str
     rows: int
@@ -55,13 +56,13 @@ class Header(NamedTuple):
     counted: int  # tokens that carry loss
     dtype: str
     longest: int  # tokens of the longest row
-    longest_number: int  # number of its record, from 1
+    longest_number: int  # number of the longest row's record, from 1
     labelled: bool
     latest_target: int  # largest index of the first token that carries loss, over all rows
     digest: str  # identity of the rows
     skipped: int  # bad records that were left out (--bad_rows skip)
     first_bad_number: int  # number of the first bad record
-    first_bad: str  # its problem: "reason; what to do"
+    first_bad: str  # problem of the first bad record: "reason; what to do"
 
     @property
     def token_bytes(self) -> int:
@@ -86,11 +87,11 @@ class TokenFile:
         self.base, self.path, self.index = base, base + ".tok", index
         self.headers = [Header(**header) for header in index.header]
         self.begins = list(accumulate((header.tokens * header.token_bytes for header in self.headers), initial=0))
-        """Offset of each shard in the ``.tok``, and the file's size."""
+        """Offset of each shard in the ``.tok`` in bytes; the last entry is the file's size."""
 
     @cached_property
     def descriptor(self) -> int:
-        """The descriptor of the ``.tok``. Raises OSError. It and the index stay readable after their removal."""
+        """The descriptor of the ``.tok``. Raises OSError. Both files stay readable after they are removed."""
         assert self.index.mapped
         descriptor = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, descriptor).atexit = False
@@ -129,7 +130,7 @@ class OpenShard(NamedTuple):
 
 
 class TokenRows(Source):
-    """The rows of shards, in the order of ``files``; ``stored`` has each shard's token file and its index there."""
+    """The rows of shards, in the order of ``files``; ``stored``: each shard's token file and its number in the file."""
 
     def __init__(self, files: Sequence[DataFile], stored: Sequence[tuple[TokenFile, int]]) -> None:
         self.files, self._stored = list(files), list(stored)
@@ -177,7 +178,7 @@ class TokenRows(Source):
 
     def row(self, index: int) -> Row:
         """Read a row. Raises DataError where its bytes cannot be read or do not match their checksum."""
-        # Written out for speed: `_shard_of`, and `_open` for a shard that is open.
+        # For speed, the code of `_shard_of`, and of `_open` for an open shard, is repeated here.
         shard = bisect.bisect_right(self._starts, index) - 1
         opened = self._opened.get(shard) or self._open(shard)
         descriptor, begin, tokens_of_shard, token_bytes, dtype, starts, _, crc, _ = opened
@@ -219,7 +220,7 @@ class TokenRows(Source):
         return self._open(shard).first_targets
 
     def find_token(self, token: int) -> tuple[int, int]:
-        """Return (row that holds a token of all rows end to end, first token of that row)."""
+        """Return (row that holds ``token``, first token of that row); tokens are counted over all rows end to end."""
         shard = bisect.bisect_right(self._first_tokens, token) - 1
         first, starts = self._first_tokens[shard], self._open(shard).starts
         row = int(np.searchsorted(starts, np.uint64(token - first), side="right")) - 1

@@ -29,7 +29,7 @@ Lists = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
 class TokenRows:
-    """Makes rows of token records, whose ids must be below ``vocab_size``."""
+    """Makes a row from each token record, whose ids must be below ``vocab_size``."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self._simd = vocab_size, Parser and Parser()
@@ -146,13 +146,13 @@ def _attended(mask: np.ndarray) -> tuple[int, int]:
 
 def _first_outside(values: np.ndarray, limit: int) -> int | None:
     """Return the index of the first int64 outside [0, limit), if any."""
-    # As unsigned integers negative numbers are huge, so one pass checks both ends.
+    # Viewed as unsigned integers, negative numbers are huge, so one pass checks both limits.
     unsigned = values.view(np.uint64)
     return None if int(unsigned.max()) < limit else int(np.argmax(unsigned >= limit))
 
 
 def integers(values: Any, field: str) -> np.ndarray:
-    """Return a list or an array of integers as int64. Raises ValueError, which names the first other element."""
+    """Return a list or an array of integers as int64. Raises ValueError that names a wrong element."""
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iub"):
             shape = list(values.shape)

@@ -1,4 +1,4 @@
-"""Tokenizers: loaded from a folder, a file, S3 or the hub, or trained; their end token."""
+"""Loads tokenizers from a folder, a file, S3 or the hub, trains them, and finds their end token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_with_end(name: str, eos_token: str | None, *, special_as_text: bool) ->
 
 
 def load(name: str) -> Tokenizer:
-    """Return a fast tokenizer: of a ``tokenizer.json``, a folder, or a name on the hub. Raises ConfigError."""
+    """Return a fast tokenizer from a ``tokenizer.json``, a folder, or a name on the hub. Raises ConfigError."""
     from tokenizers import Tokenizer
 
     path = Path(name)
@@ -78,7 +78,7 @@ def spread_tokenizing(processes: int) -> None:
 
 
 def end_token(tokenizer: Tokenizer, name: str | None, location: str | None = None) -> tuple[str, int]:
-    """Return the token that ends a document and its id: ``name``, the location's own, or a well-known one."""
+    """Return the token that ends a document, and its id: ``name``, the token of ``location``, or a well-known token."""
     declared: object = None
     path = Path(location or "")
     with suppress(OSError, ValueError, AttributeError):

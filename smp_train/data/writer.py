@@ -1,4 +1,4 @@
-"""Writing token files (`token_file` has the format)."""
+"""Writes token files (`token_file` describes the format)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""``smp-train prepare``: records to token shards, with a validation split, a tokenizer and a manifest."""
+"""``smp-train prepare``: converts records to token shards, with a validation split, a tokenizer and a manifest."""

@@ -1,7 +1,7 @@
 """``smp-train prepare``: text or chats in, token shards out, with a tokenizer and a manifest.
 
-Records are converted as for training, into token files below the output; a later call continues there. Then one pass
-over their rows divides them into splits, fills rows of the wanted length and writes the shards.
+Records are converted as for training, into token files below the output; a later call continues with these files. Then
+one pass over their rows divides the rows into splits, fills rows of the wanted length and writes the shards.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list_input(args: Namespace) -> FileSet:
-    """Return the files of all inputs, ordered by a hash of their names so that the first are a fair sample."""
+    """Return the files of all inputs, ordered by a hash of their names, so that the first files are a fair sample."""
     selection = Selection(args.text_column, args.dataset_config_name, args.pattern, args.exclude, flag="--input")
     inputs = [list_files(location, selection, split=args.split) for location in args.input]
     if len({fileset.kind for fileset in inputs}) > 1:
@@ -101,7 +101,7 @@ def _list_input(args: Namespace) -> FileSet:
 
 
 def prepare(args: Namespace, files: FileSet, output: Path) -> dict[str, Any]:
-    """Write ``output`` from ``files``; return the counts in its manifest."""
+    """Write the data set at ``output`` from ``files``; return the contents of its manifest."""
     end, vocab_size = _write_tokenizer(args, files, output)
     test_rows = sys.maxsize if args.validation_shards is None else args.validation_shards * args.rows_per_shard
     train = SplitWriter(args, "train", args.max_rows or sys.maxsize, vocab_size)
@@ -124,7 +124,7 @@ def prepare(args: Namespace, files: FileSet, output: Path) -> dict[str, Any]:
 
 
 def _write_rows(args: Namespace, files: FileSet, recipe: Recipe, train: SplitWriter, test: SplitWriter) -> None:
-    """Write the shards of both splits from the first files that suffice."""
+    """Write the shards of both splits; read the files from the first on, and only as many as are needed."""
     test_rows = 1 if args.validation_shards is None else test.max_rows
     test_rows = test_rows if args.validation_fraction else 0
 
@@ -144,7 +144,7 @@ def _write_rows(args: Namespace, files: FileSet, recipe: Recipe, train: SplitWri
             for index in range(len(rows)):
                 if has_enough():
                     break
-                # Once validation is full, held-out records go to training.
+                # Once the validation split is full, held-out records go to training.
                 held_out = not test.full and is_held_out(rows.name(index), args.validation_fraction)
                 written = train.rows
                 (test if held_out else train).add(rows.row(index))
@@ -166,11 +166,11 @@ def _write_tokenizer(args: Namespace, files: FileSet, output: Path) -> tuple[str
             tokenizer = train(texts, args.train_tokenizer, args.special_tokens, args.min_frequency)
         end, _ = end_token(tokenizer, args.eos_token, location or None)
     loading = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
-    _write_json(output / "tokenizer_config.json", loading)  # transformers loads the folder by it
+    _write_json(output / "tokenizer_config.json", loading)  # transformers needs this file to load the folder
     with atomic_file(str(path)) as file:
         file.write(tokenizer.to_str(pretty=True).encode() + b"\n")
     if files.kind.name == "chats":
-        # The tokenizer of transformers, with its chat template, is also saved with models trained on these rows.
+        # Save transformers' tokenizer with its chat template: models trained on these rows are saved with both.
         name = args.tokenizer or str(output)
         loaded = load_for_chats(name, bool(args.trust_remote_code))
         loaded.chat_template = Chats(loaded, files.kind, name, args.chat_template).template
@@ -207,7 +207,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _read_manifest(output: Path) -> dict[str, Any]:
-    """Return the manifest of an earlier preparation, empty without one. Raises ConfigError for another folder."""
+    """Return the manifest of an earlier preparation; empty if none. Raises ConfigError for a folder of other files."""
     earlier = read_manifest(str(output))
     if earlier.get("made_by") == MAKER:
         return earlier

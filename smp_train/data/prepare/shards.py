@@ -1,4 +1,4 @@
-"""The rows of a split, and the shards that they are written to."""
+"""Collects the rows of a split and writes them to shards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def is_held_out(record: str, fraction: float) -> bool:
 class SplitWriter:
     """Collects the rows of one split, at most ``max_rows``, and writes them as shards.
 
-    Text fills rows of ``seq_len`` tokens end to end: a document may end in a row and the next one begin in it; only the
-    tokens that do not fill the last row are dropped. Rows with answers (no ``seq_len``) keep their length.
+    Texts are joined end to end and cut into rows of ``seq_len`` tokens, so a row may hold parts of several documents;
+    only the tokens that do not fill the last row are dropped. Rows with answers have no ``seq_len`` and keep their
+    length.
     """
 
     def __init__(self, args: argparse.Namespace, split: str, max_rows: int, vocab_size: int) -> None:
@@ -44,7 +45,7 @@ class SplitWriter:
         return self.rows >= self.max_rows
 
     def add(self, row: Row) -> None:
-        """Add the row of a record, unless the split is full; write the shards that it fills."""
+        """Add the row of a record, unless the split is full; write each shard that is then full."""
         if self.full:
             return
         self.documents += 1
@@ -74,7 +75,7 @@ class SplitWriter:
         path = self.folder / f"{self.folder.name}-{len(self.shards):05d}.json"
         content = b"".join(map(_line, rows))
         if self.args.zip:
-            # Without a time equal content gives equal bytes.
+            # Without a time stamp, equal content gives equal bytes.
             path, content = path.with_suffix(".json.gz"), compress(content, GZIP_LEVEL, mtime=0)
         with atomic_file(str(path)) as file:
             file.write(content)
