@@ -77,7 +77,7 @@ class Checkpoint:
         return [Tree(ranks, self.reader(part)) for part, ranks in self.trees.items()]
 
     def _translated(self, trees: list[Tree], state: dict[str, Any], saver: Saver) -> Reader:
-        """Return a reader of ``trees`` under the parameter names of ``state``: the hub's or, on this rank, SMP's."""
+        """Return a reader of ``trees`` with the parameter names of ``state`` (the hub's, or SMP's on this rank)."""
         shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
         if saver.hub is None:
             return HubReader(trees, HubModel.of(self.model_config(), shapes))
@@ -155,7 +155,7 @@ class Checkpoint:
                     f"{os.path.join(self.path, name)} cannot be read: {error.strerror or error}; {remedy}"
                 ) from None
             MOVED.done += record.size
-            if stored.size != record.size:  # no damage: rank 0 has seen the right size
+            if stored.size != record.size:  # not damage: rank 0 saw the right size
                 raise CheckpointError(f"{os.path.join(self.path, name)} was read short; start the same command again")
             if stored != record:
                 problems.append(f"{name} has CRC-32 {stored.crc32}, {record.crc32} was written")

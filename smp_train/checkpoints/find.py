@@ -92,7 +92,7 @@ def best_of(folder: RunFolder) -> str:
 def newest_in(location: str | os.PathLike[str]) -> tuple[RunFolder, str]:
     """Return the run's folder and the name of the checkpoint that a location means. Does not open it. Not collective.
 
-    A run's folder, or a folder of one run, means the run's newest checkpoint. Raises `CheckpointError`.
+    A run's folder, or a parent of just one run, means the run's newest checkpoint. Raises `CheckpointError`.
     """
     target = locate(location)
     if target.kind == "runs":

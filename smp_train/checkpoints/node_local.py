@@ -96,7 +96,7 @@ def steps_on_nodes(parents: Sequence[str], run_name: str) -> list[tuple[Step, st
 
 
 def open_parts(parent: str, run_name: str, step: Step, facts: dict[str, Any]) -> NodeLocalCheckpoint | None:
-    """Return this rank's verified part of a step; None, with a warning, if any rank's cannot be used. Collective."""
+    """Return this rank's verified part of a step; None, with a warning, if any rank's part is unusable. Collective."""
     folder = folder_of_run(parent, run_name)
     part: NodeLocalCheckpoint | None = None
     problem = None

@@ -245,7 +245,7 @@ class CheckpointManager:
             return request.saver.begin(request.state, target.folder, attempt, commit)
 
     def _begin(self, target: Target, request: Request) -> str:
-        """Sweep attempts of earlier starts, once per target, then reserve a folder; return its name. Collective."""
+        """Sweep earlier starts' attempts, once per target, then reserve a folder; return its name. Collective."""
 
         def reserve() -> str:
             self._check_owner()  # before sweeping: if another job has taken over, unfinished attempts may be its own

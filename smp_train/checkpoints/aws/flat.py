@@ -153,7 +153,7 @@ def _unit_tensors(
 
 
 def _shard_group(name: str, pieces: Sequence[Any], whole: int) -> dict[int, Any]:
-    """Return the pieces of the first shard group, which hold the parameter once, by rank; later ranks hold replicas."""
+    """Map rank to piece for the first shard group: one full copy of the parameter. Later ranks hold replicas."""
     lengths = [piece.numel() for piece in pieces]
     for count, length in enumerate(itertools.accumulate(lengths), 1):
         if length == whole and (count == len(lengths) or lengths[count] == lengths[0]):

@@ -81,7 +81,7 @@ class _RenamedReader(Reader):
         self, key: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int],
         reader: Reader, source_key: str, source_offset: Sequence[int],
     ) -> None:  # fmt: skip
-        """Add to the tensor ``key`` of ``shape`` the parts of one block that the chunks of ``reader`` hold.
+        """Add one block to the tensor ``key`` (of ``shape``): the parts of the block that ``reader``'s chunks hold.
 
         Either offset may have extra leading dimensions; in these dimensions the block has size 1.
         """
@@ -130,7 +130,7 @@ class _ChunkPlanner(DefaultLoadPlanner):
         self.slices: dict[dcp.MetadataIndex, list[tuple[ReadItem, Any, Any]]] = {}
 
     def requests(self) -> LoadPlan:
-        """Return one request per saved chunk, for the smallest block that contains all its slices."""
+        """Return one request per saved chunk: for the smallest block around the slices needed of that chunk."""
         items = []
         for index, slices in self.slices.items():
             (first, *_), begins, ends = zip(*slices, strict=True)

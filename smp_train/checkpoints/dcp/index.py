@@ -2,7 +2,7 @@
 
 The file has `MAGIC`, the CRC-32 of the bytes that follow (8 hexadecimal digits), a header in one line of JSON, and 5
 arrays: offsets and sizes of all chunks (one number per dimension), then file number, start and length of all records.
-Each chunk of a tensor has one record, as has each entry that is not a tensor. The header has ``files`` (names),
+Each chunk of a tensor, and each entry that is not a tensor, has one record. The header has ``files`` (names),
 ``entries`` (lists of name, dtype, shape, number of records; dtype is null unless the entry is a tensor), ``metadata``
 (size of the ``.metadata`` written at the same time) and ``arrays`` (NumPy type and length of each array).
 """

@@ -139,7 +139,7 @@ def load_state(
     state: dict[str, Any], reader: Reader, label: str, ignored: Container[str] = (),
     load: Callable[..., None] = load_together,
 ) -> None:  # fmt: skip
-    """Fill ``state`` in place with ``load``, on any mesh; collective.
+    """Fill ``state`` in place, using ``load``, on any mesh; collective.
 
     The checkpoint may use the names that parameters have in memory (see `State.named_as`), and may hold ``ignored``
     entries that ``state`` lacks. Raises `CheckpointError` on every rank if any rank failed, or if state and checkpoint
