@@ -126,7 +126,7 @@ class TokenCache:
                         os.unlink(path)
 
     def _is_needed(self, base: str, new: bool) -> bool:
-        """Return whether a token file holds a listed shard, or is ``new``, so that a job may still read it."""
+        """Return whether a job may still read a token file: it holds a listed shard or is ``new``."""
         file = self._scanned.get(base) or read_index(base)
         if file is None:  # damaged, incomplete, or written by a different version of this program
             return new

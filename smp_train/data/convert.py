@@ -278,7 +278,7 @@ def _start_worker(recipe: Recipe, max_bad: float | None, threads: int, stopped: 
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the same signal and decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # left to the parent, which also gets it
     os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true" if threads > 1 else "false")
     _worker.append((recipe.open(), recipe.vocab_size, max_bad, stopped))
 

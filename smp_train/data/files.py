@@ -46,7 +46,7 @@ OTHER_FILES = (
     DATASET_DICT, DATASET_STATE, "dataset_info.json", "cache-*.arrow", "tmp*.arrow", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json",
 )  # fmt: skip
-"""Files without records that ``datasets``, ``prepare`` and ``transformers`` write next to records."""
+"""Non-record files that ``datasets``, ``prepare`` and ``transformers`` write next to records."""
 OTHER_NAME = re.compile("|".join(map(fnmatch.translate, OTHER_FILES)))
 FIRST_RECORDS = 100
 """Number of records at the beginning of a file among which the first well-formed one decides the kind."""

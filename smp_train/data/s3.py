@@ -68,7 +68,7 @@ def fetch(
 ) -> Iterator[Iterator[tuple[DataFile, str]]]:
     """Yield an iterator of (file, path of its local copy), in order; several objects are fetched ahead.
 
-    The caller may delete a copy after use; at the end, all copies that the caller took are deleted. Copies that the
+    The caller may delete a copy after use; on exit, all copies that the caller took are deleted. Copies that the
     caller did not take, complete or not, stay for the next fetch. ``tick`` is called, from any thread, with the bytes
     fetched since its last call. Raises DataError.
     """

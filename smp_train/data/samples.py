@@ -181,7 +181,7 @@ def make_table(source: Source, rows: range, seq_len: int, long: str, short: str)
 
 
 class _SummedLengths:
-    """Finds the row that holds a token of all rows end to end; `token_file.TokenRows` needs no array in memory."""
+    """Finds a token's row by its number over all rows; `token_file.TokenRows` does so without an array in memory."""
 
     def __init__(self, source: Source) -> None:
         self._starts = np.concatenate([[0], np.cumsum(source.lengths(range(len(source))))])

@@ -148,7 +148,7 @@ class Stream:
         self._first_block = self._first_block or pool.submit(list, islice(self._blocks, 1))
 
     def check(self) -> None:
-        """Make the first rows, from which the first samples are then taken. Raises DataError."""
+        """Make the first rows, and keep them for the first samples. Raises DataError."""
         self._pieces = chain(next(filter(None, self._groups), ()), self._pieces)
 
     @property

@@ -116,7 +116,7 @@ def read_index(base: str) -> TokenFile | None:
 
 
 class OpenShard(NamedTuple):
-    """A shard whose rows are read: the ``.tok``'s descriptor, the shard's offset in it, and its `ARRAYS`."""
+    """A shard open for reading: the ``.tok``'s descriptor, and the shard's offset in it and `ARRAYS`."""
 
     descriptor: int
     begin: int
