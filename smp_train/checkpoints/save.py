@@ -283,7 +283,7 @@ class CheckpointManager:
             self.on_stage("commit")
             self._check_owner()
             self.on_stage("publish")
-            self._sent.add(attempt)  # if this fails, COMMITTED may still have been written; the next start finds out
+            self._sent.add(attempt)  # first: a failed commit may still have written COMMITTED
             folder.commit(attempt, Marker(request.step, self.model_type, self.generation, files, time.time()))
             if swept := folder.is_swept(attempt):
                 folder.withdraw(attempt)
