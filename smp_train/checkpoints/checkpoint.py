@@ -61,7 +61,7 @@ class Checkpoint:
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` (see `gather_state`) in place, on any mesh. Collective.
 
-        ``saver`` knows the naming scheme of ``state``, this rank among SMP's ranks, and how to read. Raises
+        ``saver`` knows the naming scheme of ``state``, this process's SMP rank, and how to read. Raises
         `CheckpointError` on every rank when names or shapes differ, or when a rank cannot read its part. Saved entries
         under a top-level name that ``state`` lacks, such as ``optim``, are ignored.
         """
@@ -138,7 +138,7 @@ class Checkpoint:
     def verify(self, rank: int = 0, world: int = 1) -> list[str]:
         """Recompute the checksums of this rank's share of the files; return a line per difference. Not collective.
 
-        `MOVED` counts the bytes. A file that cannot be read is not damaged; it raises `CheckpointError`.
+        `MOVED` counts the bytes. A failed read raises `CheckpointError`; it is not counted as damage.
         """
         problems = []
         largest_first = sorted(self.marker.files.items(), key=lambda item: (-item[1].size, item[0]))

@@ -1,4 +1,4 @@
-"""Find out what a location holds, and open the checkpoint that it means."""
+"""Find out what a location holds, and open the checkpoint it refers to."""
 
 from __future__ import annotations
 

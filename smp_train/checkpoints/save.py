@@ -336,7 +336,7 @@ class CheckpointManager:
             heartbeat.at(heartbeat.UPDATE)
 
     def busy(self) -> bool:
-        """Return whether this rank is still writing a save; other ranks may already have ended."""
+        """Return whether this rank is still writing a save; other ranks may already be done."""
         return self._pending is not None and self._pending.running()
 
     def poll(self) -> bool:

@@ -173,7 +173,7 @@ class TreeReader(Reader):
         self._next_entries: Iterator[bytes] = iter(())
 
     def preload(self) -> None:
-        """Read ``index.bin`` if the tree has one that fits, else DCP's index. Raises `CheckpointError`."""
+        """Read ``index.bin`` if the tree has one for this ``.metadata``, else DCP's. Raises `CheckpointError`."""
         name = INDEX if INDEX in self.files else METADATA
         try:
             if METADATA not in self.files:

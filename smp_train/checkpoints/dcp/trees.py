@@ -166,7 +166,7 @@ def plain_values(reader: Reader) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, entry in saved_entries(reader).items():
         if isinstance(entry, dcp.BytesStorageMetadata) and not key.startswith(("optim", "model")):
-            with suppress(CheckpointError):  # an object that needs code to be unpickled
+            with suppress(CheckpointError):  # an object whose unpickling needs code
                 values[key] = plain_value(reader, key)
     return {key: value for key, value in values.items() if isinstance(value, int | float | str)}
 
