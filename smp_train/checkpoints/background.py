@@ -22,9 +22,9 @@ from smp_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-GROUP_TIMEOUT = timedelta(hours=2)  # ranks wait for the slowest disk
+GROUP_TIMEOUT = timedelta(hours=2)  # long, because all ranks wait for the slowest disk
 MEMORY_SHARE = 0.6
-"""Share of the free host memory that copies may take; larger states are saved synchronously."""
+"""Copies may take this share of a host's free memory; a state that needs more is saved synchronously."""
 
 
 class BackgroundWriter:
@@ -96,7 +96,7 @@ class Background:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-                # torch's writer waits for the current stream every 10 MB; training steps queue in the default stream.
+                # torch's writer waits for its stream every 10 MB. The default stream would make it wait for training.
                 torch.cuda.set_stream(torch.cuda.Stream())
             failure = None
             try:

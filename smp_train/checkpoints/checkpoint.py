@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def names(self) -> str:
-        """Whose names the checkpoint's parameters have."""
+        """The naming scheme of the checkpoint's parameters, such as Hugging Face's."""
         return str(self.meta.get("names", HUGGING_FACE))
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
@@ -77,7 +77,7 @@ class Checkpoint:
         return [Tree(ranks, self.reader(part)) for part, ranks in self.trees.items()]
 
     def _translated(self, trees: list[Tree], state: dict[str, Any], saver: Saver) -> Reader:
-        """Return a reader of ``trees`` with the parameter names of ``state`` (the hub's, or SMP's on this rank)."""
+        """Return a reader of ``trees`` under the parameter names in ``state``: the hub's, or those of this SMP rank."""
         shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
         if saver.hub is None:
             return HubReader(trees, HubModel.of(self.model_config(), shapes))
@@ -90,7 +90,7 @@ class Checkpoint:
         """Return transformers' configuration of the model. Raises `CheckpointError` if the metadata lacks it."""
         try:
             return config_of(self.meta["model_config"])
-        except Exception as error:  # a configuration of unknown origin may raise any class
+        except Exception as error:  # a configuration of unknown origin may raise any kind of exception
             reason = f"lacks {error}" if isinstance(error, KeyError) else one_line(error)
             raise CheckpointError(f"{self.path} does not say which model it is: meta.json {reason}") from None
 
@@ -110,7 +110,7 @@ class Checkpoint:
 
     @property
     def trees(self) -> dict[str, Ranks]:
-        """SMP's tensor and expert rank that wrote each tree, by the tree's sub-folder."""
+        """For each tree's sub-folder, the tensor rank and expert rank (of SMP) that wrote the tree."""
         return Ranks.of_folders(self.parts or [""])
 
     def reader(self, part: str = "") -> Reader:

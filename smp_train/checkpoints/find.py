@@ -78,7 +78,7 @@ def is_run_folder(folder: RunFolder) -> bool:
 
 
 def best_of(folder: RunFolder) -> str:
-    """Return the name of a run's best checkpoint, which the newest one's metadata tells. Raises `CheckpointError`."""
+    """Read in a run's newest checkpoint which one is the best, and return its name. Raises `CheckpointError`."""
     for newest in folder.committed()[:1]:
         step = (opened(folder, newest.name).meta.get("best") or {}).get("step")
         names = [checkpoint.name for checkpoint in folder.committed() if checkpoint.step == step]
@@ -90,7 +90,7 @@ def best_of(folder: RunFolder) -> str:
 
 
 def newest_in(location: str | os.PathLike[str]) -> tuple[RunFolder, str]:
-    """Return the run's folder and the name of the checkpoint that a location means. Does not open it. Not collective.
+    """Return the checkpoint that a location means, as its run's folder and its name. Does not open it. Not collective.
 
     A run's folder, or a parent of just one run, means the run's newest checkpoint. Raises `CheckpointError`.
     """
@@ -129,7 +129,7 @@ def open_verified(location: str | os.PathLike[str]) -> Checkpoint:
     """Open and verify the checkpoint that a location means (see `newest_in`), so that its tensors can be read.
 
     All code that reads weights from this program's checkpoints calls this function. Collective. Raises
-    `CheckpointError` on every rank if the checkpoint is missing, not committed, damaged, or only one rank's part.
+    `CheckpointError` on every rank if the checkpoint is missing, uncommitted or damaged, or is one rank's part only.
     """
     path = normal(location)
     folder, name = on_main(f"cannot open {path}", lambda: newest_in(path))
@@ -154,7 +154,7 @@ def _with_others(error: CheckpointError, folder: RunFolder, name: str) -> Checkp
 def open_intact(location: str, name: str, *, strict: bool, mark: bool) -> Checkpoint | None:
     """Open and verify one checkpoint of a run's folder; return None, with a warning, if it is damaged. Collective.
 
-    ``mark`` adds the file DAMAGED to a damaged checkpoint. ``strict`` raises `CheckpointError` for a damaged one.
+    With ``strict``, raises `CheckpointError` instead. Otherwise ``mark`` adds the file DAMAGED to a damaged checkpoint.
     """
     folder = open_folder(location)
     try:

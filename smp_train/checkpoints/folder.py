@@ -62,7 +62,7 @@ def folder_of_run(parent: str, run_name: str) -> RunFolder:
 
 
 class RunFolder:
-    """The checkpoints of one run in one folder. ``name`` is a checkpoint's name; ``file`` is a path below it."""
+    """One run's checkpoints in one folder. Methods take a checkpoint's ``name``, and a ``file`` path in its folder."""
 
     def __init__(self, files: storage.Storage) -> None:
         self.storage, self.location = files, files.location
@@ -142,7 +142,7 @@ class RunFolder:
         self.storage.delete(f"{name}/{COMMITTED}")
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint or an attempt: first COMMITTED, and last BEGUN, which shows that we wrote it."""
+        """Delete a checkpoint or an attempt: first COMMITTED, and last BEGUN, which marks it as this program's."""
         self.withdraw(name)
         self.storage.delete_folder(name, but=(BEGUN,))
         self.storage.delete(f"{name}/{BEGUN}")
@@ -154,8 +154,8 @@ class RunFolder:
     def sweep(self, generation: int) -> list[str]:
         """Delete the files of uncommitted attempts of generations below ``generation``; return a line for each attempt.
 
-        BEGUN and SWEPT stay, because the writer may only have stalled: no other attempt gets this one's name, and the
-        writer withdraws a late COMMITTED (`is_swept`). An attempt without a readable BEGUN is not this program's.
+        BEGUN and SWEPT stay, because the writer may only have stalled. BEGUN reserves the name; SWEPT makes the writer
+        withdraw a late COMMITTED (`is_swept`). An attempt without a readable BEGUN stays: it is not this program's.
         """
         lines, now = [], self.storage.now()
         for name in self.names():

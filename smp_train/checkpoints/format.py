@@ -30,7 +30,7 @@ TOKENIZER = "tokenizer/"
 NODE_LOCAL = "node_local"
 """Key that meta.json has only in a node-local checkpoint, which is one rank's part on its node's own disk."""
 BEST = "best"
-"""Reserved name in a run folder. It means the checkpoint with the lowest validation loss, which the metadata names."""
+"""Reserved name in a run folder: the checkpoint with the lowest validation loss. The metadata says which one it is."""
 FORMAT = 2
 
 

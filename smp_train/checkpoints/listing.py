@@ -35,7 +35,7 @@ def damage_of(folder: RunFolder, name: str, *, read_all: bool = False) -> str:
 
 
 def rows_of_run(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return a row per checkpoint: a run's, oldest first, then SMP's sample checkpoints, then other attempts."""
+    """Return a row per checkpoint: the run's, oldest first; then those of SMP's sample; then unfinished attempts."""
     best, rows = None, []
     with suppress(CheckpointError):
         best = best_of(folder)

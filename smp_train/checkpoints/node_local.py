@@ -1,4 +1,4 @@
-"""Node-local checkpoints: each rank saves its part to its node's own disk, for a restart of the same ranks there.
+"""Node-local checkpoints: each rank saves its part to its node's own disk, so that the same ranks can restart there.
 
 A parent folder ``local:DIR`` is not shared between nodes. Rank R writes ``DIR/<run>/rank<R>/<name>/``, an ordinary
 checkpoint with only this rank's part, so nothing crosses the network and no rank waits for another. Resuming needs
@@ -46,13 +46,13 @@ def local_part(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_saver(saver: Saver) -> None:
-    """Raise `ConfigError` for a backend that saves in its own way, because it cannot save one rank's part alone."""
+    """Raise `ConfigError` for a backend with its own way of saving: it cannot save one rank's part alone."""
     if saver != TORCHS:
         raise ConfigError(f"--checkpoint_dir {PREFIX}DIR is not available on this backend; leave it out")
 
 
 def facts_of_part(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
-    """Return the facts that must be equal when a part is loaded: ranks, mesh, durable parents and parameter names."""
+    """Return what must be the same at saving and loading a part: ranks, mesh, durable parents and parameter names."""
     ranks = {"world_size": world_size(), "rank": rank(), "mesh": mesh}
     return {**ranks, "durable": sorted(map(normal, durable)), "names": HUGGING_FACE}
 

@@ -2,8 +2,8 @@
 
 Each start of a job claims a generation, one above the highest in the run's folders, by a file ``.owner-<generation>``
 that no other job overwrites. The highest claim owns the run. The owner lists the claims before and after it puts
-COMMITTED, so a job that was overtaken learns of it. Its late commit stays, since an older generation is never the
-newest. Only if the attempt was swept does its writer withdraw COMMITTED.
+COMMITTED, so a job learns that another overtook it. An overtaken job's late commit stays, since a checkpoint of an
+older generation never counts as the newest. Only if the attempt was swept does its writer withdraw COMMITTED.
 
 A second job is refused while the owner lives. On the owner's machine the kernel knows whether the owner's process
 lives. On other machines the claim's age decides, as the owner touches its claim every few seconds. The storage's clock
@@ -118,9 +118,9 @@ def owner_of(folders: Sequence[RunFolder]) -> Claim | None:
 
 
 def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | None, float, float]:
-    """Return a folder's owner (its claim), whether it keeps ``job`` out, and the time and age of its last touch.
+    """Return a folder's newest claim, whether its owner keeps ``job`` out, and the claim's last change: time and age.
 
-    The second value is None if it is not known, as when the owner is on another machine and may still live.
+    The second value is None if it is not known, for example if the owner is on another machine and may still live.
     """
     generation, owner = newest_claim(folder)
     if not generation or (owner is not None and (owner.released or job.is_restart_of(owner.job))):
@@ -163,7 +163,7 @@ class Ownership:
         `InUse`, which names the owner, if the owner lives.
         """
         while True:
-            # Read the generations before the owner: a claim that another job puts in between blocks this job's claim.
+            # Read the generations before the owner. If another job claims one in between, this job's claim then fails.
             known = [generation for folder in self.folders for generation in claims_in(folder)]
             self._wait_for_owner(force, wait)
             former = owner_of(self.folders)
@@ -185,7 +185,7 @@ class Ownership:
         """Put a claim into all folders; withdraw it and return False if another job was faster."""
         for folder in self.folders:
             folder.storage.put_if_absent(claim.file, claim.to_bytes())
-            # A server may ignore "if absent", and a network file system may lose the answer to a first try.
+            # Read the claim back: a server may ignore "if absent", and a network file system may lose the first answer.
             newest = newest_claim(folder)[1]
             if newest is None or newest.token != claim.token:
                 for claimed in self.folders:
@@ -210,7 +210,7 @@ class Ownership:
             raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
 
     def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
-        """Return once no other job owns the run; raise `InUse` if another job does."""
+        """Wait until a silent owner counts as dead; raise `InUse` if the owner lives. ``force`` returns at once."""
         for folder in self.folders:
             last_touched: float | None = None
             while not force:

@@ -109,7 +109,7 @@ class CheckpointManager:
         self.model_type, self.owner, self.generation = model_type, owner, generation
         self.asynchronous, self.on_stage = asynchronous, on_stage
         self.tokenizer: dict[str, bytes] = {}
-        """Files of the tokenizer by name. Rank 0 stores its files in every durable checkpoint."""
+        """The tokenizer's files by name. Those that rank 0 has are stored in every durable checkpoint."""
         self.best: int | None = None
         """A step whose checkpoint no policy deletes."""
         self._writer = BackgroundWriter()
@@ -269,7 +269,7 @@ class CheckpointManager:
     def _commit(self, target: Target, attempt: str, request: Request, records: Records) -> Saved:
         """Turn the files of all ranks into a checkpoint; collective.
 
-        ``records`` returns this rank's file records, or raises this rank's failure. Then nothing is committed.
+        ``records`` returns this rank's file records, or raises this rank's failure, and then nothing is committed.
         """
         folder, path = target.folder, f"{target.folder.location}/{attempt}"
         shares = gather(f"cannot save {path}", lambda: (here(""), records()))
@@ -283,11 +283,11 @@ class CheckpointManager:
             self.on_stage("commit")
             self._check_owner()
             self.on_stage("publish")
-            self._sent.add(attempt)  # first: a failed commit may still have written COMMITTED
+            self._sent.add(attempt)  # before the commit: a commit that fails may still have written COMMITTED
             folder.commit(attempt, Marker(request.step, self.model_type, self.generation, files, time.time()))
             if swept := folder.is_swept(attempt):
                 folder.withdraw(attempt)
-            self._check_owner()  # a late commit of an older generation stays: it harms nothing and is never the newest
+            self._check_owner()  # if another job owns the run, this commit stays: it is harmless and never the newest
             if swept:
                 raise CheckpointError("another job of this run has deleted this attempt; the step is not committed")
 
@@ -309,7 +309,7 @@ class CheckpointManager:
     def _retain(self, target: Target, saved: Saved) -> None:
         """Delete, on rank 0, the run's checkpoints that the policy does not keep, after ``saved`` is committed.
 
-        Checkpoints of later generations belong to a job that has taken over. Damaged checkpoints stay and do not count.
+        Checkpoints of later generations stay: a job that took over wrote them. Damaged ones stay and do not count.
         A failure to delete costs disk space, but does not stop the run.
         """
         folder, keep = target.folder, target.policy.keep
@@ -321,7 +321,7 @@ class CheckpointManager:
             intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
             for old in reversed(intact[keep:]):
                 if old.step != self.best and old.name != saved.path.rpartition("/")[2]:
-                    self._check_owner()  # a job that has taken over may resume from it
+                    self._check_owner()  # a job that has taken over may resume from this old checkpoint
                     folder.delete(old.name)
         except Exception as error:  # the failure is on rank 0 alone
             logger.warning("%s: an old checkpoint cannot be deleted: %s", folder.location, error)

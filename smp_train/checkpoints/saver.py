@@ -19,7 +19,7 @@ SMP_NAMES = "smp"
 """`Saver.names` of models that ``torch.sagemaker.transform`` has rebuilt under SMP's parameter names."""
 
 Records = Callable[[], dict[str, FileRecord]]
-"""Function that returns the records of the files that this rank wrote, or raises the error that prevented it."""
+"""Function that returns the records of the files that this rank wrote, or raises the error that stopped the writing."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Saver:
 
     @property
     def names(self) -> str:
-        """Whose names the parameters have."""
+        """Whose names the parameters have: SMP's or the hub's."""
         return HUGGING_FACE if self.hub is None else SMP_NAMES
 
     def save(self, state: dict[str, Any], *, storage_writer: Any) -> None:
@@ -64,7 +64,7 @@ class Saver:
         return os.path.join(attempt, self.part) if self.part else attempt
 
     def renamed(self, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
-        """Return the records of this rank's tree by path in the attempt."""
+        """Return the records of this rank's tree, keyed by each file's path in the attempt."""
         return {os.path.join(self.part, file): record for file, record in records.items()}
 
     def writes_alone(self, asynchronous: bool, folders: Sequence[RunFolder]) -> bool:

@@ -1,1 +1,1 @@
-"""Checkpoints of AWS's SMP v2 sample scripts: found, checked, and read under the hub's parameter names."""
+"""Find, check and read checkpoints of AWS's SMP v2 sample scripts, under the hub's parameter names."""

@@ -66,7 +66,7 @@ class JoinedTensor:
         return self._shape
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """Return a block. Only the slices that hold its first to last elements are read."""
+        """Return a block. Only the slices from the block's first element to its last are read."""
         strides = torch.empty(self._shape, device="meta").stride()
         lengths = [dim.stop - dim.start for dim in index]
         if 0 in lengths:
@@ -101,7 +101,7 @@ def joined_tensors(
     names = [name for name in parameters[0] if not is_flat(name)]
     if is_transformed(names, kind):
         raise CheckpointError(SMP_SLICES)
-    # `HubReader` refuses tensors of unknown names, except buffers and tied weights.
+    # Pass on other tensors too: `HubReader` refuses unknown names, except those of buffers and tied weights.
     surplus = {f"model.{name}": parameters[0][name] for name in names if name not in shapes}
     tensors: dict[str, Any] = {key: value for key, value in surplus.items() if isinstance(value, _Tensor)}
     # For each parameter of the optimizer: the names of the model's parameters that it holds, and its parts by rank.
@@ -112,7 +112,7 @@ def joined_tensors(
         tensors[f"model.{name}"] = JoinedTensor(list(pieces.values()), shapes[name])
     if units and (sum(map(len, groups)) == len(units) or len(names) < len(parameters[0])):
         numbers = _optimizer_numbers({name: parameters[0][name].numel() for name in units}, groups, states[0], kind)
-    else:  # flat parameters; without sharding FSDP1 stores weights by name, and only the optimizer state is flat
+    else:  # flat parameters; if FSDP1 does not shard, it stores weights by name, and only the optimizer state is flat
         units = _flat_units(parameters, kind, shapes, getattr(contents[0].get(MODEL_CONFIG), "state", None) or ())
         numbers = list(itertools.chain(*groups))
         if len(numbers) != len(units):
@@ -164,7 +164,7 @@ def _shard_group(name: str, pieces: Sequence[Any], whole: int) -> dict[int, Any]
 def _optimizer_numbers(
     sizes: Mapping[str, int], groups: Sequence[list[int]], state: Mapping[int, dict[str, Any]], kind: str
 ) -> list[int]:
-    """Return each parameter's number in the optimizer. Both of the sample's rules for weight decay on norms are tried.
+    """Return each parameter's number in the optimizer. The sample's norms have weight decay or not; both are tried.
 
     ``sizes`` and ``state`` are those of rank 0.
     """
@@ -181,7 +181,7 @@ def _optimizer_numbers(
 def _flat_units(
     parameters: Sequence[dict[str, Any]], kind: str, shapes: Mapping[str, Sequence[int]], config: Any
 ) -> dict[str, tuple[list[str], dict[int, Any]]]:
-    """Return the parameter names in each flat parameter, and its parts by rank (``{0: None}`` if it is not stored).
+    """Map each flat parameter to its parameters' names and to its parts by rank (``{0: None}`` if none is stored).
 
     Units, and the names in each unit, are in the model's order; a parameter belongs to its innermost unit.
     """

@@ -144,7 +144,7 @@ def rank_contents_of_tree(reader: Reader) -> dict[str, Any]:
         elif numbered := _NUMBERED.fullmatch(key):
             value = StoredTensor(reader, key, entry) if is_tensor else plain_value(reader, key)
             state.setdefault(int(numbered["number"]), {})[numbered["what"]] = value
-        elif key == "optimizer.param_groups":  # how torch before 2.4 stores the groups
+        elif key == "optimizer.param_groups":  # torch before 2.4 stores all groups in this one entry
             groups = {index: values["params"] for index, values in enumerate(plain_value(reader, key))}
         elif group := _GROUP.fullmatch(key):
             groups[int(group[1])] = plain_value(reader, key)

@@ -42,7 +42,7 @@ class Tree(NamedTuple):
 
 
 class TensorReader(Reader):
-    """Reads tensors in memory, or mapped from a file, as if they were a DCP tree."""
+    """Reads from tensors that are in memory or mapped from a file, as if they were a DCP tree."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         super().__init__("")
@@ -67,7 +67,7 @@ class TensorReader(Reader):
 
 
 class _RenamedReader(Reader):
-    """Reads tensors under new names; each consists of parts of chunks that other readers read."""
+    """Reads tensors under new names; each tensor is put together from parts of chunks that other readers read."""
 
     def __init__(self, model: HubModel) -> None:
         super().__init__("")
@@ -81,9 +81,9 @@ class _RenamedReader(Reader):
         self, key: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int],
         reader: Reader, source_key: str, source_offset: Sequence[int],
     ) -> None:  # fmt: skip
-        """Add one block to the tensor ``key`` (of ``shape``): the parts of the block that ``reader``'s chunks hold.
+        """Add to the tensor ``key`` (of ``shape``) the parts of one block that ``reader``'s chunks hold.
 
-        Either offset may have extra leading dimensions; in these dimensions the block has size 1.
+        ``offset`` or ``source_offset`` may have extra leading dimensions; in these dimensions the block has size 1.
         """
         source: Any = reader.read_metadata().state_dict_metadata[source_key]
         entry: Any = dcp.TensorStorageMetadata(source.properties, torch.Size(shape), [])
@@ -95,7 +95,7 @@ class _RenamedReader(Reader):
             shift = _with_dims((low - source_offset).tolist(), len(offset), 0)
             target = torch.Size(np.add(offset, shift).tolist())
             index = dcp.MetadataIndex(key, target)
-            if (common > 0).all() and index not in self._sources:  # overlaps, and is not another rank's replica
+            if (common > 0).all() and index not in self._sources:  # the chunk overlaps and is not a second replica
                 start = (low - chunk.offsets).tolist()
                 self._sources[index] = (reader, dcp.MetadataIndex(source_key, chunk.offsets), start)
                 sizes = torch.Size(_with_dims(common.tolist(), len(offset), 1))
@@ -130,7 +130,7 @@ class _ChunkPlanner(DefaultLoadPlanner):
         self.slices: dict[dcp.MetadataIndex, list[tuple[ReadItem, Any, Any]]] = {}
 
     def requests(self) -> LoadPlan:
-        """Return one request per saved chunk: for the smallest block around the slices needed of that chunk."""
+        """Return one request per saved chunk, for the smallest block that covers all slices needed from the chunk."""
         items = []
         for index, slices in self.slices.items():
             (first, *_), begins, ends = zip(*slices, strict=True)
@@ -206,7 +206,7 @@ class HubReader(_RenamedReader):
 
 
 class RankReader(_RenamedReader):
-    """Reads, through a reader of the hub's names, what one tensor and expert rank holds in SMP's own implementation."""
+    """Reads what one tensor and expert rank holds in SMP's own implementation. Gets it from a reader of hub names."""
 
     def __init__(self, hub: Reader, state: Mapping[str, Any], ranks: Ranks, model: HubModel) -> None:
         """``state`` is the rank's state under SMP's names, in the layout of `gather_state`."""
@@ -237,7 +237,7 @@ def model_prefix(saved: Iterable[str], model: HubModel) -> str:
         names = (key.removeprefix(prefix) for key in keys if key.startswith(prefix))
         if any(canonical_name(name) in model.shapes or plain(name) in model.shapes for name in names):
             return prefix
-    for prefix in MODEL_PREFIXES[:2]:  # a tree under SMP's own names
+    for prefix in MODEL_PREFIXES[:2]:  # perhaps a tree under SMP's own names
         if model.kind in SMP_LAYERS and any(key.startswith(prefix) for key in keys):
             return prefix
     known, first = ", ".join(keys[:3]), next(iter(model.shapes))

@@ -4,7 +4,7 @@ A folder ``<model type>-<step>steps`` has one of four forms:
 
 - sharded: one DCP tree, or one per tensor and expert rank in ``tp<rank>_ep<rank>/`` (in earlier releases
   ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``), with ``model``, ``optimizer``, ``scheduler`` and counters;
-- async_local: one tree of local or sharded tensors per tensor, expert and shard rank: ``tp<rank>_ep<rank>_fsdp<rank>``;
+- async_local: trees of local or sharded tensors, one for each ``tp<rank>_ep<rank>_fsdp<rank>`` (fsdp: shard rank);
 - local: files ``<rank>.pt``, each with the tensors that FSDP1 holds on that rank (`smp_train.checkpoints.aws.flat`);
 - full: ``pytorch_model.bin`` and ``config.json`` without optimizer state.
 """
@@ -138,9 +138,9 @@ def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsC
 
 
 def checkpoint_paths(location: str) -> list[str]:
-    """Return the paths of AWS's checkpoints at a location, newest first: its own path or those in it. Not collective.
+    """Return the paths of AWS's checkpoints, newest first: the location itself, or folders in it. Not collective.
 
-    A location that has a pytorch_model.bin itself does not count (other models look the same); a folder in it does.
+    A pytorch_model.bin counts only in a folder of the location: in the location itself it may be any other model's.
     """
     paths = _paths(normal(location))
     if paths == [normal(location)] and open_folder(location).storage.exists(FULL):
@@ -159,7 +159,7 @@ def _paths(location: str) -> list[str]:
 
 
 def _is_sample(folder: RunFolder, name: str) -> bool:
-    """Return whether a folder holds files of a checkpoint of AWS's sample, and none of this program's checkpoints."""
+    """Return whether a folder holds files of AWS's sample's checkpoints, and no files of this program's checkpoints."""
     files = folder.sizes(name)
     known = FULL in files or _rank_files(files) or any(map(Ranks.of_folder, _tree_folders(files)))
     return bool(known) and not {COMMITTED, BEGUN, META} & set(files)

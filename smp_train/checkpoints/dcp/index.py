@@ -39,7 +39,7 @@ class TensorEntry(dcp.TensorStorageMetadata):
     chunks: Any = property(lambda entry: entry.chunks_in(...))
 
     def overlapping(self, boxes: Iterable[dcp.ChunkStorageMetadata], name: str) -> dcp.TensorStorageMetadata:
-        """Return the entry with only the chunks that overlap ``boxes``. Raises ValueError if these do not fill them."""
+        """Return the entry with only the chunks that overlap ``boxes``. Raises ValueError if the chunks leave gaps."""
         rows = np.zeros(len(self.offsets), bool)
         for box in boxes:
             low, extent = np.array((box.offsets, box.sizes), np.int64)

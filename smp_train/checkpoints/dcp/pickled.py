@@ -42,7 +42,7 @@ class Unpickler(pickle._Unpickler):
     """Builds nothing except DCP's plain records.
 
     This is the unpickler in Python, seven times as slow as the one in C. The one in C sets attributes on any object,
-    functions and classes included, and allocates as much memory as a few bytes ask for.
+    functions and classes included, and a few bytes can make it allocate any amount of memory.
     """
 
     stack: list[Any]
@@ -67,5 +67,5 @@ class Unpickler(pickle._Unpickler):
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if name in _ALLOWED.get(module, ()):
-            return super().find_class(module.removesuffix("._local"), name)  # Python 3.13 has pathlib._local
+            return super().find_class(module.removesuffix("._local"), name)  # Python 3.13 writes pathlib._local
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's index")

@@ -38,7 +38,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def _holders(self, name: str) -> tuple[Any, int, int]:
-        """Return a key of the ranks that hold a replica, how many they are, and this rank's index among them.
+        """Return a key that identifies the ranks that hold a replica, their number, and this rank's index among them.
 
         A scalar of a parameter's optimizer state, such as its step, is on every rank that has a shard of the moments.
         """

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlainLoadPlanner(dcp.DefaultLoadPlanner):
-    """Unpickles no arbitrary objects, and keeps each rank's plan on its rank: rank 0 would send it back unchanged."""
+    """Unpickles no arbitrary objects. Each rank's plan stays on its rank, as rank 0 would return the plan unchanged."""
 
     unpickle = staticmethod(load_plain)
 
@@ -88,13 +88,13 @@ class StrictLoadPlanner(PlainLoadPlanner):
                 logger.warning(message, key, dtype, value.dtype, extra=ALL_RANKS)
                 break
         super().set_up_planner(present(state_dict), metadata, is_coordinator)
-        self.original_state_dict = state_dict  # `load_bytes` puts values there
+        self.original_state_dict = state_dict  # `load_bytes` puts values into this dict
 
 
 def compare(state: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
     """Return up to three phrases about the differences between a flat state and the ``saved`` entries.
 
-    The state may lack ``ignored`` entries, and all entries under a top-level name that it lacks, such as ``optim``.
+    The state may lack ``ignored`` entries. It may also lack a top-level name, such as ``optim``, with all its entries.
     """
     kinds = {key.split(".")[0] for key in state}
     missing = [key for key in state if key not in saved]
@@ -153,7 +153,7 @@ def load_state(
         load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except dcp.CheckpointException as error:
         failure = CheckpointError(root_cause(error))
-    gather(f"cannot load {label}", partial(unless, failure, None))  # ranks may load different trees
+    gather(f"cannot load {label}", partial(unless, failure, None))  # ranks may load different trees: share failures
 
 
 def saved_entries(reader: Reader) -> Mapping[str, Any]:

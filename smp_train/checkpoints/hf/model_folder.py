@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelFolder:
-    """The files of a new model. ``entry_files`` holds `ENTRY_FILES` back until all other files are written."""
+    """The files of a new model. `ENTRY_FILES` wait in ``entry_files`` until all other files are written."""
 
     def __init__(self, folder: Storage) -> None:
         self.folder = folder
@@ -105,7 +105,7 @@ def _move_aside(folder: Storage, names: list[str]) -> None:
     interrupted = folder.exists(f"previous-{number}/{MOVING}")
     if not names and not interrupted:
         return
-    # Entry files move first: if one is in both folders, somebody has written another model since the interruption.
+    # Entry files move first, so one in both folders means that somebody wrote another model after the interruption.
     another = any(folder.exists(f"previous-{number}/{name}") for name in names if name in ENTRY_FILES)
     previous = f"previous-{number}" if interrupted and not another else f"previous-{number + 1}"
     folder.put(f"{previous}/{MOVING}", b"")
