@@ -213,7 +213,7 @@ def _flat_units(
 
 
 def _ordered_parts(flat: str, pieces: Sequence[Any], whole: int) -> dict[int, Any]:
-    """Return the parts of a flat parameter in order, by rank. Of several replicas, the first rank's part is taken."""
+    """Return a flat parameter's parts in order, keyed by rank. Of several replicas, the first rank's part is taken."""
     length = -(-whole // len(pieces))
     if all(isinstance(piece, _Tensor) and piece.numel() == length for piece in pieces):  # equal sizes, end padded
         return {rank: piece for rank, piece in enumerate(pieces) if rank * length < whole}

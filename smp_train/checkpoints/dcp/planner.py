@@ -1,4 +1,4 @@
-"""Decide without communication which rank writes which replicated tensor. Rank 0 gets one plan item per tensor."""
+"""Decide without communication which rank writes which replicated tensor. Rank 0 receives one plan item per tensor."""
 
 from __future__ import annotations
 

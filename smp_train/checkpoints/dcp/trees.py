@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlainLoadPlanner(dcp.DefaultLoadPlanner):
-    """Unpickles no arbitrary objects. Each rank's plan stays on its rank, as rank 0 would return the plan unchanged."""
+    """Unpickles no arbitrary objects. Sends no plan to rank 0, because rank 0 would return each plan unchanged."""
 
     unpickle = staticmethod(load_plain)
 
@@ -166,7 +166,7 @@ def plain_values(reader: Reader) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, entry in saved_entries(reader).items():
         if isinstance(entry, dcp.BytesStorageMetadata) and not key.startswith(("optim", "model")):
-            with suppress(CheckpointError):  # an object whose unpickling needs code
+            with suppress(CheckpointError):  # an object that needs a class to unpickle
                 values[key] = plain_value(reader, key)
     return {key: value for key, value in values.items() if isinstance(value, int | float | str)}
 

@@ -69,7 +69,7 @@ def export(
 
 
 def _small_files(checkpoint: Checkpoint, folder: str | os.PathLike[str], tokenizer: str | None) -> dict[str, bytes]:
-    """Return the files of the tokenizer, the model card unless the user has one there, and generation_config.json."""
+    """Return the tokenizer's files, generation_config.json, and a model card unless ``folder`` has the user's."""
     files = checkpoint.tokenizer() if tokenizer is None else tokenizer_files(tokenizer)
     card = place(folder) / CARD_FILE
     if not card.is_file() or is_our_card(card.read_bytes()):
