@@ -44,7 +44,7 @@ class Trained:
     """How a run ended.
 
     Attributes:
-        run_name: its name, given or found.
+        run_name: its name, given or of the model.
         run_dir: its folder, with ``metrics.jsonl``, ``run.json`` and logs.
         step: updates done, in all starts.
         stopped: whether it ended on request, before its last step.
@@ -124,7 +124,7 @@ def evaluate(
     """Return loss, perplexity and tokens of a checkpoint on data sets, as ``smp-train evaluate`` does; collective.
 
     Args:
-        checkpoint: checkpoint, folder of them, or Hugging Face model; also ``s3://``.
+        checkpoint: checkpoint, a run's folder of checkpoints (the newest), or Hugging Face model; also ``s3://``.
         data: one or several places (token shards, Arrow data sets, text), or places and `Source` objects by name.
         batches: of a data set at most, per data-parallel rank; None for all.
         model: configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub.
@@ -155,7 +155,7 @@ def generate(  # type: ignore[misc]
     """Return what follows a prompt, or each of several, as ``smp-train generate`` does; collective.
 
     Args:
-        checkpoint: checkpoint, folder of them, or Hugging Face model; also ``s3://``.
+        checkpoint: checkpoint, a run's folder of checkpoints (the newest), or Hugging Face model; also ``s3://``.
         prompt: text, or several.
         num_tokens: of the continuation, at most.
         temperature: of the distribution that is drawn from; 0 takes the most probable token.
@@ -190,7 +190,7 @@ def load_model(
     Each process has the whole model, with adapters added into its weights; not collective.
 
     Args:
-        location: checkpoint, folder of them, or Hugging Face model; also ``s3://``.
+        location: checkpoint, a run's folder of checkpoints (the newest), or Hugging Face model; also ``s3://``.
         device: of torch; by default this process's GPU, or the CPU.
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU, float32 on a CPU.
         attn_implementation: attention kernel.

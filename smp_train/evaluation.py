@@ -54,7 +54,7 @@ def options() -> argparse.ArgumentParser:
 
     found = beside_train("evaluate", __doc__ or "", "--hybrid_shard_degree, --val_batch_size")
     add = found.add_argument
-    add("--checkpoint", required=True, help="checkpoint, folder of them, or Hugging Face model; also s3://")
+    add("--checkpoint", required=True, help="checkpoint, a run's folder of checkpoints, or Hugging Face model; also s3://")
     add("--data", nargs="+", required=True, help="token shards, Arrow data sets or text; each is evaluated by itself")
     add("--batches", type=int, help="batches of a data set at most, per data-parallel rank (default: all)")
     add("--json", action="store_true", help="print one JSON object")

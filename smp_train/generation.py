@@ -59,7 +59,7 @@ def options() -> argparse.ArgumentParser:
 
     found = VerbParser(prog="smp-train generate", description=__doc__, allow_abbrev=False)
     add = found.add_argument
-    add("--checkpoint", required=True, help="checkpoint, folder of them, or Hugging Face model; also s3://")
+    add("--checkpoint", required=True, help="checkpoint, a run's folder of checkpoints, or Hugging Face model; also s3://")
     add("--prompt", nargs="+", default=[], help="text to continue; several are continued one after another")
     add("--prompt_file", help="file with one prompt; - for standard input")
     add("--num_tokens", type=int, default=NUM_TOKENS, help=f"new tokens at most (default: {NUM_TOKENS})")

@@ -98,8 +98,8 @@ class Described:
 def describe(location: str, model: str | None = None) -> Described:
     """Return what is at ``location``; collective.
 
-    ``location`` is a checkpoint of this program or a folder of them (the newest of the run that saved last), a Hugging
-    Face folder or name, or, with ``model`` (a folder, a config.json or a name), a checkpoint of AWS's sample scripts.
+    ``location`` is a checkpoint of this program, a run's folder of checkpoints (its newest one), a Hugging Face folder
+    or name, or, with ``model`` (a folder, a config.json or a name), a checkpoint of AWS's sample scripts.
     All may be in S3. Of adapters, ``model`` are the weights that they belong to, where these have moved. Raises
     `CheckpointError` and `ConfigError` on every rank.
     """

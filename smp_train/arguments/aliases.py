@@ -157,7 +157,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
               "the optimizer is AdamW: give adamw_torch"),
     "do_train": (ON, "1: the verb says it", "to validate and train nothing, give --evaluate_only 1"),
     "do_eval": (ANY, "--eval_steps N validates every N steps and at the end", BOOLEAN),
-    "overwrite_output_dir": (ANY, "a run without --resume_from_checkpoint begins anew", BOOLEAN),
+    "overwrite_output_dir": (ANY, "a start without --resume_from_checkpoint is a new run, of another name", BOOLEAN),
     "save_strategy": (("steps",), "steps, of --save_steps", "give --save_steps N"),
     "logging_strategy": (("steps",), "steps, of --logging_steps", "give --logging_steps N"),
     "load_best_model_at_end": (OFF, "0: the newest are kept",

@@ -127,7 +127,8 @@ class CheckpointArguments:
     checkpoint_freq: list[int] = flag(
         [1000], "Steps between checkpoints", must=">=1",
         profiling="checkpoint_interval", fsdp2="checkpoint_interval", trainer="save_steps")
-    num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints kept; 0: all", trainer="save_total_limit")
+    num_kept_checkpoints: list[int] = flag(
+        [2], "Newest checkpoints of the run kept; 0: all", trainer="save_total_limit")
     checkpoint_type: str | None = flag(
         None, "async_sharded: written in the background from a copy in host memory, if it has room; sharded: training "
         "waits; full: also the model in Hugging Face format, in hf/. All resume",

@@ -289,7 +289,7 @@ def prune(options: argparse.Namespace) -> None:
         print(f"{'would delete' if options.dry_run else 'deleted'} {name}{damage}")
     if options.dry_run:
         return
-    owner, alive, _ = look_at_owner(folder, Job())
+    owner, alive, *_ = look_at_owner(folder, Job())
     if alive is False:
         for line in folder.sweep(max(newest_claim(folder)[0], committed[0].generation) + 1):
             print(line)

@@ -116,18 +116,18 @@ def owner_of(folders: Sequence[RunFolder]) -> Claim | None:
     return max(claims, key=lambda claim: claim.generation, default=None)
 
 
-def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | None, float]:
-    """Return the claim of a folder's owner, whether it keeps ``job`` out, and its age in seconds.
+def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | None, float, float]:
+    """Return the claim of a folder's owner, whether it keeps ``job`` out, and when it was touched: time and age.
 
-    None instead of whether: the owner is on another machine and may live.
+    None in place of a truth value means that the owner is on another machine and may live.
     """
     generation, owner = newest_claim(folder)
     if not generation or (owner is not None and (owner.released or job.is_restart_of(owner.job))):
-        return owner, False, 0.0
-    entry = folder.storage.entry(f".owner-{generation}")
-    age = STALE_SECONDS if entry is None else folder.storage.now() - entry.modified
+        return owner, False, 0.0, 0.0
+    entry, now = folder.storage.entry(f".owner-{generation}"), folder.storage.now()
+    touched = now - STALE_SECONDS if entry is None else entry.modified
     alive = None if owner is None else is_alive(owner.process)
-    return owner, False if alive is None and age >= STALE_SECONDS else alive, age
+    return owner, False if alive is None and now - touched >= STALE_SECONDS else alive, touched, now - touched
 
 
 class Ownership:
@@ -211,21 +211,21 @@ class Ownership:
     def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
         """Return when no other job owns the run; raise `CheckpointError` if one does."""
         for folder in self.folders:
-            last_age: float | None = None
+            last_touched: float | None = None
             while not force:
-                owner, alive, age = look_at_owner(folder, self.job)
+                owner, alive, touched, age = look_at_owner(folder, self.job)
                 if alive is False:
                     break
-                if alive or (last_age is not None and age < last_age):  # touched since
+                if alive or (last_touched is not None and touched > last_touched):
                     raise InUse(
                         f"checkpoint folder {folder.location} is in use by {owner or 'an unknown job'}; {self._advice}"
                     )
-                if last_age is None:
+                if last_touched is None:
                     logger.warning(
                         "%s was in use by %s %.0f s ago; waiting up to %.0f s to see whether it still is",
                         folder.location, owner or "an unknown job", age, STALE_SECONDS - age,
                     )  # fmt: skip
-                last_age = age
+                last_touched = touched
                 wait(POLL_SECONDS)
 
     def _beat(self) -> None:

@@ -286,6 +286,21 @@ def test_what_is_kept_after_going_back_is_what_was_saved_since(tmp_path: Path) -
     assert saved(tmp_path) == {"one": [32, 34]}
 
 
+def test_best_is_a_name_for_the_checkpoint_of_the_lowest_validation_loss(tmp_path: Path) -> None:
+    # Weights that do not change: the first validation stays the best.
+    still = {"lr": 1e-30, "min_lr": 0, "weight_decay": 0, "validation_freq": 1, "keep_best": 1}
+    trained(tmp_path, max_steps=6, run_name="one", **still)
+    assert saved(tmp_path) == {"one": [1, 4, 6]}
+    best = {"resume_from_checkpoint": "checkpoints/one/best"}
+    assert resumed_at(trained(tmp_path, run_name="evaluated", **EVALUATION, **best)) == [1]
+    assert resumed_at(trained(tmp_path, max_steps=3, run_name="two", **best)) == [1]
+    assert resumed_at(trained(tmp_path, max_steps=3, run_name="one", **still, **best)) == [1]
+    assert resumed_at(trained(tmp_path, max_steps=4, run_name="one", **still, **AGAIN)) == [3]
+    assert not (tmp_path / "checkpoints/one/best").exists()
+    (line,) = trained(tmp_path, code=4, run_name="three", resume_from_checkpoint="checkpoints/two/best").complaints
+    assert "--validation_freq" in line
+
+
 # --- from another run
 
 
