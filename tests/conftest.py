@@ -23,7 +23,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for name in list(os.environ):
     if name.startswith(("SM_", "SLURM_", "OMPI_", "PMI_", "PALS_", "PBS_")) or name in {
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TRAINING_JOB_NAME",
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TRAINING_JOB_NAME", "SMP_TRAIN_JOB",
+        "ROLE_NAME", "TORCHELASTIC_RUN_ID",
     }:
         del os.environ[name]
 
