@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +113,7 @@ def supervise(
         for local_rank in range(place.processes):
             workers.start(command, place.first_rank + local_rank, place.environment(local_rank, environ or os.environ))
         if workers.asked:
-            workers.send(signal.SIGTERM)  # the request may have come before the last of them was started
+            workers.send(signal.SIGTERM, workers.processes.keys() - workers.told)  # those that missed the request
         failure = workers.wait(grace_seconds)
     finally:
         workers.send(signal.SIGKILL)
@@ -134,6 +134,8 @@ class _Workers:
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.pumps: list[threading.Thread] = []
         self.asked: list[int] = []
+        self.told: set[int] = set()
+        """Ranks that were sent a request. A second one could kill a Python program that has saved and is ending."""
         self.interrupted = False
 
     def start(self, command: Sequence[str], rank: int, environ: dict[str, str]) -> None:
@@ -203,12 +205,13 @@ class _Workers:
             return
         if number == signal.SIGINT:
             self.say("^C: saving after this step (processes get SIGTERM); ^C again ends everything at once")
+        self.told.update(self.processes)
         self.send(signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number)
 
-    def send(self, number: int) -> None:
-        for process in self.processes.values():
+    def send(self, number: int, ranks: Collection[int] | None = None) -> None:
+        for rank in self.processes if ranks is None else ranks:
             with suppress(ProcessLookupError):
-                process.send_signal(number)  # to none that has ended
+                self.processes[rank].send_signal(number)  # to none that has ended
 
     def drain(self) -> None:
         """Wait until the output is copied, within a limit: children of a worker may hold it open."""
