@@ -31,7 +31,7 @@ from smp_train.launch.srun_step import node_name, say
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 GRACE_SECONDS = 15.0
 """How long peers of a failed worker may take to exit: they commit a save in progress
-(`checkpoints.save.ABANDON_SECONDS`), print their reason, and release a lock."""
+(`checkpoints.save.ABANDON_SECONDS`), print their reason, and release the run's checkpoints."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code where a second ^C ended everything: the user's doing, and no failure."""
 DRAIN_SECONDS = 30.0

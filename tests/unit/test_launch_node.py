@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,22 @@ sys.exit(cli.main([]))
     code, failure = supervise(command, Place(1), environ=environ, log_dir=tmp_path, say=lambda line: None)
     assert failure is not None
     assert (code, failure.cause) == (1, "lost-peer")
+
+
+def test_a_request_during_the_start_reaches_each_worker_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the starts of ranks 0 and 1; a second signal could kill a worker that has saved and is ending."""
+    sent: dict[int, list[int]] = {0: [], 1: []}
+
+    def start(workers: Any, command: list[str], rank: int, environ: dict[str, str]) -> None:
+        workers.processes[rank] = SimpleNamespace(send_signal=sent[rank].append, wait=lambda: 0, poll=lambda: 0)
+        workers.ended.put(rank)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(supervisor._Workers, "start", start)
+    assert supervise([], Place(2)) == (0, None)
+    for signals in sent.values():
+        assert signals == [signal.SIGTERM, signal.SIGKILL]  # the last one for whatever may be left
 
 
 def test_a_log_that_cannot_be_written_does_not_stop_a_worker(tmp_path: Path) -> None:
