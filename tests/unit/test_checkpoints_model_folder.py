@@ -87,25 +87,23 @@ def test_files_of_the_user_stay(tmp_path: Path) -> None:
     assert contents(tmp_path) == {**others, **NEW, **previous(moved, 8)}
 
 
-def test_no_adapter_stays_beside_a_model(tmp_path: Path) -> None:
-    """Transformers would open the adapter, and the weights it names, in place of the model."""
-    adapter = {"adapter_config.json": b"mine", "adapter_model.safetensors": b"mine"}
-    fill(tmp_path, adapter)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("adapter_config.json", "adapter_model.safetensors"),
+        # No configuration.
+        ("pytorch_model.bin", "adapter_model.safetensors"),
+    ],
+)
+def test_adapters_and_weights_alone_are_a_model_too(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Transformers would open an adapter beside the model, and the weights it names, in place of the model."""
+    model = dict.fromkeys(names, b"mine")
+    fill(tmp_path, model)
     with pytest.raises(ConfigError, match="holds a model already"), new_model(tmp_path):
         pass
     with new_model(tmp_path, overwrite=True) as out:
         write(out)
-    assert contents(tmp_path) == {**OTHERS, **NEW, **previous(adapter)}
-
-
-def test_weights_without_a_configuration_are_a_model_too(tmp_path: Path) -> None:
-    weights = {"pytorch_model.bin": b"mine", "adapter_model.safetensors": b"mine"}
-    fill(tmp_path, weights)
-    with pytest.raises(ConfigError, match="holds a model already"), new_model(tmp_path):
-        pass
-    with new_model(tmp_path, overwrite=True) as out:
-        write(out)
-    assert contents(tmp_path) == {**OTHERS, **NEW, **previous(weights)}
+    assert contents(tmp_path) == {**OTHERS, **NEW, **previous(model)}
 
 
 @pytest.mark.parametrize("model", [{}, OLD])
