@@ -49,7 +49,7 @@ OTHER_FILES = (
 """Non-record files that ``datasets``, ``prepare`` and ``transformers`` write next to records."""
 OTHER_NAME = re.compile("|".join(map(fnmatch.translate, OTHER_FILES)))
 FIRST_RECORDS = 100
-"""Number of records at the beginning of a file among which the first well-formed one decides the kind."""
+"""Only this many records at the start of a file are tried; the first well-formed one decides the file's kind."""
 
 
 @dataclass(frozen=True)
