@@ -26,7 +26,7 @@ from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpo
 from smp_train.checkpoints.folder import Committed, RunFolder, folder_of_run, open_folder
 from smp_train.checkpoints.format import parse_folder_name
 from smp_train.checkpoints.node_local import is_node_local
-from smp_train.checkpoints.owner import InUse, Ownership, look_at_owner, owner_of
+from smp_train.checkpoints.owner import InUse, Ownership, claim_file, look_at_owner, owner_of
 from smp_train.distributed import Runtime
 from smp_train.distributed.environment import LAUNCH
 from smp_train.distributed.job import Job
@@ -97,7 +97,7 @@ def _undo(owner: Ownership) -> None:
     for folder in owner.folders:
         with contextlib.suppress(OSError, CheckpointError):
             if owner.generation == 1 and not folder.names():
-                folder.storage.delete(".owner-1")
+                folder.storage.delete(claim_file(owner.generation))
                 os.rmdir(folder.location)  # a folder in S3 is gone by now
 
 

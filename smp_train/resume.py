@@ -32,10 +32,8 @@ log = get_logger()
 
 def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
     """Return the model of the checkpoint that the run goes on from, if no flag names the model; not collective."""
-    if names_model(args):
-        return None
     newest = start.described
-    if newest is None:
+    if newest is None or names_model(args):
         return None
     if args.max_context_width is None:
         args.max_context_width = (newest.meta.get("arguments") or {}).get("max_context_width")
@@ -149,7 +147,7 @@ def look_for_checkpoint(
 
 
 Option = tuple[tuple[int, int], Callable[[], Checkpoint | None]]
-"""Generation and step of a checkpoint, and what opens and verifies it, on all ranks."""
+"""(generation, step) of a checkpoint, and a collective function that opens and verifies the checkpoint."""
 
 
 def _parts_on_nodes(args: Arguments, start: Start, mesh: dict[str, int]) -> list[Option]:

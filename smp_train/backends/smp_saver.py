@@ -99,6 +99,7 @@ class LibrarySaver(Saver):
     def _prepare(self, folder: RunFolder, attempt: str) -> None:
         """Make the folder of each tree on the rank that leads; collective."""
         what = f"cannot save {os.path.join(folder.location, attempt)}"
+
         def make() -> None:
             if self.part and self.leads and not is_s3(folder.location):
                 tree = Path(folder.location, self.tree(attempt))

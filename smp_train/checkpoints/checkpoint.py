@@ -171,12 +171,12 @@ def opened(folder: RunFolder, name: str) -> Checkpoint:
     content = folder.storage.read_if_there(f"{name}/{COMMITTED}")
     if content is None:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {COMMITTED} file")
-    file = COMMITTED
+    source = ""
     try:
         marker = Marker.from_bytes(content)
         problems = marker.size_problems(folder.sizes(name))
         if not problems:
-            file, data = META, folder.read(name, META)
+            source, data = f"{META}: ", folder.read(name, META)
             if checksum_of([data]) != marker.files[META]:
                 raise ValueError("is not what was written (CRC-32)")
             meta = json.loads(data)
@@ -185,7 +185,7 @@ def opened(folder: RunFolder, name: str) -> Checkpoint:
                     raise ValueError(f"has {key} {meta[key]}, and {COMMITTED} {value}")
             return Checkpoint(path, meta, marker, folder, name)
     except (ValueError, AttributeError, RecursionError) as error:
-        problems = [f"{error}" if COMMITTED in f"{error}" and file == COMMITTED else f"{file}: {error}"]
+        problems = [f"{source}{error}"]
     raise Damaged(f"checkpoint {path} is damaged: {first_few(problems, '; ')}")
 
 

@@ -15,6 +15,7 @@ from smp_train.arguments.run_name import is_run_name
 from smp_train.arguments.verb_parser import VerbParser, at_least, positive
 from smp_train.checkpoints import listing
 from smp_train.checkpoints.aws import sharded as aws
+from smp_train.checkpoints.checkpoint import opened
 from smp_train.checkpoints.find import Location, locate, open_checkpoint, open_verified
 from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.format import METADATA
@@ -267,7 +268,7 @@ def prune(options: argparse.Namespace) -> None:
         if not damage and (intact < options.keep or checkpoint.step == best):
             damage = listing.damage_of(folder, name, read_all=True)
             if not damage:
-                meta = open_checkpoint(os.path.join(folder.location, name)).meta
+                meta = opened(folder, name).meta
                 if not intact and (meta.get("arguments") or {}).get("keep_best"):
                     best = (meta.get("best") or {}).get("step")
                 intact += 1

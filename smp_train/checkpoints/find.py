@@ -49,8 +49,8 @@ def locate(location: str | os.PathLike[str]) -> Location:
     """Return what a location holds; ``<run folder>/best`` means the run's best checkpoint. Not collective."""
     path = normal(location)
     parent, name = parent_of(path)
-    if name == BEST and is_run_folder(open_folder(parent)):
-        name = best_of(open_folder(parent))
+    if name == BEST and is_run_folder(run := open_folder(parent)):
+        name = best_of(run)
         return Location(os.path.join(parent, name), "checkpoint", name)
     files, folders = open_folder(path).storage.level()
     if not files and not folders and (is_s3(path) or not os.path.exists(path)):
@@ -79,9 +79,10 @@ def is_run_folder(folder: RunFolder) -> bool:
 
 def best_of(folder: RunFolder) -> str:
     """Read in a run's newest checkpoint which one is the best, and return its name. Raises `CheckpointError`."""
-    for newest in folder.committed()[:1]:
+    committed = folder.committed()
+    for newest in committed[:1]:
         step = (opened(folder, newest.name).meta.get("best") or {}).get("step")
-        names = [checkpoint.name for checkpoint in folder.committed() if checkpoint.step == step]
+        names = [checkpoint.name for checkpoint in committed if checkpoint.step == step]
         if names:
             return names[0]
         if step is not None:

@@ -17,15 +17,7 @@ from typing import NamedTuple
 
 from smp_train import storage
 from smp_train.arguments.training_flags import NODE_LOCAL as LOCAL
-from smp_train.checkpoints.format import (
-    BEGUN,
-    COMMITTED,
-    DAMAGED,
-    SWEPT,
-    Marker,
-    folder_name,
-    parse_folder_name,
-)
+from smp_train.checkpoints.format import BEGUN, COMMITTED, DAMAGED, SWEPT, Marker, folder_name, parse_folder_name
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError
 from smp_train.storage import Range, is_s3

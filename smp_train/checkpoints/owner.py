@@ -33,6 +33,8 @@ from smp_train.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 CLAIM = re.compile(r"\.owner-(\d+)")
+claim_file = ".owner-{}".format
+"""The name of a generation's claim file."""
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 """An owner on another machine counts as dead after this time without a sign of life."""
@@ -87,7 +89,7 @@ class Claim:
     @property
     def file(self) -> str:
         """Name of the claim file."""
-        return f".owner-{self.generation}"
+        return claim_file(self.generation)
 
     def __str__(self) -> str:
         return f"{self.job.name or 'a job'} on {self.host} (process {self.process.split()[1]}, since {self.since})"
@@ -96,7 +98,7 @@ class Claim:
 def newest_claim(folder: RunFolder) -> tuple[int, Claim | None]:
     """Return the highest generation claimed in a folder (0 if none is) and its claim (None if it cannot be read)."""
     generation = max(claims_in(folder), default=0)
-    data = folder.storage.read_if_there(f".owner-{generation}") if generation else None
+    data = folder.storage.read_if_there(claim_file(generation)) if generation else None
     return generation, Claim.parse(data)
 
 
@@ -125,7 +127,7 @@ def look_at_owner(folder: RunFolder, job: Job) -> tuple[Claim | None, bool | Non
     generation, owner = newest_claim(folder)
     if not generation or (owner is not None and (owner.released or job.is_restart_of(owner.job))):
         return owner, False, 0.0, 0.0
-    entry, now = folder.storage.entry(f".owner-{generation}"), folder.storage.now()
+    entry, now = folder.storage.entry(claim_file(generation)), folder.storage.now()
     touched = now - STALE_SECONDS if entry is None else entry.modified
     alive = None if owner is None else is_alive(owner.process)
     return owner, False if alive is None and now - touched >= STALE_SECONDS else alive, touched, now - touched
@@ -196,7 +198,7 @@ class Ownership:
         for folder in self.folders:
             for generation in claims_in(folder):
                 if generation < claim.generation:
-                    folder.storage.delete(f".owner-{generation}")
+                    folder.storage.delete(claim_file(generation))
         return True
 
     def advance(self) -> int:

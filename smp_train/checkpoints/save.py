@@ -15,14 +15,7 @@ from smp_train.checkpoints.background import BackgroundWriter
 from smp_train.checkpoints.checkpoint import TORCHS
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.folder import RunFolder, folder_of_run
-from smp_train.checkpoints.format import (
-    META,
-    NODE_LOCAL,
-    TOKENIZER,
-    Marker,
-    folder_name,
-    parse_folder_name,
-)
+from smp_train.checkpoints.format import META, NODE_LOCAL, TOKENIZER, Marker, folder_name, parse_folder_name
 from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local_part
 from smp_train.checkpoints.owner import Ownership
 from smp_train.checkpoints.saver import HUGGING_FACE, Records, Saver

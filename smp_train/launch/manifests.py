@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from smp_train.distributed.job import KUBERNETES_JOB
 from smp_train.launch.nsys import recording
 from smp_train.launch.spec import Spec
 
@@ -174,7 +175,7 @@ def _literal(word: str) -> str:
 
 def _environment(spec: Spec, target: Target) -> list[dict[str, Any]]:
     # A restarted pod has another host name; training recognizes the job by this variable.
-    plain = {**spec.environment, "PYTHONUNBUFFERED": "1", "SMP_TRAIN_JOB": f"{target.namespace}/{target.name}"}
+    plain = {**spec.environment, "PYTHONUNBUFFERED": "1", KUBERNETES_JOB: f"{target.namespace}/{target.name}"}
     if target.operator != "hyperpod":
         # A variable, as torchrun before torch 2.13 refuses the flag of this name.
         plain.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))

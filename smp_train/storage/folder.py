@@ -150,12 +150,11 @@ class FolderStorage:
     def delete_folder(self, folder: str, but: Collection[str] = ()) -> None:
         """Remove a folder, then the folders around it that are empty; or its contents except for some files."""
         path = self.root / folder
-        files, folders = self.level(folder) if but else ({}, [])
-        for name in [*files, *folders] if but else [""]:
+        files, folders = self.level(folder) if but else ({}, [""])  # "" is the folder itself
+        for name in (name for name in (*files, *folders) if name not in but):
             remove = os.unlink if name in files else shutil.rmtree
             with contextlib.suppress(FileNotFoundError):  # another process removes it too
-                if name not in but:
-                    patiently(partial(remove, path / name), path)
+                patiently(partial(remove, path / name), path)
         self._remove_empty(path.parent)
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
