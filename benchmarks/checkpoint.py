@@ -123,6 +123,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     ranks = distributed.detect()
     distributed.start(ranks, distributed_backend="gloo", timeout_seconds=600)
+    if options.folder:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
     shared = [tempfile.mkdtemp(dir=options.folder) if ranks.is_main else None]
     dist.broadcast_object_list(shared)
     folder = Path(str(shared[0]))
