@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -483,6 +484,52 @@ def test_a_writer_that_stalls_over_several_starts_touches_nothing(tmp_path, stag
     assert (found.marker.generation, loaded["model"]["w"].tolist()) == (4, [0.0] * 3)
     for saver in (first, *started):
         saver.close()
+
+
+STOPS_BEFORE_ITS_COMMIT = """
+import os, signal, sys
+import torch
+from smp_train.checkpoints import owner
+from tests.checkpoint_files import manager, owner as acquired
+owner.identity = lambda process: "other 99 1"  # as on another machine, whose processes nobody here can look at
+ownership = acquired(sys.argv[1])
+
+def stop(stage):
+    if stage == "publish":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+saver = manager(sys.argv[1], 1, 1, "m", owner=ownership, generation=1, on_stage=stop)
+try:
+    saver.save(2, {"model": {"w": torch.ones(3)}}, {})
+finally:
+    saver.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_process_that_is_stopped_between_its_check_and_its_commit_harms_nothing(tmp_path):
+    """SIGSTOP on one machine; on another one the job takes over after the real time; then SIGCONT."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPS_BEFORE_ITS_COMMIT, tmp_path], stderr=subprocess.PIPE, text=True
+    ) as first:
+        try:
+            os.waitid(os.P_PID, first.pid, os.WSTOPPED)
+            began = time.monotonic()
+            with owning(tmp_path, model_type="m", keep=1) as second:  # waits until the claim counts as a dead owner's
+                second.save(2, {"model": {"w": torch.zeros(3)}}, {})
+                stopped_for = time.monotonic() - began
+                first.send_signal(signal.SIGCONT)
+                _, err = first.communicate(timeout=60)
+                second.save(3, {"model": {"w": torch.full((3,), 3.0)}}, {})
+        finally:
+            first.kill()
+    assert stopped_for > owner.STALE_SECONDS - 2 * owner.BEAT_SECONDS
+    assert re.search(r"cannot save .*m-2steps: .*(taken over by|deleted this attempt)", err.splitlines()[-1])
+    found, loaded = open_verified(tmp_path), {"model": {"w": torch.ones(3)}}
+    found.load(loaded)
+    assert (found.step, loaded["model"]["w"].tolist(), found.verify()) == (3, [3.0] * 3, [])
+    assert names(tmp_path) == ["m-3steps"]
 
 
 def test_a_late_commit_that_its_writer_cannot_withdraw_is_never_the_newest_and_harms_nothing(place, monkeypatch):
