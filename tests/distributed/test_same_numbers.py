@@ -139,7 +139,10 @@ def train_cell(
 
 
 def rows_of(step: int, dp_rank: int, count: int) -> tuple[Any, int]:
-    """Return this rank's rows of the step's global batch and the tokens counted in all; every second step has padding."""
+    """Return this rank's rows of the step's global batch and the tokens counted in all.
+
+    Every second step has padding.
+    """
     import torch
 
     from smp_train.data.batch import Batch
