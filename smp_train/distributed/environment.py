@@ -30,7 +30,7 @@ JOB_VARIABLES = (
 class Runtime:
     """Where a process stands among the processes of the run.
 
-    ``launcher`` is torchrun, `LAUNCH`, python, openmpi, mpich, pals or srun. ``master_port`` is 0 in a world of one.
+    ``launcher`` is torchrun, `LAUNCH`, python, srun or one of `MPI`. ``master_port`` is 0 in a world of one.
     """
 
     launcher: str
@@ -59,6 +59,10 @@ MPI = {
     "pals": (
         "PALS' mpiexec", "PALS_RANKID", "PMI_SIZE PALS_SIZE",
         "PALS_LOCAL_RANKID PMI_LOCAL_RANK", "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
+    ),
+    "mvapich2": (
+        "MVAPICH2's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
     "mpich": (
         "MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
@@ -91,6 +95,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Runtime:
         run = _from_torchrun(environ)
     elif "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
         run = _from_mpi(environ, "openmpi")
+    elif "MV2_COMM_WORLD_RANK" in environ or "MV2_COMM_WORLD_SIZE" in environ:
+        run = _from_mpi(environ, "mvapich2")
     elif "PALS_RANKID" in environ:
         run = _from_mpi(environ, "pals")
     elif "MPI_LOCALRANKID" in environ or "PMI_LOCAL_RANK" in environ:

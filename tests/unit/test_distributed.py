@@ -65,6 +65,10 @@ PLACES: dict[str, tuple[dict[str, str], tuple]] = {
         ("openmpi", 1, 4, 0, 2, 1, 2, "n1"),
     ),
     "Open MPI inside a Slurm job": ({**BATCH_SHELL, **OPENMPI}, ("openmpi", 3, 4, 3, 4, 0, 1, "127.0.0.1")),
+    "MVAPICH2": (
+        {name.replace("OMPI", "MV2"): value for name, value in OPENMPI.items()},
+        ("mvapich2", 3, 4, 3, 4, 0, 1, "127.0.0.1"),
+    ),
     "MPICH": (HYDRA, ("mpich", 1, 2, 1, 2, 0, 1, "127.0.0.1")),
     # Its proxies are Slurm tasks themselves.
     "MPICH inside a Slurm step": ({**SRUN, **HYDRA}, ("mpich", 1, 2, 1, 2, 0, 1, "127.0.0.1")),
