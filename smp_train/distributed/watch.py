@@ -267,7 +267,7 @@ class Watcher:
             return report._replace(condition=condition)
         if now - beat.tick < self.report_seconds:
             return report
-        return report._replace(condition="silent", stack=_stack_of(self.board.log(beat.rank), beat.pid) or condition)
+        return report._replace(condition="silent", stack=stack_of(self.board.log(beat.rank), beat.pid) or condition)
 
     def _ask(self, now: float, ask: Callable[[Any], T]) -> T:
         """Return what the store says; raises where it does not answer, and for a while afterwards does not ask."""
@@ -334,11 +334,15 @@ class Watcher:
         os._exit(1)
 
 
-def _stack_of(log: Path, process: int) -> str:
+def stack_of(log: Path, process: int) -> str:
     """Return where the main thread is of a process that runs no Python; "" where that does not come out."""
-    with suppress(OSError, IndexError):
+    with suppress(OSError, IndexError, ValueError):
         before = log.stat().st_size
-        os.kill(process, STACK_SIGNAL or 0)
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+        if not STACK_SIGNAL or not caught >> (STACK_SIGNAL - 1) & 1:
+            return ""  # without a handler the signal would end the process
+        os.kill(process, STACK_SIGNAL)
         time.sleep(0.5)
         return heartbeat.innermost(log.read_bytes()[before:].decode(errors="replace").rpartition("hread 0x")[2])
     return ""

@@ -130,6 +130,15 @@ def test_a_crash_is_read_from_the_end_of_a_log(tmp_path: Path) -> None:
     assert heartbeat.crash_of(log) == ""
 
 
+def test_a_process_without_the_handler_is_not_asked_for_its_stack(tmp_path: Path) -> None:
+    (log := tmp_path / "log").touch()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert watch.stack_of(log, process.pid) == ""
+        time.sleep(0.1)
+        assert process.poll() is None
+        process.kill()
+
+
 def test_a_process_that_is_stopped_or_gone() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     assert heartbeat.state(process.pid) in ("", "blocked")
