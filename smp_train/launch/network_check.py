@@ -98,7 +98,7 @@ def run(
     hosts = environ.get("SLURM_STEP_NODELIST")
     known = {HOSTS: ",".join(expand_hostlist(hosts))} if hosts else {}
     # A port of its own: training may ask for its port while rank 0 still serves this one.
-    here = replace(place, master_port=place.master_port - 1)
+    here = replace(place, master_port=place.master_port + 1)
     code, failure = supervise(command, here, environ={**environ, **known}, log_dir=logs, say=lambda line: None)
     if failure is None or (failure.code == BAD_NODE and place.node_rank > 0):
         return code, None

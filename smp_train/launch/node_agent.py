@@ -86,8 +86,9 @@ def find_place(environ: Mapping[str, str], processes: int) -> Place:
             raise ConfigError(
                 f"srun started {tasks} tasks on {len(hosts)} nodes; it must be one per node: --ntasks-per-node=1"
             )
-        # Another port for another step: that of the step before may still be in use.
-        port = FIRST_PORT + (int(environ["SLURM_JOB_ID"]) * 7 + int(environ.get("SLURM_STEP_ID", "0"))) % PORTS
+        # Each step has two ports of its own, as those of the step before may still be in use.
+        pair = (int(environ["SLURM_JOB_ID"]) * 7 + int(environ.get("SLURM_STEP_ID", "0"))) % (PORTS // 2)
+        port = FIRST_PORT + 2 * pair
         return Place(processes, len(hosts), int(environ["SLURM_NODEID"]), hosts[0], port)
 
     def number(name: str, default: int) -> int:

@@ -230,9 +230,9 @@ STEP = {
 
 
 def test_place_comes_from_the_step_or_by_hand() -> None:
-    assert agent.find_place(STEP, 8) == Place(8, nodes=2, node_rank=1, master_addr="n1", master_port=20087)
+    assert agent.find_place(STEP, 8) == Place(8, nodes=2, node_rank=1, master_addr="n1", master_port=20174)
     again = agent.find_place({**STEP, "SLURM_STEP_ID": "4"}, 8)
-    assert again.master_port != 20087, "the port of the step before may still be in use"
+    assert again.master_port == 20176, "the ports of the step before, of training and preflight, may be in use"
     environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
     assert agent.find_place(environ, 4) == Place(4, 2, 1, "a", 1234)
     assert agent.find_place({}, 4).nodes == 1
@@ -600,7 +600,7 @@ def test_preflight_names_the_node_at_fault(
     def supervise(command: list[str], place: Place, environ: dict[str, str], **_: Any) -> tuple[int, Failure | None]:
         assert command[1:3] == ["-m", "smp_train.launch.network_check"]
         assert command[-2:] == ["--efa", "32"]
-        assert (place.master_port, environ["SMP_TRAIN_HOSTS"]) == (20086, "n1,n3"), "a port of its own"
+        assert (place.master_port, environ["SMP_TRAIN_HOSTS"]) == (20088, "n1,n3"), "a port of its own"
         if verdict is not None:
             (tmp_path / "preflight.json").write_text(json.dumps(verdict) if verdict else "")
         return code, Failure(node, "here", code, cause) if code else None
