@@ -125,7 +125,8 @@ def advice_for_nodes(degrees: Degrees, local_world_size: int, tokens: int) -> st
 
 def before_launch(args: Arguments, world_size: int, local_world_size: int) -> list[Degrees]:
     """Return the layouts that a run may have, SMP's first, while ``--backend auto`` may still take either backend."""
-    kinds = {"smp": (True,), "native": (False,)}.get(args.backend, (True, False))
+    only_native = min(args.tensor_parallel_degree, args.expert_parallel_degree) > 1  # SMP refuses the two together
+    kinds = {"smp": (True,), "native": (False,)}.get(args.backend, (False,) if only_native else (True, False))
     return [plan(args, world_size, local_world_size, smp=smp) for smp in kinds]
 
 

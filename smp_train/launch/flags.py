@@ -7,14 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smp_train.arguments import Arguments, Resolved, parse, validate
+from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
 from smp_train.arguments.run_name import CHECKPOINTS
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.checkpoints.folder import folder_of_run
-from smp_train.distributed.degrees import fewest_ranks
 from smp_train.errors import CheckpointError, SmpTrainError
-from smp_train.models.resolve import settled_flags
 
 
 def without(words: Sequence[str], names: set[str]) -> list[str]:
@@ -97,10 +95,3 @@ def newest_step(args: Arguments, *, in_s3: bool) -> int:
         raise SmpTrainError(str(error)) from None
     except OSError:  # this machine cannot read a folder
         return 0
-
-
-def check(words: Sequence[str]) -> None:
-    """Raise `ConfigError` for training flags that are wrong for any number of processes."""
-    args = parse(words, {}).args
-    validate(args, fewest_ranks(args))
-    settled_flags(args)  # an unknown preset

@@ -22,6 +22,15 @@ NAMED = (
 )
 
 
+def backends(backend: str, image: str | None) -> tuple[str, ...]:
+    """Return the backends that a run may take in an image; ``--backend auto`` takes SMP where the image has it."""
+    if backend != "auto" or not image:
+        return (backend,)
+    if SMP_NAME in image or os.path.basename(image) == "smpv2.sqsh":  # docker_build.sh gives this name to SMP's
+        return ("smp",)
+    return ("native",) if "/pytorch-training" in image else ("smp", "native")
+
+
 def check_image(instance: Instance | None, image: str, backend: str = "auto") -> None:
     """Refuse an image that the instance's GPUs, its processors or the backend cannot be used with.
 

@@ -53,9 +53,11 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
     secrets = tuple(_secret(text) for text in options["secrets"])
     spec = build(
         words, nodes=options["nodes"], processes=options["nproc"], instance_type=options["instance_type"],
-        env=options["env"], base=claims[0][1], kubernetes=True, container=True,
+        env=options["env"], image=options["image"], base=claims[0][1], kubernetes=True,
         environ={name: "from a secret" for name, _, _ in secrets},  # nothing of this shell reaches the pods
     )  # fmt: skip
+    if not spec.processes:
+        raise ConfigError("give --instance_type, or --nproc for the number of processes in each pod")
     image, operator, namespace = options["image"], options["operator"], options["namespace"]
     if not image:
         raise ConfigError("--image is missing: the URI of an image with this package, which docker_build.sh makes")

@@ -16,7 +16,7 @@ from typing import Any
 from smp_train.arguments import Resolved
 from smp_train.arguments.sources import is_hub_name, read_weights
 from smp_train.arguments.training_flags import NODE_LOCAL
-from smp_train.arguments.validation import prompts_only
+from smp_train.arguments.validation import prompts_only, runs_natively
 from smp_train.distributed.degrees import before_launch, check_model, check_model_on_smp
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import ConfigError
@@ -101,9 +101,10 @@ def sharing(resolved: Resolved, world_size: int, local_world_size: int) -> int:
 
 def memory(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> list[str]:
     """Return a line about the memory of the model's states on each GPU; none where it is unknown."""
-    count, over = of_preset(resolved.args), sharing(resolved, nodes * processes, processes)
+    count = of_preset(resolved.args)
     if count is None or instance is None or resolved.args.cpu_offload:
         return []
+    over = sharing(resolved, nodes * processes, processes)
     return [
         f"weights, gradients and optimizer ({count / 1e9:.1f} B parameters): {STATE_BYTES * count / over / GIB:.2f} of "
         f"the {instance.gpu_bytes / GIB:.2f} GiB of each {instance.gpu}, spread over {over}; activations come on top, "
@@ -162,7 +163,7 @@ def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
         "columns of the feed-forward layer": 0 if experts else width("intermediate_size"),
     }
     sizes |= {"experts": experts} if experts else {}
-    check = check_model_on_smp if args.backend == "smp" else check_model
+    check = check_model if runs_natively(args) else check_model_on_smp
     check(sizes, seq_len=width("max_context_width"), tensor=tensor, context=context, expert=expert)
 
 

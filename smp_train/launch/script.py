@@ -1,8 +1,8 @@
-"""The programs behind the scripts of launchers/: environment variables and flags to training flags and options.
+"""The program that the scripts of launchers/ call: it turns environment variables into options and flags of `launch`.
 
-``python -m smp_train.launch.script KIND SCRIPT [flags]``. A variable gives way to a flag, under whichever of its names
-that is given, and to a --config file. ``enroot``, ``conda`` and ``slurm`` submit the script that they are called from,
-and run the job where it is one. Standard library only: it runs on head nodes.
+``python -m smp_train.launch.script KIND SCRIPT [flags]``. A flag, under any of its names, and a --config file win over
+a variable. ``enroot``, ``conda`` and ``slurm`` make the checks of `smp-train launch slurm`, then submit the script, or,
+in a Slurm job, run it. Standard library only: this runs on head nodes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smp_train.arguments import parse
+from smp_train.arguments.values import read_bool
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import flags as launch_flags
-from smp_train.launch import k8s, local, preflight
+from smp_train.launch import k8s, local
+from smp_train.launch import slurm as launch_slurm
 from smp_train.launch.batch_job import run
 from smp_train.launch.options import COMMON, split
-from smp_train.launch.slurm import places
-from smp_train.launch.spec import CODE_DIR, profile_flags
-from smp_train.launch.srun_step import Job, mounts
-from smp_train.models.resolve import settled_flags
+from smp_train.launch.spec import CODE_DIR
+from smp_train.launch.srun_step import say
 
 Table = dict[str, tuple[str, str]]
 """Default and help by the name of a variable."""
@@ -89,24 +88,19 @@ def variables(kind: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ.get(name) or default for name, (default, _) in KINDS[kind].items()}
 
 
-def on(value: str) -> bool:
-    """Return whether a variable switches something on."""
-    return value.lower() not in ("", "0", "false")
-
-
-def training_flags(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Return the script's choices as flags, then ``words``, which win."""
-    given = parse(words, {}).given
-    own: list[str] = []
+def training_flags(flags: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Return the script's choices as flags, then ``flags``, which win."""
+    is_given = parse(flags, {}).given
+    choices: list[str] = []
 
     def choose(flag: str, value: str, unless: Sequence[str] = ()) -> None:
-        if value and not any(map(given, (flag, *unless))):
-            own.extend((f"--{flag}", value))
+        if value and not any(map(is_given, (flag, *unless))):
+            choices.extend((f"--{flag}", value))
 
     if "BATCH_SIZE" in values:
         choose("train_batch_size", values["BATCH_SIZE"])
         choose("gradient_accumulation_steps", values["GRAD_ACCUM_STEPS"])
-        if on(values["USE_HF_MODEL"]):
+        if read_bool(values["USE_HF_MODEL"]):
             choose("hf_pretrained_model_name_or_dir", values["HF_MODEL"], MODEL)
         else:
             choose("from_scratch", "1", MODEL)
@@ -121,76 +115,83 @@ def training_flags(words: Sequence[str], values: Mapping[str, str]) -> list[str]
     choose("run_dir", values["RUN_DIR"])
     choose("checkpoint_dir", values["CHECKPOINT_DIR"])
     choose("hybrid_shard_degree", values["shard_degree"])
-    return [*own, *words]
+    return [*choices, *flags]
 
 
-def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, str], asked: str = "") -> int:
-    """Check variables and flags, then submit the script, run the job that it is already, or print the job's command."""
-    values = variables(kind, environ)
-    options, training = split(words, COMMON[:1])
-    dry_run = options["dry_run"] or on(values["DRY_RUN"])
-    profile = values["PROFILE"] if values["PROFILE"] not in ("", "0", "none") else None
-    flags = [*training_flags(training, values), *profile_flags(profile)]
-    launch_flags.check(flags)
-    flags, resolved = launch_flags.complete(flags, base=environ.get("PWD") or os.getcwd())
-    preflight.divides(resolved, settled_flags(resolved.args))
-    run_dir = resolved.args.run_dir
-    image = "" if kind == "conda" else values["IMAGE"]
-    if kind == "enroot" and not image:  # what docker_build.sh makes
+OPTIONS_OF = {"slurm": launch_slurm.OPTIONS, "local": local.OPTIONS, "k8s": k8s.OPTIONS}
+NAMES = {"CLAIM": "claims", "HF_SECRET": "secrets", "FSX_MOUNT": "mounts"}
+"""Options that are not called as their variable."""
+
+
+def options_of(kind: str) -> dict[str, str]:
+    """Return the launch option by the name of the variable that gives it."""
+    known = {option.name for option in OPTIONS_OF.get(kind, launch_slurm.OPTIONS)}
+    return {name: option for name in KINDS[kind] if (option := NAMES.get(name, name.lower())) in known}
+
+
+def option_words(kind: str, values: Mapping[str, str]) -> list[str]:
+    """Return the launch options that variables give, as words of a command line."""
+    options = {option: [values[name]] for name, option in options_of(kind).items()}
+    options["nproc"] = [] if values["NPROC"] == "auto" else [values["NPROC"]]
+    if "mounts" in options:
+        mounts, is_default = values["FSX_MOUNT"].split(","), not os.environ.get("FSX_MOUNT")
+        options["mounts"] = [mount for mount in mounts if os.path.exists(mount) or not is_default]
+    if values.get("HF_SECRET"):
+        options["secrets"] = [f"HF_TOKEN={values['HF_SECRET']}"]
+    return [f"--{option}={value}" for option, several in options.items() for value in several if value]
+
+
+def header(script: str) -> list[str]:
+    """Return the options of sbatch in a script that `launch slurm` has too, as words of a command line."""
+    text = Path(script).read_text(encoding="utf-8") if os.path.isfile(script) else ""
+    options = re.findall(rf"^#SBATCH --(nodes|{'|'.join(launch_slurm.HEADER)})[= ](\S+)", text, re.MULTILINE)
+    return [f"--{name}={value}" for name, value in options]
+
+
+def slurm(kind: str, script: str, arguments: Sequence[str], asked: str = "") -> int:
+    """Check the run as `launch slurm` does; then submit the script, run the job that it is, or print the command."""
+    values, in_job = variables(kind, os.environ), bool(os.environ.get("SLURM_JOB_ID"))
+    common, flags = split(arguments, COMMON)
+    if kind == "conda":
+        values["IMAGE"] = ""
+    elif kind == "enroot" and not values["IMAGE"]:  # docker_build.sh makes these
         images = [f"{CODE_DIR}/{name}.sqsh" for name in ("smpv2", "smp-train")]
-        image = next(filter(os.path.exists, images), images[0])
-    if not values["MAX_ATTEMPTS"].isdigit():
-        raise ConfigError(f"MAX_ATTEMPTS={values['MAX_ATTEMPTS']} is not a number")
-    if not dry_run:
+        values["IMAGE"] = next(filter(os.path.exists, images), images[0])
+    if not values["IMAGE"]:
+        values["PYTHON"] = values["PYTHON"] or f"{CODE_DIR}/.venv/bin/python"
+    of_sbatch = [f"--nodes={os.environ.get('SLURM_JOB_NUM_NODES', 1)}"] if in_job else header(script)
+    flags = training_flags(flags, values)
+    options, spec, job = launch_slurm.read([*of_sbatch, *option_words(kind, values), *flags])
+    dry_run = common["dry_run"] or options["dry_run"]
+    if dry_run:
+        launch_slurm.show(spec)
+    elif not in_job:
+        launch_slurm.check(spec, options, job)
+        os.execvp("sbatch", ["sbatch", *["--test-only"] * common["check"], script, *arguments])
+    elif os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # at a later start a file system may be away for a while
         try:
-            preflight.check_data(resolved.args)
+            warnings = launch_slurm.check_files(spec, job)
         except ConfigError as lacking:
             raise ConfigError(f"{socket.gethostname()}: {lacking}") from None
-    given, fsx = bool(environ.get("FSX_MOUNT")), values["FSX_MOUNT"].split(",")
-    job = Job(
-        flags=flags,
-        code_dir=str(CODE_DIR),
-        run_dir=run_dir,
-        python=values["PYTHON"] or ("python" if image else f"{CODE_DIR}/.venv/bin/python"),
-        image=image,
-        mounts=[mount for mount in fsx if mount and (given or os.path.exists(mount))] if image else [],
-        container_env=values["CONTAINER_ENV"],
-        max_attempts=int(values["MAX_ATTEMPTS"]),
-        instance_type=values["INSTANCE_TYPE"],
-        nproc=values["NPROC"],
-        preflight=values["PREFLIGHT"],
-        nsys=values["PROFILE"] == "nsys",
-        **places(resolved, run_dir),
-    )
-    if not dry_run and not environ.get("SLURM_JOB_ID"):
-        if job.image:
-            mounts(job)
-        os.execvp("sbatch", ["sbatch", script, *words])
+        for warning in warnings:
+            say(f"warning: {warning}")
+    if common["check"]:
+        return 0
+    for name, value in spec.environment.items():
+        os.environ.setdefault(name, value)
     return run(job, asked=asked, dry_run=dry_run)
 
 
-def launch(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> int:
+def launch(kind: str, arguments: Sequence[str]) -> int:
     """Launch on this machine, or on Kubernetes."""
-    values = variables(kind, environ)
-    place = k8s if kind == "k8s" else local
-    _, training = split(words, place.OPTIONS)
-    flags = training_flags(training, values)
-    own = flags[: len(flags) - len(training)]
-    options = {"profile": values["PROFILE"], "nproc": "" if values["NPROC"] == "auto" else values["NPROC"]}
-    if kind == "k8s":
-        for name in ("IMAGE", "CLAIM"):
-            if not values[name]:
-                raise ConfigError(f"set {name}; for example: IMAGE=REGISTRY/smp-train:1 CLAIM=fsx:/fsx launch_eks.sh")
-        for name in ("PREFLIGHT", "MAX_ATTEMPTS", "CONTAINER_ENV", "FSX_MOUNT"):
-            if environ.get(name):
-                print(f"warning: {name}={environ[name]} is for Slurm, and without effect here", file=sys.stderr)
-        secret = values["HF_SECRET"] and f"HF_TOKEN={values['HF_SECRET']}"
-        names = ("nodes", "instance_type", "image", "operator", "namespace", "job_name", "queue", "service_account")
-        options |= {name: values[name.upper()] for name in names} | {"claims": values["CLAIM"], "secrets": secret}
-    else:
-        options["preflight"] = values["PREFLIGHT"]
-    chosen = [word for name, value in options.items() if value for word in (f"--{name}", value)]
-    return place.main([*chosen, *(["--dry_run"] if on(values["DRY_RUN"]) else []), *own, *words])
+    values = variables(kind, os.environ)
+    launcher = k8s if kind == "k8s" else local
+    for name in ("PREFLIGHT", "MAX_ATTEMPTS", "CONTAINER_ENV", "FSX_MOUNT") if kind == "k8s" else ():
+        if os.environ.get(name):
+            say(f"warning: {name}={os.environ[name]} is for Slurm, and without effect here")
+    _, user_flags = split(arguments, launcher.OPTIONS)
+    flags = training_flags(user_flags, values)
+    return launcher.main([*option_words(kind, values), *flags[: len(flags) - len(user_flags)], *arguments])
 
 
 def help_text(kind: str, script: str) -> str:
@@ -204,20 +205,19 @@ def help_text(kind: str, script: str) -> str:
 
 def main(argv: Sequence[str], asked: str = "") -> int:
     """Run one kind of script; return the exit code. ``asked``: the signal by which Slurm has asked to stop already."""
-    kind, script, words = argv[0], argv[1], list(argv[2:])
-    if {"-h", "--help"} & set(words):
+    kind, script, *arguments = argv
+    if {"-h", "--help"} & set(arguments):
         print(help_text(kind, script))
         return 0
     try:
-        if kind in ("local", "k8s"):
-            return launch(kind, words, os.environ)
-        return slurm(kind, script, words, os.environ, asked)
+        return launch(kind, arguments) if kind in ("local", "k8s") else slurm(kind, script, arguments, asked)
     except SmpTrainError as problem:
-        print(f"smp-train: error: {' '.join(str(problem).split())}", file=sys.stderr)
+        variable = {option: name for name, option in options_of(kind).items() if name != "DRY_RUN"}
+        message = re.sub(r"--(\w+)", lambda flag: variable.get(flag[1], flag[0]), " ".join(str(problem).split()))
+        say(f"error: {message}")
         return problem.exit_code
     except ModuleNotFoundError as missing:  # a --config file without PyYAML
-        advice = f"{sys.executable} has no {missing.name}; set HOST_PYTHON to one that has it"
-        print(f"smp-train: error: {advice}", file=sys.stderr)
+        say(f"error: {sys.executable} has no {missing.name}; set HOST_PYTHON to one that has it")
         return ConfigError.exit_code
 
 

@@ -19,13 +19,12 @@ from smp_train.launch.command import ask, call
 from smp_train.launch.images import check_image
 from smp_train.launch.options import COMMON, Option, print_help, split
 from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, profile_flags, tell
-from smp_train.launch.srun_step import Job, command_line, mounts
+from smp_train.launch.srun_step import Job, command_line, make_folders, mounts
 
 # $asked: a signal that Slurm sent before the batch job has its handlers.
 BODY = """
 
 asked= && trap 'asked=USR1' USR1
-[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES # of the submitting shell
 code=@CODE@
 refuse() { echo "smp-train: error: $*" >&2; exit 2; }
 [ -d "$code/smp_train/launch" ] || refuse "no smp_train in $code on $(hostname); all nodes must mount its file system"
@@ -42,11 +41,12 @@ OPTIONS = (
     *COMMON,
     Option("nodes", "number of nodes", int, 1),
     Option("instance_type", "EC2 instance type of the nodes, such as p5.48xlarge: how many GPUs, which variables"),
-    Option("nproc", "processes on each node; without it, one per GPU of --instance_type", int),
+    Option("nproc", "processes on each node; without it, one per GPU", int),
     Option("image", "container image: an Enroot .sqsh file, or REGISTRY#IMAGE:TAG; without it, --python"),
     Option("python", "interpreter of a virtual or conda environment; in a container, the image's", default=None),
     Option("mounts", "further folders for the container: SOURCE or SOURCE:TARGET[:FLAGS]", many=True),
     Option("env", "further environment variables: NAME=VALUE", many=True),
+    Option("container_env", "variables of this shell that win over the image's, separated by commas"),
     Option("partition", "Slurm partition"),
     Option("account", "Slurm account"),
     Option("qos", "Slurm quality of service"),
@@ -73,7 +73,47 @@ READ = (
 WRITTEN = ("checkpoint_dir", "data_cache_dir", "tensorboard_dir", "model_dir")
 
 
-def render(spec: Spec, options: dict[str, Any]) -> str:
+def read(arguments: Sequence[str]) -> tuple[dict[str, Any], Spec, Job]:
+    """Make the checks of a command line that need no file of this machine; return (options, run, job).
+
+    Raises:
+        ConfigError: the training would stop at its start, or pyxis cannot mount a folder.
+    """
+    options, training = split(arguments, OPTIONS)
+    image = options["image"] or ""
+    spec = build(
+        [*training, *profile_flags(options["profile"])],
+        nodes=options["nodes"],
+        processes=options["nproc"],
+        instance_type=options["instance_type"],
+        env=options["env"],
+        image=image,
+    )
+    timing.check_limit(timing.slurm_seconds(options["time"]), options["save_before"], f"--time {options['time']}")
+    if image:
+        check_image(spec.instance, image, spec.resolved.args.backend)
+    further = (options["container_env"] or "").split(",")
+    job = Job(
+        flags=list(spec.train_flags),
+        code_dir=str(code_dir(spec)),
+        run_dir=spec.run_dir,
+        python=options["python"] or ("python3" if image else sys.executable),
+        image=image,
+        mounts=options["mounts"] if image else [],
+        container_env=",".join(sorted({*spec.environment, *filter(None, further)})) if image else "",
+        nproc=str(options["nproc"] or "auto"),
+        instance_type=spec.instance.name if spec.instance else "",
+        preflight=str(options["preflight"] or ""),
+        nsys=options["profile"] == "nsys",
+        max_attempts=options["max_attempts"],
+        **places(spec.resolved, spec.run_dir),
+    )
+    if image:
+        mounts(job)
+    return options, spec, job
+
+
+def render(spec: Spec, options: dict[str, Any], job: Job) -> str:
     """Return the whole batch script: it needs nothing but the package's own folder at run time.
 
     Raises:
@@ -90,26 +130,11 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
     }
     if options["gpus_per_node"]:
         header["gpus-per-node"] = str(options["gpus_per_node"])
-    code = str(code_dir(spec))
-    image = options["image"] or ""
-    job = Job(
-        flags=list(spec.train_flags),
-        code_dir=code,
-        run_dir=spec.run_dir,
-        python=options["python"] or ("python3" if image else sys.executable),
-        image=image,
-        mounts=options["mounts"] if image else [],
-        container_env=",".join(sorted(spec.environment)) if image else "",
-        nproc=str(spec.processes),
-        instance_type=spec.instance.name if spec.instance else "",
-        preflight=str(options["preflight"] or ""),
-        nsys=options["profile"] == "nsys",
-        max_attempts=options["max_attempts"],
-        **places(spec.resolved, spec.run_dir),
-    )
-    if image:
-        mounts(job, dry_run=True)  # refuses what pyxis cannot mount
-    body = BODY.replace("@CODE@", shlex.quote(code)).replace("@PYTHON@", shlex.quote(sys.executable))
+    arguments = [argument for group in command_line(job) for argument in group]
+    for text in (*arguments, *(f"{name}={value}" for name, value in spec.environment.items())):
+        if re.search(r"[\n\r]", text):  # the next line could be one that Slurm reads
+            raise ConfigError(f"{text!r}: a line break cannot stand in a batch script")
+    body = BODY.replace("@CODE@", shlex.quote(job.code_dir)).replace("@PYTHON@", shlex.quote(sys.executable))
     lines = [
         "#!/bin/bash", "#SBATCH --exclusive", "#SBATCH --requeue",
         *(f"#SBATCH --{key}={_header(key, value)}" for key, value in header.items()),
@@ -160,69 +185,71 @@ def code_dir(spec: Spec) -> Path:
     return CODE_DIR if CHECKOUT else Path(spec.run_dir, "code")
 
 
-def prepare(spec: Spec) -> None:
+def prepare(spec: Spec, job: Job) -> None:
     """Make the folders of the run, and copy the package there unless this is a checkout."""
+    make_folders(job)
+    if CHECKOUT:
+        return
     try:
-        for folder in _written(spec):
-            os.makedirs(folder, exist_ok=True)
-        if not CHECKOUT:
-            new, old = Path(f"{code_dir(spec)}.{os.getpid()}"), code_dir(spec)
-            shutil.copytree(CODE_DIR / "smp_train", new / "smp_train", ignore=shutil.ignore_patterns("__pycache__"))
-            shutil.rmtree(old, ignore_errors=True)
-            new.rename(old)
+        new, old = Path(f"{code_dir(spec)}.{os.getpid()}"), code_dir(spec)
+        shutil.copytree(CODE_DIR / "smp_train", new / "smp_train", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.rmtree(old, ignore_errors=True)
+        new.rename(old)
     except OSError as problem:
         raise ConfigError(f"{problem.filename}: {problem.strerror}; the run could not write there") from None
 
 
-def _written(spec: Spec) -> list[str]:
-    """Return the folders that the run writes to on a file system."""
-    return [f"{spec.run_dir}/logs", *places(spec.resolved, spec.run_dir)["written"]]
-
-
-def check_places(spec: Spec, options: dict[str, Any], needed: Sequence[str]) -> list[str]:
-    """Refuse what is missing on this machine, which shares its file systems with the nodes; return warnings.
-
-    ``needed`` are files and folders that every node reads.
-    """
-    image = options["image"]
-    if image and image.startswith((".", "/")) and not Path(image).exists():
+def check_files(spec: Spec, job: Job) -> list[str]:
+    """Refuse missing files on this machine, which shares its file systems with the nodes; return warnings."""
+    image = job.image
+    if image.startswith((".", "/")) and not os.path.exists(image):
         raise ConfigError(f"--image {image}: no such file; make it with docker_build.sh")
-    if options["python"] and not image and not shutil.which(options["python"]):
-        raise ConfigError(f"--python {options['python']}: no such interpreter; make it with setup_conda_env.sh")
+    if not image and not shutil.which(job.python):
+        raise ConfigError(f"--python {job.python}: no such interpreter; make it with setup_conda_env.sh")
     preflight.check_data(spec.resolved.args)
-    for mount in options["mounts"]:
-        if not Path(mount.partition(":")[0]).exists():
+    for mount in job.mounts:
+        if not os.path.exists(mount.partition(":")[0]):
             raise ConfigError(f"--mounts {mount}: {mount.partition(':')[0]} does not exist")
-    for folder in _written(spec):
-        there = Path(folder, spec.name)  # the run's own folder of checkpoints, where it exists
-        while not there.exists():
-            there = there.parent
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"{folder}: {there} is no folder that you may write to; the run could not either")
+    for folder in (f"{job.run_dir}/logs", *job.written):
+        parent = preflight.existing(Path(folder, spec.name))  # checkpoints have a folder for each run
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"{folder}: {parent} is no folder that you may write to; the run could not either")
     # An interpreter may be for the nodes' processors, and not run on this machine.
-    python = options["python"] or sys.executable
     has_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    if not image and ask(python, "-c", has_torch)[0] == 1:
+    if not image and ask(job.python, "-c", has_torch)[0] == 1:
         raise ConfigError(
-            f"{python} has no torch: give --python of an environment that has it (setup_conda_env.sh makes one), or "
+            f"--python {job.python}: has no torch; give an environment that has it (setup_conda_env.sh makes one), or "
             "--image"
         )
-    found = preflight.places(spec.resolved, spec.nodes, needed)
+    warnings = preflight.places(spec.resolved, spec.nodes, _read_by_nodes(job))
     recipe = CODE_DIR / "Dockerfile"
-    if image and os.path.isfile(image) and recipe.exists() and recipe.stat().st_mtime > os.stat(image).st_mtime:
-        found.append(f"--image {image}: is older than {recipe}; make it again with docker_build.sh")
-    return found
+    if os.path.isfile(image) and recipe.exists() and recipe.stat().st_mtime > os.stat(image).st_mtime:
+        warnings.append(f"--image {image}: is older than {recipe}; make it again with docker_build.sh")
+    return warnings
 
 
-def _seen_by_nodes(spec: Spec, options: dict[str, Any]) -> list[str]:
+def _read_by_nodes(job: Job) -> list[str]:
     """Return what every node reads: code, image or interpreter, data, and mounts."""
-    image = options["image"] or ""
-    start = image if image.startswith((".", "/")) else ""
-    if not image:
-        start = (shutil.which(options["python"]) or "") if options["python"] else sys.executable
-    named = [start, *(folder for _, folder in preflight.data(spec.resolved.args))]
-    sources = [mount.partition(":")[0] for mount in options["mounts"]]
-    return [*([str(CODE_DIR)] if CHECKOUT else []), *(os.path.abspath(one) for one in named if one), *sources]
+    start = shutil.which(job.python) or job.python
+    if job.image:
+        start = job.image if job.image.startswith((".", "/")) else ""
+    sources = [mount.partition(":")[0] for mount in job.mounts]
+    return [*([job.code_dir] if CHECKOUT else []), *map(os.path.abspath, filter(None, [start, *job.folders])), *sources]
+
+
+def check(spec: Spec, options: dict[str, Any], job: Job) -> None:
+    """Refuse what this machine or the cluster lacks, and print the run and its warnings."""
+    warnings = [*cluster.warnings(spec, options), *check_files(spec, job)]
+    if options["probe"]:
+        warnings += cluster.probe(options, _read_by_nodes(job))
+    warnings += planned.check(spec.resolved, spec.train_flags, spec.instance, spec.nodes, spec.processes)
+    tell(spec, warnings)
+
+
+def show(spec: Spec) -> None:
+    """Print the run of a dry run, for which nothing is planned."""
+    tell(spec)
+    planned.tell_unplanned(spec.resolved.args, spec.instance, spec.processes)
 
 
 def sbatch(script: str, *options: str) -> str:
@@ -241,43 +268,26 @@ ADVICE = (
 )
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run ``smp-train launch slurm`` and return its exit code."""
-    if print_help(words, USAGE, __doc__, OPTIONS):
+    if print_help(arguments, USAGE, __doc__, OPTIONS):
         return 0
-    options, training = split(words, OPTIONS)
-    spec = build(
-        [*training, *profile_flags(options["profile"])],
-        nodes=options["nodes"],
-        processes=options["nproc"],
-        instance_type=options["instance_type"],
-        env=options["env"],
-        container=bool(options["image"]),
-    )
-    timing.check_limit(timing.slurm_seconds(options["time"]), options["save_before"], f"--time {options['time']}")
-    if options["image"]:
-        check_image(spec.instance, options["image"], spec.resolved.args.backend)
-    script = render(spec, options)
+    options, spec, job = read(arguments)
+    script = render(spec, options, job)
     if options["dry_run"]:
-        tell(spec)
-        planned.tell_unplanned(spec.resolved.args, spec.instance, spec.processes)
+        show(spec)
         print(script, end="")
         return 0
-    needed = _seen_by_nodes(spec, options)
-    found = [*cluster.warnings(spec, options), *check_places(spec, options, needed)]
-    if options["probe"]:
-        found += cluster.probe(options, needed)
-    found += planned.check(spec.resolved, spec.train_flags, spec.instance, spec.nodes, spec.processes)
-    tell(spec, found)
+    check(spec, options, job)
     print(sbatch(script, "--test-only"), file=sys.stderr)
     if options["check"]:
         return 0
-    prepare(spec)
-    job = sbatch(script, "--parsable").partition(";")[0]
-    if not job.isdigit():
-        raise SmpTrainError(f"sbatch answered {job!r}, which is not a job id")
-    log = shlex.quote(f"{spec.run_dir}/logs/slurm-{job}.out")
-    print(f"submitted job {job}\nlog:    {spec.run_dir}/logs/slurm-{job}.out")
-    print(f"follow: tail -F {log}; squeue -j {job}")
-    print(f"stop:   touch {shlex.quote(f'{spec.run_dir}/STOP')}    (saves first)\ncancel: scancel {job}")
+    prepare(spec, job)
+    number = sbatch(script, "--parsable").partition(";")[0]
+    if not number.isdigit():
+        raise SmpTrainError(f"sbatch answered {number!r}, which is not a job id")
+    log = shlex.quote(f"{spec.run_dir}/logs/slurm-{number}.out")
+    print(f"submitted job {number}\nlog:    {spec.run_dir}/logs/slurm-{number}.out")
+    print(f"follow: tail -F {log}; squeue -j {number}")
+    print(f"stop:   touch {shlex.quote(f'{spec.run_dir}/STOP')}    (saves first)\ncancel: scancel {number}")
     return 0

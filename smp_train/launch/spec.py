@@ -6,14 +6,16 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from smp_train.arguments import Resolved, ineffective, validate
+from smp_train.distributed.degrees import fewest_ranks
 from smp_train.errors import ConfigError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch import preflight
 from smp_train.launch.environment import lint, variables
+from smp_train.launch.images import backends
 from smp_train.launch.instances import Instance, find
 
 CODE_DIR = Path(__file__).resolve().parents[2]
@@ -31,6 +33,7 @@ class Spec:
     resolved: Resolved
     nodes: int
     processes: int
+    """Processes on each node; 0: one for each GPU, which are counted when the run starts."""
     instance: Instance | None
     environment: dict[str, str] = field(default_factory=dict)
     """What the launcher exports: by instance type, and what the user added with --env."""
@@ -50,21 +53,21 @@ class Spec:
 
     @property
     def world_size(self) -> int:
-        """Processes of the whole run."""
+        """Processes of the whole run; 0: not known yet."""
         return self.nodes * self.processes
 
 
 def build(
     words: Sequence[str], *, nodes: int, processes: int | None, instance_type: str | None, env: Sequence[str] = (),
-    base: str | None = None, kubernetes: bool = False, container: bool = False,
+    image: str | None = None, base: str | None = None, kubernetes: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Spec:  # fmt: skip
     """Check a run and return it, its training flags completed.
 
     ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE. A
     relative run folder and the default folder of checkpoints are placed below ``base`` (default: the current folder).
-    ``environ`` (default ``os.environ``) is the rest of the processes' environment, for `lint`; in a ``container`` they
-    have no home folder.
+    ``environ`` (default ``os.environ``) is the rest of the processes' environment, for `lint`; in a container, which
+    ``image`` is for, they have no home folder.
 
     Raises:
         ConfigError: for everything known here that would stop the training at its start.
@@ -73,20 +76,41 @@ def build(
     if instance is not None and (processes or 0) > instance.gpus:
         raise ConfigError(f"--nproc {processes}: {instance.name} has {instance.gpus} GPUs; give at most that")
     processes = processes or (instance.gpus if instance else 0)
-    if not processes:
-        raise ConfigError("give --instance_type, or --nproc for the number of processes on each node")
     # Absolute: batch script, task and training may each start in another folder.
     completed, resolved = launch_flags.complete(words, base=base or os.getcwd())
-    validate(resolved.args, nodes * processes, processes)
-    preflight.check(resolved, instance, nodes, processes)
+    backend = check_run(resolved, image, instance, nodes, processes)
     added = read_env(env)
     found = {**(os.environ if environ is None else environ), **added}
     defaults = variables(instance, kubernetes=kubernetes)
-    token = preflight.missing_token(resolved, found, home=not container)
+    token = preflight.missing_token(resolved, found, home=not image)
     return Spec(
         train_flags=tuple(completed), resolved=resolved, nodes=nodes, processes=processes, instance=instance,
-        environment=defaults | added, added=frozenset(added), warnings=(*lint(found), *ineffective(resolved), *token),
+        environment=defaults | added, added=frozenset(added),
+        warnings=(*lint(found), *ineffective(resolved, backend), *token),
     )  # fmt: skip
+
+
+def check_run(
+    resolved: Resolved, image: str | None, instance: Instance | None, nodes: int, processes: int
+) -> str:  # fmt: skip
+    """Check a run on each backend that may be in its image, and return the first one that can run it.
+
+    Raises:
+        ConfigError: no backend can.
+    """
+    world_size = nodes * processes or fewest_ranks(resolved.args)
+    possible = backends(resolved.args.backend, image)
+    for backend in possible:
+        on_backend = replace(resolved, args=replace(resolved.args, backend=backend))
+        try:
+            validate(on_backend.args, world_size, processes or world_size)
+            preflight.check(on_backend, instance, nodes, processes)
+        except ConfigError:
+            if backend == possible[-1]:
+                raise
+        else:
+            break
+    return backend
 
 
 def read_env(pairs: Sequence[str]) -> dict[str, str]:
@@ -112,11 +136,12 @@ def tell(spec: Spec, further: Sequence[str] = ()) -> None:
     """Print a description of the run on stderr, its warnings, and ``further`` ones."""
     where = f"{spec.nodes} x {spec.instance.name}" if spec.instance else f"{spec.nodes} node" + "s" * (spec.nodes > 1)
     plural = "es" if spec.processes > 1 else ""
+    processes = f"{spec.processes} process{plural} each, {spec.world_size} in all"
     args = spec.resolved.args
     checkpoints = ", ".join(f"{parent}/{spec.name}" for parent in args.checkpoint_dir)
     reached = launch_flags.newest_step(args, in_s3=False)
     for line in (
-        f"{spec.name}: {where}, {spec.processes} process{plural} each, {spec.world_size} in all",
+        f"{spec.name}: {where}, {processes if spec.processes else 'a process for each GPU'}",
         f"run folder {args.run_dir}; checkpoints {checkpoints}; resumes from {args.resume_from_checkpoint}"
         + f"; the run's newest checkpoint is of step {reached}" * bool(reached),
         *preflight.memory(spec.resolved, spec.instance, spec.nodes, spec.processes),

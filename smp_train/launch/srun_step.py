@@ -113,7 +113,7 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
             raise ConfigError(f"no image {job.image} on {here}; make it with docker_build.sh, or set IMAGE")
         handed = {name for name in os.environ if HANDED_OVER.fullmatch(name)} | set(job.container_env.split(",")) - {""}
         srun += [
-            f"--container-image={job.image}", f"--container-mounts={','.join(mounts(job, dry_run=dry_run))}",
+            f"--container-image={job.image}", f"--container-mounts={','.join(mounts(job))}",
             "--no-container-mount-home", f"--container-workdir={os.getcwd()}",
             f"--container-env={','.join(sorted(handed))}",
         ]  # fmt: skip
@@ -125,17 +125,14 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
     return [*srun, *command, *agent, "--", *job.flags]
 
 
-def mounts(job: Job, *, dry_run: bool = False) -> list[str]:
+def mounts(job: Job) -> list[str]:
     """Return what pyxis is to mount, once each; `ConfigError` for what it cannot mount."""
     for mount in job.mounts:
         if "," in mount or mount.count(":") > 2:
             raise ConfigError(
-                f"{mount} (FSX_MOUNT, --mounts): is not one mount, SOURCE or SOURCE:TARGET[:FLAGS]; pyxis cannot "
+                f"--mounts {mount}: is not one mount, SOURCE or SOURCE:TARGET[:FLAGS]; pyxis cannot "
                 "express a comma or a colon in a path"
             )
-        source = mount.partition(":")[0]
-        if not dry_run and not os.path.exists(source):
-            raise ConfigError(f"no {source} to mount on {socket.gethostname()}; make it, or take it out of MOUNTS")
     nsys = os.environ.get("NSYS_DIR", "") if job.nsys else ""
     own = [place for place in (SMP_CLUSTER_LOGS, nsys) if os.path.isdir(place)]
     folders = [*job.folders, os.getcwd(), job.code_dir, job.run_dir, *job.written, *own]

@@ -295,10 +295,10 @@ def test_what_fails_ends(rig: Rig, tmp_path: Path) -> None:
     image = tmp_path / "x.sqsh"
     image.touch()
     wrong: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
-        ("no image /nowhere.sqsh on n", ENROOT, {}, {"IMAGE": "/nowhere.sqsh"}),
+        ("IMAGE /nowhere.sqsh: no such file", ENROOT, {}, {"IMAGE": "/nowhere.sqsh"}),
         (": --test_dir /no/test: no such folder", ENROOT, {}, {"IMAGE": str(image), "TEST_DIR": "/no/test"}),
         ("a:b: pyxis cannot mount", ENROOT, {}, {"IMAGE": str(image), "CHECKPOINT_DIR": f"{tmp_path}/a:b"}),
-        ("no interpreter /no/python on n", CONDA, {}, {"PYTHON": "/no/python"}),
+        ("PYTHON /no/python: no such interpreter", CONDA, {}, {"PYTHON": "/no/python"}),
         ("--training_dir /no/data: no such", CONDA, {"use_synthetic_data": None}, {"TRAINING_DIR": "/no/data"}),
         ("unknown flag --max_stepz; did you mean --max_steps?", CONDA, {"max_stepz": 3}, {}),
         (

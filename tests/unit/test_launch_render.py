@@ -109,7 +109,6 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "complaint"),
     [
         (["moon"], "launch moon: no such place"),
-        (["slurm", "--use_synthetic_data", "1"], "give --instance_type, or --nproc"),
         (["slurm", "--instance_type", "p5.48xlrge"], "not in the table of instance types; did you mean p5.48xlarge?"),
         (["slurm", "--nproc", "9", "--instance_type", "p5.48xlarge"], "p5.48xlarge has 8 GPUs"),
         (["slurm", "--instance_type", "trn1.32xlarge"], "Trainium and Inferentia are not supported"),
@@ -125,7 +124,9 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         ([*SLURM, "--env", "1X=2"], "is not NAME=VALUE"),
         ([*SLURM, "--time", "5"], "nothing would be trained"),
         ([*SLURM, "--model_type=llama_v2", "--model_size=71b", "--dry_run"], "71b"),
-        ([*CONTAINER, "--mounts", "/a,b"], "/a,b (FSX_MOUNT, --mounts): is not one mount"),
+        ([*SLURM, "--env", "A=1\n#SBATCH --hold", "--dry_run"], "line break"),
+        ([*SLURM, "--tensorboard_dir", "a\n#SBATCH --hold", "--dry_run"], "line break"),
+        ([*CONTAINER, "--mounts", "/a,b"], "--mounts /a,b: is not one mount"),
         ([*CONTAINER, "--run_dir", "/a:b"], "/a:b: pyxis cannot mount a path with a comma or a colon"),
         (["local", "--nproc", "2", "--nnodes", "2", "--use_synthetic_data=1"], "needs NODE_RANK (0 to 1"),
         (["local", "--nproc", "2", "--training_dir", "/no/data", "--check"], "--training_dir /no/data: no such folder"),
@@ -393,7 +394,7 @@ def test_submitted_by_what_sbatch_answers_alone(
 def test_interpreter_without_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     double(tmp_path, "python", "exit 1")
     said = refusal(capsys, *SLURM, "--run_dir", str(tmp_path / "run"), "--python", str(tmp_path / "python"))
-    assert f"{tmp_path}/python has no torch" in said
+    assert f"{tmp_path}/python: has no torch" in said
 
 
 def test_installed_package_travels_alone(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from smp_train import cli
 from smp_train.arguments import parse
 from smp_train.launch import script
 from tests.training import SAMPLE
@@ -103,12 +104,116 @@ def test_flags_win_over_what_scripts_choose(kind: str, shown: Shown) -> None:
         assert not any(word in out for word in gone), out
 
 
-@pytest.mark.parametrize("kind", SLURM_KINDS)
-def test_mistakes_are_known_before_a_job_is_submitted(kind: str, shown: Shown) -> None:
-    degrees = ["--dry_run", "--vocab_size", "50257", "--tensor_parallel_degree", "2"]
-    for words, said in ((["--max_stepz", "7"], "--max_steps"), (degrees, "50257")):
-        code, _, err = shown(kind, *words)
-        assert (code, err.count("\n"), said in err) == (2, 1, True), err
+OPTIONS = {
+    "INSTANCE_TYPE": "instance_type", "NPROC": "nproc", "IMAGE": "image", "PYTHON": "python", "FSX_MOUNT": "mounts",
+    "MAX_ATTEMPTS": "max_attempts", "PREFLIGHT": "preflight", "PROFILE": "profile", "RUN_DIR": "run_dir",
+    "CHECKPOINT_DIR": "checkpoint_dir", "TRAINING_DIR": "training_dir", "TEST_DIR": "test_dir",
+    "shard_degree": "hybrid_shard_degree",
+}  # fmt: skip
+"""What `launch slurm` calls the variables of a script."""
+SMP_IMAGE = "658645717510.dkr.ecr.us-west-2.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
+NATIVE_IMAGE = "763104351884.dkr.ecr.us-west-2.amazonaws.com/pytorch-training:{}"
+MISTAKES: dict[str, tuple[dict[str, str], list[str], str]] = {
+    "unknown flag": ({}, ["--max_stepz=7"], "--max_steps"),
+    "value of a flag": ({}, ["--max_steps=x"], "max_steps"),
+    "two models": ({}, ["--hf_model=gpt2", "--from_scratch=1"], "--from_scratch"),
+    "unknown preset": ({}, ["--model_size=71b"], "71b"),
+    "too large for the GPUs": ({"INSTANCE_TYPE": "g5.xlarge"}, ["--model_size=70b"], "A10G"),
+    "no FP8": ({"INSTANCE_TYPE": "p4d.24xlarge"}, ["--fp8=1"], "A100"),
+    "unknown instance type": ({"INSTANCE_TYPE": "p5.48xlrge"}, [], "did you mean p5.48xlarge"),
+    "Trainium": ({"INSTANCE_TYPE": "trn1.32xlarge"}, [], "Trainium"),
+    "no number": ({"NPROC": "abc"}, [], "NPROC 'abc'"),
+    "no process": ({"NPROC": "0"}, [], "NPROC '0'"),
+    "more processes than GPUs": ({"NPROC": "9", "INSTANCE_TYPE": "p5.48xlarge"}, [], "8 GPUs"),
+    "no attempt": ({"MAX_ATTEMPTS": "0"}, [], "MAX_ATTEMPTS '0'"),
+    "preflight": ({"PREFLIGHT": "soon"}, [], "PREFLIGHT 'soon'"),
+    "profiler": ({"PROFILE": "all"}, [], "PROFILE all"),
+    "degrees and processes": ({"NPROC": "3", "shard_degree": "5"}, [], "24 processes"),
+    "degrees and model": ({}, ["--tensor_parallel_degree=3"], "32 attention heads"),
+    "interpreter": ({"PYTHON": "/no/python"}, [], "PYTHON /no/python"),
+    "interpreter without torch": ({"PYTHON": "{}/python"}, [], "torch"),
+    "image": ({"IMAGE": "/no.sqsh"}, [], "IMAGE /no.sqsh"),
+    "processors of the image": ({"IMAGE": SMP_IMAGE, "INSTANCE_TYPE": "p6e-gb200.36xlarge"}, [], "aarch64"),
+    "CUDA of the image": ({"IMAGE": "a/b:cu124", "INSTANCE_TYPE": "p6-b200.48xlarge"}, [], "B200"),
+    "torch of the image": ({"IMAGE": NATIVE_IMAGE.format("2.5.1")}, [], "2.5.1"),
+    "mount": ({"IMAGE": "a/b", "FSX_MOUNT": "/no/mount"}, [], "/no/mount"),
+    "mount with too many colons": ({"IMAGE": "a/b", "FSX_MOUNT": "/tmp:/x:ro:y"}, [], "FSX_MOUNT /tmp:/x:ro:y"),
+    "colon in a path": ({"IMAGE": "a/b", "RUN_DIR": "{}/a:b"}, [], "colon"),
+    "run folder": ({"RUN_DIR": "{}/file/run"}, [], "/file"),
+    "folder of checkpoints": ({"CHECKPOINT_DIR": "{}/file"}, [], "/file"),
+    "no data": ({"TRAINING_DIR": "/no/data"}, [], "--training_dir /no/data"),
+    "no shards": ({"TRAINING_DIR": "{}/empty"}, [], "is empty"),
+    "no data to validate on": ({"TEST_DIR": "/no/data"}, [], "--test_dir /no/data"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_the_same_answer_from_scripts_and_launch_slurm(
+    mistake: str, shown: Shown, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = shown.folder
+    (here / "empty").mkdir()
+    (here / "file").touch()
+    (here / "python").write_text("#!/bin/sh\nexit 1\n")
+    (here / "python").chmod(0o755)
+    variables, words, noun = MISTAKES[mistake]
+    variables = {name: value.format(here) for name, value in variables.items()}
+    if "IMAGE" not in variables:
+        variables = {"PYTHON": sys.executable, **variables}
+    model = {"model_type": "llama_v2", "model_size": "7b"}
+    kind, file = ("enroot", SLURM[0]) if "IMAGE" in variables else ("conda", SLURM[1])
+    submitted: list[str] = []
+    monkeypatch.setattr(os, "execvp", lambda file, words: submitted.extend(words))
+    answers = []
+    for job in ({}, {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "8"}):
+        environ = {"PATH": os.environ["PATH"], **model, **variables, **job}
+        monkeypatch.setattr(os, "environ", environ)
+        code = script.main([kind, str(ROOT / "launchers/hyperpod_slurm" / file), *words])
+        answers.append((code, capsys.readouterr().err))
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    options = [f"--{OPTIONS[name]}={value}" for name, value in variables.items()]
+    options += [f"--{name}={value}" for name, value in model.items() if f"--{name}=" not in "".join(words)]
+    options += [] if "TRAINING_DIR" in variables else ["--use_synthetic_data=1"]
+    code = cli.main(["launch", "slurm", "--nodes=8", *options, *words])
+    said = capsys.readouterr().err
+    for name, option in OPTIONS.items():
+        said = said if name.endswith(("DIR", "degree")) else said.replace(f"--{option}", name)
+    assert (code, said.count("\n"), noun in said) == (2, 1, True), said
+    assert answers[0] == (code, said)
+    assert answers[1][0] == code
+    assert said.partition("error: ")[2] in answers[1][1], "in the job too, with the node's name where it is about files"
+    assert submitted == []
+
+
+def test_a_run_without_mistakes_is_submitted(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted: list[str] = []
+    monkeypatch.setattr(os, "execvp", lambda file, words: submitted.append(" ".join(words)))
+    monkeypatch.setattr(script, "run", lambda job, **_: 0)
+    for words in ([], ["--check"]):
+        assert shown("conda", *words, PYTHON=sys.executable)[0] == 0
+    assert submitted == ["sbatch script.sh", "sbatch --test-only script.sh --check"]
+
+
+@pytest.mark.parametrize(
+    ("image", "words", "noun"),
+    [
+        ("", ["--model_type=mixtral", "--model_size=8x7b", "--moe=1", "--expert_parallel_degree=8"], ""),
+        (SMP_IMAGE, ["--vocab_size=50257", "--tensor_parallel_degree=2"], ""),
+        ("registry/ours:1", ["--vocab_size=50257", "--tensor_parallel_degree=2"], ""),
+        ("registry/ours:1", ["--tensor_parallel_degree=8", "--num_heads=12", "--hidden_width=48"], "12 attention"),
+        (SMP_IMAGE, ["--tensor_parallel_degree=2", "--expert_parallel_degree=2", "--model_type=mixtral"], "on SMP"),
+        (NATIVE_IMAGE.format("2.8.0"), ["--vocab_size=50257", "--tensor_parallel_degree=2"], "50257"),
+        ("registry/ours:1", ["--backend=native", "--vocab_size=50257", "--tensor_parallel_degree=2"], "50257"),
+    ],
+)
+def test_a_run_is_checked_for_the_backend_that_its_image_may_have(
+    image: str, words: list[str], noun: str, shown: Shown
+) -> None:
+    """Without IMAGE: smpv2.sqsh, which docker_build.sh makes."""
+    code, _, err = shown("enroot", "--dry_run", *words, IMAGE=image, NPROC="8")
+    assert (code, noun in err) == (2 if noun else 0, True), err
 
 
 @pytest.fixture

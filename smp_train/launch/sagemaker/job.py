@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smp_train.arguments import Resolved, parse, validate
+from smp_train.arguments import Resolved, parse
 from smp_train.arguments.mp_parameters import SMP_KEYS
 from smp_train.arguments.parse import canonical, read_command_line
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
-from smp_train.launch import preflight
 from smp_train.launch.flags import as_words, inline_files
 from smp_train.launch.images import check_image
 from smp_train.launch.instances import Instance, find
 from smp_train.launch.options import COMMON, Option
-from smp_train.launch.spec import read_env
+from smp_train.launch.spec import check_run, read_env
 
 CHECKPOINTS = "/opt/ml/checkpoints"
 FSX = "/opt/ml/input/data/fsx"
@@ -237,8 +236,7 @@ def build(words: Sequence[str] | Mapping[str, Any], *, keep_in: str | None = Non
     if own:
         given = {**given, "checkpoint_dir": [own]}
         resolved = parse([*flags, f"--checkpoint_dir={own}"], environ)
-    validate(resolved.args, count * instance.gpus, instance.gpus)
-    preflight.check(resolved, instance, count, instance.gpus)
+    check_run(resolved, values["image"], instance, count, instance.gpus)
     if resolved.args.backend == "smp":
         # They travel as SMP's own parameter set, which SMP reads itself.
         given = {name: value for name, value in given.items() if canonical(name) != "mp_parameters"}

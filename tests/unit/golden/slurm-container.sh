@@ -22,7 +22,6 @@ export HF_TOKEN='a b'
 export X=''"'"'q'"'"''
 
 asked= && trap 'asked=USR1' USR1
-[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES # of the submitting shell
 code=<code>
 refuse() { echo "smp-train: error: $*" >&2; exit 2; }
 [ -d "$code/smp_train/launch" ] || refuse "no smp_train in $code on $(hostname); all nodes must mount its file system"
@@ -41,7 +40,7 @@ PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.b
   --written /checkpoints \
   --checkpoints /checkpoints/llama_v2-70b \
   --container_env FI_EFA_USE_HUGE_PAGE,HF_HUB_ETAG_TIMEOUT,HF_TOKEN,NCCL_DEBUG,NCCL_SOCKET_IFNAME,TOKENIZERS_PARALLELISM,TORCH_NCCL_DUMP_ON_TIMEOUT,TORCH_NCCL_TRACE_BUFFER_SIZE,X \
-  --nproc 8 \
+  --nproc auto \
   --instance_type p5.48xlarge \
   --max_attempts 3 \
   -- \

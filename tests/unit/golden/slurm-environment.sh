@@ -14,7 +14,6 @@
 [ -n "${TOKENIZERS_PARALLELISM+set}" ] || export TOKENIZERS_PARALLELISM=false
 
 asked= && trap 'asked=USR1' USR1
-[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES # of the submitting shell
 code=<code>
 refuse() { echo "smp-train: error: $*" >&2; exit 2; }
 [ -d "$code/smp_train/launch" ] || refuse "no smp_train in $code on $(hostname); all nodes must mount its file system"
