@@ -26,6 +26,7 @@ from smp_train.launch.srun_step import Job, ignore_term, make_folders, output, r
 REQUEUED = 128 + signal.SIGTERM
 NOT_SHARED = re.compile(r"execve\(\)|No module named '?smp_train|pyxis: .*(No such file|does not exist)")
 FAILURE = re.compile(r"LAUNCH-FAIL node=(?P<node>\S+) rank=(?P<rank>\S+) rc=(?P<rc>\d+) cause=(?P<cause>\S+)")
+OVERDUE_SECONDS = 300.0
 LOST = ("lost-peer", "aborted")
 """Causes of ranks that only lost touch with another rank, or that NCCL aborted for it."""
 
@@ -160,11 +161,23 @@ class Start:
         self.step = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         if self.end_step:
             self.step.terminate()
-        code = self.step.wait()
+        code = self.wait(self.step)
         self.ended = True
         if self.stop_is_mine():
             self.stop.unlink()
         return code if code >= 0 else 128 - code
+
+    def wait(self, step: subprocess.Popen[bytes]) -> int:
+        """Wait for srun; end it where it goes on long after the run has ended, or after a person asked twice."""
+        overdue = 0
+        while True:
+            try:
+                return step.wait(OVERDUE_SECONDS)
+            except subprocess.TimeoutExpired:
+                overdue += self.end_step or self.new("DONE") or self.new("STOPPED")
+            if overdue > 1:
+                say(f"warning: the run has ended, srun has not for {OVERDUE_SECONDS:g} s: ending it")
+                (step.terminate if overdue == 2 else step.kill)()
 
     def on_signal(self, number: int, _: Any) -> None:
         """Forward a request to stop; ^C of a person in an allocation saves and stops, ^C again ends the step."""

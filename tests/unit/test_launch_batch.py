@@ -278,7 +278,7 @@ def test_interrupts_that_come_before_python_has_started_the_step_end_it(
         def terminate(self) -> None:
             terminated.append(True)
 
-        def wait(self) -> int:
+        def wait(self, timeout: float | None = None) -> int:
             return -signal.SIGTERM
 
     cluster.run.mkdir()
@@ -293,6 +293,23 @@ def test_interrupts_that_come_before_python_has_started_the_step_end_it(
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert (code, terminated) == (REQUEUED, [True])
+
+
+def test_a_step_that_does_not_end_with_its_run_is_ended(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm may wait for a node that does not answer until the job's time is up."""
+    cluster.run.mkdir()
+    monkeypatch.setenv("SLURM_JOB_ID", JOB)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(batch_job, "output", lambda *words: "")
+    monkeypatch.setattr(batch_job, "OVERDUE_SECONDS", 0.2)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    start = batch_job.Start(srun_step.Job([], str(ROOT), str(cluster.run), sys.executable))
+    try:
+        code = start.run(["bash", "-c", f"trap '' TERM; echo >{cluster.run}/DONE; while :; do sleep 1; done"])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert (code, start.conclude(code)) == (128 + signal.SIGKILL, 0)
 
 
 @pytest.mark.parametrize("marker", ["DONE", "STOPPED"])
