@@ -91,9 +91,9 @@ def _pairs(name: str, texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _secret(text: str) -> tuple[str, str, str]:
-    found = re.fullmatch(rf"({VARIABLE.pattern})=([^:]+):(.+)", text)
+    found = re.fullmatch(rf"({VARIABLE.pattern})=([a-z0-9.-]+):([A-Za-z0-9._-]+)", text)
     if not found:
-        raise ConfigError(f"--secrets {text}: is not NAME=SECRET:KEY")
+        raise ConfigError(f"--secrets {text}: is not NAME=SECRET:KEY, as Kubernetes names secrets and their keys")
     return found[1], found[2], found[3]
 
 

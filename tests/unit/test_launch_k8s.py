@@ -124,6 +124,7 @@ def test_job_is_named_after_the_run(run: str, name: str) -> None:
         ([*PLAIN, "--claims", "fsx"], "--claims fsx: is not CLAIM:/path"),
         ([*PLAIN, "--host_paths", "x:/y"], "--host_paths x:/y: is not /path:/path"),
         ([*PLAIN, "--secrets", "HF_TOKEN=hub"], "is not NAME=SECRET:KEY"),
+        ([*PLAIN, "--secrets", "HF_TOKEN=hub:a:b"], "is not NAME=SECRET:KEY"),
         ([*PLAIN, "--job_name", "My_Job"], "--job_name My_Job: small letters, digits and dashes"),
         ([*PLAIN, "--namespace", "A"], "--namespace A: small letters"),
         ([*PLAIN, "--operator", "hyperpodd"], "is not kubeflow or hyperpod; did you mean hyperpod?"),
