@@ -37,6 +37,12 @@ CHOICE: Table = {
     "BATCH_SIZE": ("4", "sequences per process"),
     "GRAD_ACCUM_STEPS": ("1", ""),
 }
+FSDP2 = {
+    "max_steps": "100000", "lr": "3e-4", "min_lr": "3e-5", "warmup": "2000", "weight_decay": "0.1",
+    "logging_freq": "10",
+}  # fmt: skip
+"""Defaults of FSDP2 LLM Training, whose scripts have these names, where training's own defaults are others."""
+UNLESS = {"max_steps": ("epochs",), "min_lr": ("lr",)}
 RUN: Table = {
     "TRAINING_DIR": ("", "folder of .json or .json.gz shards (data/README.md)"),
     "TEST_DIR": ("", "folder of the shards to validate on"),
@@ -76,7 +82,10 @@ KINDS: dict[str, Table] = {
     "enroot": PRESET | RUN | SLURM,
     "conda": PRESET | RUN | SLURM,
     "slurm": CHOICE | RUN | SLURM,
-    "local": CHOICE | RUN,
+    "local": CHOICE | {
+        "USE_HF_MODEL": ("", "true: HF_MODEL with its weights, unless MODEL_SIZE is set; false: from scratch"),
+        "GRAD_ACCUM_STEPS": ("2", ""),
+    } | RUN,
     "k8s": PRESET | EKS | {name: row for name, row in RUN.items() if name != "PREFLIGHT"},
 }
 MODEL = ("hf_pretrained_model_name_or_dir", "pretrained_model_name", "from_scratch", "model_type")
@@ -85,7 +94,10 @@ DATA = ("training_dir", "dataset", "use_synthetic_data")
 
 def variables(kind: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of one kind of script; an empty one has its default."""
-    return {name: environ.get(name) or default for name, (default, _) in KINDS[kind].items()}
+    values = {name: environ.get(name) or default for name, (default, _) in KINDS[kind].items()}
+    if kind == "local" and not values["USE_HF_MODEL"]:
+        values["USE_HF_MODEL"] = "false" if environ.get("MODEL_SIZE") else "true"
+    return values
 
 
 def training_flags(flags: Sequence[str], values: Mapping[str, str]) -> list[str]:
@@ -100,7 +112,9 @@ def training_flags(flags: Sequence[str], values: Mapping[str, str]) -> list[str]
     if "BATCH_SIZE" in values:
         choose("train_batch_size", values["BATCH_SIZE"])
         choose("gradient_accumulation_steps", values["GRAD_ACCUM_STEPS"])
-        if read_bool(values["USE_HF_MODEL"]):
+        for flag, value in FSDP2.items():
+            choose(flag, value, UNLESS.get(flag, ()))
+        if read_bool(values["USE_HF_MODEL"]) and not is_given("model_size"):
             choose("hf_pretrained_model_name_or_dir", values["HF_MODEL"], MODEL)
         else:
             choose("from_scratch", "1", MODEL)
