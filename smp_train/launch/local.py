@@ -59,7 +59,5 @@ def main(words: Sequence[str]) -> int:
         print(shlex.join([sys.executable, "-m", "smp_train.launch.node_agent", *agent]))
     if options["dry_run"] or options["check"]:
         return 0
-    os.environ.update(given | {name: spec.environment[name] for name in spec.added})
-    for name, value in spec.environment.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(given | spec.environment)
     return node_agent.main(agent)

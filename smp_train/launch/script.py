@@ -191,8 +191,6 @@ def slurm(kind: str, script: str, arguments: Sequence[str], asked: str = "") -> 
             say(f"warning: {warning}")
     if common["check"]:
         return 0
-    for name, value in spec.environment.items():
-        os.environ.setdefault(name, value)
     return run(job, asked=asked, dry_run=dry_run)
 
 

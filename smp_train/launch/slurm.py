@@ -140,7 +140,7 @@ def render(spec: Spec, options: dict[str, Any], job: Job) -> str:
         *(f"#SBATCH --{key}={_header(key, value)}" for key, value in header.items()),
         *(f"#SBATCH {_header('sbatch', word)}" for word in options["sbatch"]),
         "", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}",
-        *(_export(spec, name) for name in sorted(spec.environment)),
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())),
     ]  # fmt: skip
     return "\n".join(lines) + body.replace("@OPTIONS@", " \\\n  ".join(map(shlex.join, command_line(job))))
 
@@ -151,12 +151,6 @@ def _header(key: str, value: str) -> str:
     if re.search(r"[\n\r]", value) or (key != "sbatch" and re.search(r"\s", value)):
         raise ConfigError(f"{key} {value!r}: a space or a line break cannot stand in an #SBATCH line")
     return value
-
-
-def _export(spec: Spec, name: str) -> str:
-    """Return the line that sets a variable; only the user's own overrides that of the submitting shell."""
-    value = shlex.quote(spec.environment[name])
-    return f"export {name}={value}" if name in spec.added else f'[ -n "${{{name}+set}}" ] || export {name}={value}'
 
 
 def places(resolved: Resolved, run_dir: str) -> dict[str, Any]:

@@ -36,9 +36,7 @@ class Spec:
     """Processes on each node; 0: one for each GPU, which are counted when the run starts."""
     instance: Instance | None
     environment: dict[str, str] = field(default_factory=dict)
-    """What the launcher exports: by instance type, and what the user added with --env."""
-    added: frozenset[str] = frozenset()
-    """Names of those that the user added; the others are defaults, which the submitting shell overrides."""
+    """What the launcher exports: variables of --env; on Kubernetes, which has no node agent, its defaults too."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -81,11 +79,11 @@ def build(
     backend = check_run(resolved, image, instance, nodes, processes)
     added = read_env(env)
     found = {**(os.environ if environ is None else environ), **added}
-    defaults = variables(instance, kubernetes=kubernetes)
+    defaults = variables(instance, kubernetes=True) if kubernetes else {}
     token = preflight.missing_token(resolved, found, home=not image)
     return Spec(
         train_flags=tuple(completed), resolved=resolved, nodes=nodes, processes=processes, instance=instance,
-        environment=defaults | added, added=frozenset(added),
+        environment=defaults | added,
         warnings=(*lint(found), *ineffective(resolved, backend), *token),
     )  # fmt: skip
 

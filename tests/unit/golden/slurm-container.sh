@@ -11,14 +11,7 @@
 #SBATCH --time=2-00:00:00
 
 # To hand this to sbatch yourself, first: mkdir -p /runs/llama_v2-70b/logs
-[ -n "${FI_EFA_USE_HUGE_PAGE+set}" ] || export FI_EFA_USE_HUGE_PAGE=0
-[ -n "${HF_HUB_ETAG_TIMEOUT+set}" ] || export HF_HUB_ETAG_TIMEOUT=60
 export HF_TOKEN='a b'
-[ -n "${NCCL_DEBUG+set}" ] || export NCCL_DEBUG=WARN
-[ -n "${NCCL_SOCKET_IFNAME+set}" ] || export NCCL_SOCKET_IFNAME='^docker,lo,veth'
-[ -n "${TOKENIZERS_PARALLELISM+set}" ] || export TOKENIZERS_PARALLELISM=false
-[ -n "${TORCH_NCCL_DUMP_ON_TIMEOUT+set}" ] || export TORCH_NCCL_DUMP_ON_TIMEOUT=1
-[ -n "${TORCH_NCCL_TRACE_BUFFER_SIZE+set}" ] || export TORCH_NCCL_TRACE_BUFFER_SIZE=2000
 export X=''"'"'q'"'"''
 
 asked= && trap 'asked=USR1' USR1
@@ -39,7 +32,7 @@ PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.b
   --folders /fsx/data/train \
   --written /checkpoints \
   --checkpoints /checkpoints/llama_v2-70b \
-  --container_env FI_EFA_USE_HUGE_PAGE,HF_HUB_ETAG_TIMEOUT,HF_TOKEN,NCCL_DEBUG,NCCL_SOCKET_IFNAME,TOKENIZERS_PARALLELISM,TORCH_NCCL_DUMP_ON_TIMEOUT,TORCH_NCCL_TRACE_BUFFER_SIZE,X \
+  --container_env HF_TOKEN,X \
   --nproc auto \
   --instance_type p5.48xlarge \
   --max_attempts 3 \

@@ -10,8 +10,6 @@
 #SBATCH --gpus-per-node=2
 
 # To hand this to sbatch yourself, first: mkdir -p /runs/gpt_neox/logs
-[ -n "${HF_HUB_ETAG_TIMEOUT+set}" ] || export HF_HUB_ETAG_TIMEOUT=60
-[ -n "${TOKENIZERS_PARALLELISM+set}" ] || export TOKENIZERS_PARALLELISM=false
 
 asked= && trap 'asked=USR1' USR1
 code=<code>
