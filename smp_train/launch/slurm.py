@@ -233,7 +233,7 @@ def _read_by_nodes(job: Job) -> list[str]:
 
 def check(spec: Spec, options: dict[str, Any], job: Job) -> None:
     """Refuse what this machine or the cluster lacks, and print the run and its warnings."""
-    warnings = [*cluster.warnings(spec, options), *check_files(spec, job)]
+    warnings = [*check_files(spec, job), *cluster.warnings(spec, options)]
     if options["probe"]:
         warnings += cluster.probe(options, _read_by_nodes(job))
     warnings += planned.check(spec.resolved, spec.train_flags, spec.instance, spec.nodes, spec.processes)
