@@ -9,6 +9,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,24 @@ class _Console(logging.StreamHandler):
             super().emit(record)
 
 
+class _LogFile(logging.FileHandler):
+    """Reports once that the file cannot be written, where Python prints a traceback for every record."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        failure = sys.exc_info()[1]
+        if not isinstance(failure, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            get_logger().warning("%s: log lines are being lost (%s)", self.baseFilename, failure.strerror)
+
+    def close(self) -> None:
+        with suppress(OSError):  # of the lines that are lost
+            super().close()
+
+
 def get_logger() -> logging.Logger:
     """Return the package's logger. Silent below warnings until `setup_logging` has run."""
     return logging.getLogger("smp_train")
@@ -90,7 +109,7 @@ def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | 
         path = Path(log_dir) / f"rank-{rank}.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = logging.FileHandler(path, encoding="utf-8")
+            file = _LogFile(path, encoding="utf-8")
         except OSError as failure:
             raise ConfigError(f"{path}: cannot write the log ({failure.strerror}); set --run_dir") from None
         file.setFormatter(_Formatter(_FORMAT, _TIME))
@@ -123,8 +142,8 @@ def validation_line(step: int, loss: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Return e to the power of a loss in nats per token; infinity where that is no float."""
-    return math.exp(loss) if loss < math.log(sys.float_info.max) else loss if math.isnan(loss) else math.inf
+    """Return e to the power of a loss in nats per token, at most e^20, as Megatron-LM does; nan stays nan."""
+    return math.exp(min(loss, 20.0))
 
 
 def _fixed(value: float | None, digits: int, *, scale: float = 1, unit: str = "") -> str:

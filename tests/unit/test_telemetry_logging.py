@@ -62,6 +62,11 @@ def test_the_validation_line():
     assert matches(validation_line(12, 3.210984)) == {"validation:loss": 3.21098, "validation:perplexity": 24.8}
 
 
+@pytest.mark.parametrize("loss", [21.0, 165.2, 1e6])
+def test_a_perplexity_beyond_all_measure_is_capped(loss):
+    assert matches(validation_line(12, loss))["validation:perplexity"] == pytest.approx(4.85e8, rel=1e-3)
+
+
 @pytest.mark.parametrize("lr", [0.0, 1e-4, 1e-5, 9.9e-6, 3.25e-9])
 def test_a_small_rate_keeps_its_digits(lr):
     assert matches(batch_line({**RECORD, "lr": lr}))["train:lr"] == pytest.approx(lr, rel=1e-3)
@@ -111,6 +116,15 @@ def test_every_rank_has_a_file_and_a_second_call_replaces_the_first(tmp_path, ca
     text = (tmp_path / "logs/rank-3.log").read_text()
     assert text.index("once") < text.index("appended")
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_full_disk_is_one_warning(tmp_path, capsys):
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    setup_logging(0, log_dir=tmp_path)
+    for number in range(100):
+        get_logger().info("line %d", number)
+    out, err = capsys.readouterr()
+    assert (len(out.splitlines()), out.count("log lines are being lost (No space left on device)"), err) == (101, 1, "")
 
 
 def test_a_log_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path):
