@@ -321,10 +321,11 @@ def _explain_settled(args: Arguments, values: dict[str, Any], sources: dict[str,
         sources[name] = f"follows from {cause}"
     # A validation that never comes due needs no data.
     idle = args.validation_freq is not None and args.validation_freq > args.max_steps
-    if idle and not (args.test_dir or args.use_synthetic_data):
+    used = args.keep_best or args.early_stopping or args.evaluate_first
+    if idle and not (used or args.test_dir or args.use_synthetic_data):
         notes.append(
-            f"--validation_freq {args.validation_freq} is not reached in {args.max_steps} steps and there is "
-            "no --test_dir: no validation"
+            f"--validation_freq {args.validation_freq} is more than --max_steps {args.max_steps}: no validation; to "
+            "validate after the last step, give --test_dir"
         )
         args.validation_freq = None
         sources["validation_freq"] = "follows from --max_steps"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_train.arguments import Arguments, Resolved, ineffective, parse
+from smp_train.arguments import Arguments, Resolved, ineffective, parse, validate
 from smp_train.arguments.aliases import ALIASES
 from smp_train.arguments.groups import flags
 from smp_train.arguments.mp_parameters import SMP_KEYS
@@ -488,6 +488,9 @@ def test_validation_that_is_never_due_asks_for_no_data() -> None:
     idle = parse(shlex.split("--validation_freq 500 --max_steps 4 --training_dir d"), {})
     assert idle.args.validation_freq is None
     assert "no validation" in idle.notes[0]
+    for use in ("--keep_best 1", "--early_stopping 2", "--evaluate_first 1"):
+        with pytest.raises(ConfigError, match="--test_dir"):  # not that it needs --validation_freq, which is there
+            validate(parse(shlex.split(f"--validation_freq 500 --max_steps 4 --training_dir /d {use}"), {}).args, 1)
 
 
 @given(st.lists(st.text(max_size=12), max_size=5))
