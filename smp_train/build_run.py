@@ -327,6 +327,7 @@ def open_checkpoints(
         asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
     )  # fmt: skip
     opened.callback(checkpoints.close)
+    checkpoints.keeps_scheduled = args.on_spike == "rollback"
     if not args.evaluate_only:
         checkpoints.check_folders()
     with distributed.together("looking at the model folder"):

@@ -63,7 +63,7 @@ def respond(run: Run, of: train_utils.Unread, loss: float, grad_norm: float, *, 
     if finite:
         what += f", where {limits.loss:.5g} and {limits.grad_norm:.5g} are the limits"
     what += "; " + where_from(parts, of, finite=finite)
-    to = run.saved_path if spikes.policy == "rollback" else None
+    to = run.checkpoints.scheduled_before(of.step) if spikes.policy == "rollback" and held else None
     damaged = any(part.damaged for part in parts)
     action = "warn"
     if held:
@@ -89,7 +89,7 @@ def respond(run: Run, of: train_utils.Unread, loss: float, grad_norm: float, *, 
             why = "" if spikes.policy == "skip" else ", as there is no checkpoint to go back to"
             log.warning("%s; its update is skipped%s", what, why, extra=ALL_RANKS)
         else:
-            first = roll_back(run, of.step) + 1
+            first = roll_back(run, of.step, to) + 1
             text = "%s; back to %s, steps %d to %d are passed over"
             log.warning(text, what, to, first, of.step, extra=ALL_RANKS)
     except SmpTrainError as failure:
@@ -101,13 +101,23 @@ def respond(run: Run, of: train_utils.Unread, loss: float, grad_norm: float, *, 
     return True
 
 
-def roll_back(run: Run, step: int) -> int:
-    """Load weights and optimizer of the newest durable checkpoint, and return its step; collective.
+def report_divergence(run: Run, step: int, loss: float, start: float) -> None:
+    """Report that the loss has risen far above the loss of the first steps. Not collective."""
+    lr = run.args.lr
+    log.warning(
+        "step %d: the run diverges: the loss is %.3g, and was %.3g in the first steps. The first suspect is the "
+        "learning rate, %.3g in this step: give --lr %.3g in place of %.3g, or a longer --warmup; then see the data",
+        step, loss, start, run.schedule(step - 1), lr / 10, lr, extra=ALL_RANKS,
+    )  # fmt: skip
+    run.metrics.event("diverged", step=step, loss=loss, first=start, lr=lr)
 
-    Steps go on counting, and the data goes on behind ``step``: the updates since the checkpoint are as if skipped.
+
+def roll_back(run: Run, step: int, checkpoint: str) -> int:
+    """Load weights and optimizer of a checkpoint, and return its step; collective.
+
+    Steps and data go on after ``step``: the updates since the checkpoint are as if skipped.
     """
-    assert run.saved_path is not None
-    found = open_verified(run.saved_path)
+    found = open_verified(checkpoint)
     run.spikes.count_rollback(step, found.step)
     saver = run.backend.saver
     run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))

@@ -3,9 +3,10 @@
 A value is a spike above ``median + threshold * max(1.4826 * MAD, floor * median)`` of the window: the last
 --spike_window steps that were no spikes themselves. MAD is the median absolute deviation from the median; times 1.4826
 it estimates the standard deviation of a normal distribution, and half of the window can be anything (Rousseeuw and
-Croux, "Alternatives to the Median Absolute Deviation", 1993). The floor is 0.02 of a loss and 0.1 of a gradient norm,
-which moves more while training is sound. The window of step s ends at step s - 2, whose numbers are on the host when s
-is queued: so the rule does not depend on when they are read, or on a resume.
+Croux, "Alternatives to the Median Absolute Deviation", 1993). The floor is 0.02 of a loss, and the whole median of a
+gradient norm, which varies several times over while training is sound, and is clipped. The window of step s ends at
+step s - 2, whose numbers are on the host when s is queued: so the rule does not depend on when they are read, or on a
+resume.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ IN_A_ROW = 5
 """Steps in a row that are passed over; one more ends the run: that is another level, or the weights are lost."""
 TO_ONE_CHECKPOINT = 3
 """Rollbacks to one checkpoint; one more ends the run."""
+FIRST = 3
+"""Steps whose median loss is that of the start."""
+RISEN = 4
+"""Steps in a row with a loss far above the start's, from which on a run diverges."""
 LARGEST = 3.4028234e38
 """The largest float32: numbers are within, infinity and nan are not."""
 
 
-FLOOR_OF_LOSS, FLOOR_OF_NORM = 0.02, 0.1
+FLOOR_OF_LOSS, FLOOR_OF_NORM = 0.02, 1.0
 """Of the median: the least deviation that is counted with."""
 
 
@@ -56,6 +61,10 @@ class Spikes:
         """Step, loss and gradient norm."""
         self.skipped: list[list[int]] = []
         """First and last of each stretch of steps whose updates are not in the weights."""
+        self._first: list[float] = []
+        """The first losses."""
+        self._risen = 0
+        """Steps in a row with a loss far above the first; more than `RISEN` once that was reported."""
         self._row = 0
         self._rollbacks = (-1, 0)
         self._found: tuple[int, Limits] = (-1, Limits())
@@ -81,6 +90,22 @@ class Spikes:
     def accept(self, step: int, loss: float, grad_norm: float) -> None:
         """Take the numbers of a step into the window."""
         self.accepted = [*self.accepted[-self.window - 1 :], (step, loss, grad_norm)]
+
+    def diverges(self, loss: float) -> float | None:
+        """Take a step's loss; return the first loss if the run is found to diverge, which it is once.
+
+        Random weights guess at best, so their loss only falls, and a batch of twice the usual loss is rare in
+        finetuning: `RISEN` steps in a row with twice the first loss, and 2 nats more, are neither.
+        """
+        if len(self._first) < FIRST:
+            self._first.append(loss)
+        elif self._risen <= RISEN:
+            start = median(self._first)
+            self._risen = self._risen + 1 if loss > max(2 * start, start + 2) else 0
+            if self._risen == RISEN:
+                self._risen += 1
+                return start
+        return None
 
     def skip(self, first: int, last: int) -> None:
         """Note that the updates of some steps are not in the weights."""
@@ -111,7 +136,11 @@ class Spikes:
     def state(self, batch: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, plain JSON; ``batch`` is the samples of a step."""
         accepted = [list(numbers) for numbers in self.accepted]
-        return {"accepted": accepted, "skipped": self.skipped, "row": self._row, "batch": batch}
+        rollbacks = list(self._rollbacks)
+        return {
+            "accepted": accepted, "skipped": self.skipped, "row": self._row, "rollbacks": rollbacks, "batch": batch,
+            "first": self._first, "risen": self._risen,
+        }  # fmt: skip
 
     def restore(self, state: dict[str, Any] | None, batch: int) -> None:
         """Take up the state of a checkpoint; one of an earlier version has none.
@@ -123,4 +152,7 @@ class Spikes:
         self.accepted = [(int(s), float(loss), float(norm)) for s, loss, norm in accepted]
         self.skipped = [[int(first), int(last)] for first, last in state.get("skipped", [])]
         self._row = int(state.get("row", 0))
+        step, count = state.get("rollbacks", (-1, 0))
+        self._rollbacks = int(step), int(count)
+        self._first, self._risen = [float(loss) for loss in state.get("first", [])], int(state.get("risen", 0))
         self._found = (-1, NONE)

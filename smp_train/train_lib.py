@@ -312,6 +312,8 @@ def settle(run: Run) -> bool:
         run.spikes.accept(unread.step, loss, grad_norm)
     if unread.logged:
         write_log(run, unread, loss, grad_norm)
+    if not broken and (start := run.spikes.diverges(loss)) is not None:
+        divergence.report_divergence(run, unread.step, loss, start)
     return (beyond or broken) and divergence.respond(run, unread, loss, grad_norm, finite=not broken)
 
 

@@ -45,7 +45,7 @@ class OptimizerArguments:
     grad_clip: float = flag(1.0, "Largest norm of the gradient; 0: no clipping", must=">=0", trainer="max_grad_norm")
     on_spike: str = flag(
         "warn", "At a loss or gradient norm far above those before: warn, skip the update, or go back to the last "
-        "checkpoint and on behind the spike (rollback). One that is not finite ends the run with warn",
+        "checkpoint of --checkpoint_freq (rollback). One that is not finite ends the run with warn",
         choices=("warn", "skip", "rollback"))
     spike_threshold: float = flag(
         10.0, "Deviations above the median of the last steps from which on it is a spike", must=">0")

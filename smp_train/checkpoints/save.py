@@ -105,6 +105,8 @@ class CheckpointManager:
         """The tokenizer's files by name. Those that rank 0 has are stored in every durable checkpoint."""
         self.best: int | None = None
         """A step whose checkpoint no policy deletes."""
+        self.keeps_scheduled = False
+        """Whether each policy keeps its newest checkpoint of a step that is due, for a rollback."""
         self._writer = BackgroundWriter()
         self._pending: Any = None
         """The save under way: a `Background`, or a backend's object with the same methods."""
@@ -150,6 +152,23 @@ class CheckpointManager:
         """Return the first step after ``step`` at which a policy wants a checkpoint, None if no policy ever does."""
         every = [target.policy.every for target in self._targets if target.policy.every > 0]
         return min((step - step % steps + steps for steps in every), default=None)
+
+    def scheduled_before(self, step: int) -> str | None:
+        """Return the path of the newest durable checkpoint before ``step`` that a policy was due to save. Collective.
+
+        A run that was stopped and resumed gets the same one as a run that was not: a stop's save is not on schedule.
+        """
+
+        def newest() -> str | None:
+            scheduled = [
+                (checkpoint[:2], f"{target.folder.location}/{checkpoint.name}")
+                for target in self._targets if not target.node_local
+                for checkpoint in target.folder.committed() if checkpoint.step < step
+                if target.policy.due(checkpoint.step) and not target.folder.is_marked_damaged(checkpoint.name)
+            ]  # fmt: skip
+            return max(scheduled)[1] if scheduled else None
+
+        return on_main("cannot go back", newest)
 
     # --- a save
 
@@ -312,8 +331,11 @@ class CheckpointManager:
             self.on_stage("retain")
             ours = [old for old in folder.committed() if old.marker and old.generation <= self.generation]
             intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
+            kept = {saved.path.rpartition("/")[2]}
+            if self.keeps_scheduled:
+                kept |= {scheduled.name for scheduled in [old for old in intact if target.policy.due(old.step)][:1]}
             for old in reversed(intact[keep:]):
-                if old.step != self.best and old.name != saved.path.rpartition("/")[2]:
+                if old.step != self.best and old.name not in kept:
                     self._check_owner()  # a job that has taken over may resume from this old checkpoint
                     folder.delete(old.name)
         except Exception as error:  # the failure is on rank 0 alone

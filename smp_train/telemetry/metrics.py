@@ -65,7 +65,7 @@ NAMED_FROM = 0.1
 """A rank is named, in the log and in the report, when it costs the others this part of a step."""
 
 # Each has ``step``, the updates done. An attempt begins with `start` (at 0) or `resume` (from a checkpoint).
-EVENTS = ("start", "resume", "save", "evaluate", "spike", "profile", "stop", "finish")
+EVENTS = ("start", "resume", "save", "evaluate", "spike", "diverged", "profile", "stop", "finish")
 
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"A10G\b", 70e12),

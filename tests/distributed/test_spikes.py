@@ -144,6 +144,23 @@ def test_a_rollback_passes_over_the_steps_since_the_checkpoint(tmp_path: Path, l
 
 
 @pytest.mark.slow
+def test_a_rollback_after_a_stop_goes_to_the_checkpoint_of_an_undisturbed_run(tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    common = data(tmp_path, 11, on_spike="rollback", checkpoint_freq=3, num_kept_checkpoints=1)
+    harness.run(train_oddly, 2, flags(whole, **common))
+    harness.run(train_oddly, 2, flags(stopped, **common | {"max_steps": 4}))  # saves as a stop does
+    assert [path.name for path in sorted(checkpoint(stopped).parent.glob("*steps"))] == [
+        checkpoint(stopped, step).name for step in (3, 4)
+    ]
+    harness.run(train_oddly, 2, flags(stopped, **common, resume_from_checkpoint=stopped / "checkpoints"))
+    assert [(event["step"], event["action"]) for event in spikes(stopped)] == [(6, "rollback")]
+    assert_equal(checkpoint(stopped), checkpoint(whole))
+    metas = [json.loads((checkpoint(folder) / "meta.json").read_text())["spikes"] for folder in (stopped, whole)]
+    assert metas[0] == metas[1]
+    assert metas[0]["rollbacks"] == [3, 1]
+
+
+@pytest.mark.slow
 def test_no_rollback_without_end(tmp_path: Path) -> None:
     common = data(tmp_path, 1, 9, 11, 13, 15, on_spike="rollback", checkpoint_freq=4, max_steps=20)
     message = fails(train_oddly, 2, flags(tmp_path, **common))
@@ -165,6 +182,17 @@ def test_damaged_weights_end_a_run_that_skips_before_they_are_saved(tmp_path: Pa
     )  # fmt: skip
     assert checkpoint(tmp_path, 2).exists()
     assert not checkpoint(tmp_path, 3).exists()
+
+
+@pytest.mark.slow
+def test_a_learning_rate_far_too_high_is_named_within_ten_steps(tmp_path: Path) -> None:
+    larger = {"hidden_width": 64, "intermediate_size": 96, "max_context_width": 64, "train_batch_size": 8}
+    harness.run(train, 1, flags(tmp_path, lr=3, warmup=8, max_steps=10, lr_decay_iters=300, **larger))
+    (event,) = [record for record in records(tmp_path) if record.get("event") == "diverged"]
+    assert (event["step"] <= 10, event["lr"]) == (True, 3.0)
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    (line,) = [line for line in log.splitlines() if "diverges" in line]
+    assert "--lr" in line
 
 
 HARD = 30

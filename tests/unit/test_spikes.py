@@ -27,7 +27,7 @@ def test_the_window_ends_two_steps_before() -> None:
     for step in range(1, 9):
         limits = spikes.limits(step)
         known = [float(number) for number in range(max(1, step - 5), step - 1)]
-        assert limits == (NONE if len(known) < 4 else (bound(known, 10, 0.02), bound([1.0] * 4, 10, 0.1)))
+        assert limits == (NONE if len(known) < 4 else (bound(known, 10, 0.02), bound([1.0] * 4, 10, 1.0)))
         spikes.accept(step, float(step), 1.0)
         assert spikes.limits(step + 1) == spikes.limits(step + 1)
     assert spikes.limits(8) == limits  # as it was before that step was read
@@ -36,6 +36,33 @@ def test_the_window_ends_two_steps_before() -> None:
         few.accept(step, 1.0, 1.0)
     assert few.limits(100) == NONE
     assert not few.held
+
+
+# The demo's model and data with --lr 3.
+DIVERGES = (7.64, 8.89, 23.67, 18.35, 31.68, 55.09, 71.77, 110.1, 173.5, 169.4)
+
+
+def test_a_rise_above_the_first_losses_is_found_once_and_in_time() -> None:
+    spikes, other = Spikes(), Spikes()
+    found = [(step, spikes.diverges(loss)) for step, loss in enumerate(DIVERGES, 1)]
+    assert [(step, start) for step, start in found if start is not None] == [(7, 8.89)]
+    for loss in DIVERGES[:6]:
+        other.diverges(loss)
+    spikes.restore(json.loads(json.dumps(other.state(8))), 8)
+    assert spikes.diverges(DIVERGES[6]) == 8.89
+
+
+def test_a_healthy_run_of_5000_steps_raises_no_alarm() -> None:
+    draw, spikes = random.Random(1), Spikes()
+    for step in range(1, 5001):
+        # As measured with the sample and default settings: the deviations grow as the loss falls.
+        loss = (1.6 + 6 * math.exp(-step / 900)) * draw.lognormvariate(0, min(0.2, step / 5000))
+        norm = (1 + min(2.5, step / 1000)) * draw.lognormvariate(0, 0.25) * (4 if draw.random() < 0.004 else 1)
+        limits = spikes.limits(step)
+        assert (loss < limits.loss, norm < limits.grad_norm, spikes.diverges(loss)) == (True, True, None), step
+        spikes.accept(step, loss, norm)
+    pretrained = Spikes()
+    assert not any(pretrained.diverges(1.5 * draw.lognormvariate(0, 0.35)) for _ in range(5000))
 
 
 def test_what_a_checkpoint_keeps_decides_alike() -> None:
@@ -59,6 +86,11 @@ def test_what_a_checkpoint_keeps_decides_alike() -> None:
     assert other.skipped == one.skipped
     other.restore(None, 8)
     assert other.limits(20) == NONE
+    for step in range(TO_ONE_CHECKPOINT):
+        one.count_rollback(50 + step, to=12)
+    other.restore(json.loads(json.dumps(one.state(8))), 8)
+    with pytest.raises(SmpTrainError, match="checkpoint of step 12"):
+        other.count_rollback(60, to=12)
 
 
 def test_too_many_end_the_run() -> None:
