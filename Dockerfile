@@ -19,6 +19,6 @@ USER ${IMAGE_USER}
 
 FROM common AS native
 ARG EXTRA_PACKAGES=
-RUN python -m pip install --no-cache-dir '.[train,report]' ${EXTRA_PACKAGES}
+RUN python -m pip install --no-cache-dir '.[train]' ${EXTRA_PACKAGES}
 ARG IMAGE_USER=trainer
 USER ${IMAGE_USER}

@@ -1,4 +1,4 @@
-# make demo   install, then train on real text with two processes, stop, resume, plot
+# make demo   install, then train on real text with two processes, stop, resume, and write the page of the run
 # make test   install, then lint, type-check and run the units and one case of each path through the system: four minutes on
 #           two cores
 # make test-all   everything: a real Slurm, every cell of the tables, SageMaker's SDKs, SMP's versions, a soak of kills

@@ -61,7 +61,7 @@ VERBS: dict[str, Verb] = {
     "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
     "checkpoint": Verb("list, show, verify, export, convert, import, prune checkpoints", "smp_train.checkpoints.cli"),
     "bench": Verb("measure speed", "smp_train.bench"),
-    "report": Verb("write a page and pictures of runs, also beside a running one", "smp_train.telemetry.report"),
+    "report": Verb("write a page of runs, also of a running one", "smp_train.telemetry.report"),
 }
 
 COLLECTIVE = {"generate", "evaluate"}
@@ -221,7 +221,7 @@ def _import(name: str) -> ModuleType:
         if package in ("", "smp_train"):
             raise
         raise ConfigError(
-            f"`smp-train {name}` needs the package {package}, which is not installed here; {install('train,report')}"
+            f"`smp-train {name}` needs the package {package}, which is not installed here; {install('train')}"
         ) from missing
     finally:
         gc.freeze()

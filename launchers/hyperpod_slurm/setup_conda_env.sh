@@ -2,12 +2,12 @@
 # Make the environment that launch_training_conda.sh uses, in the checkout, where all nodes see it.
 #   bash setup_conda_env.sh             a virtual environment (.venv) of python3, 3.10 or newer
 #   bash setup_conda_env.sh --conda     a conda environment in the same place, with Python 3.11 of its own
-# Run again, it updates what is there. EXTRAS (default train,report) chooses what is installed with the package.
+# Run again, it updates what is there. EXTRAS (default train) chooses what is installed with the package.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 target=${TARGET:-$root/.venv}
-: "${EXTRAS:=train,report}"
+: "${EXTRAS:=train}"
 
 case "${1:-}" in
   '')

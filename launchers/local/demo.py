@@ -180,7 +180,7 @@ def demo() -> None:
     heading("Put a prompt through its checkpoint")
     run(generate_command())
 
-    heading("Draw the report")
+    heading("Write its page")
     run([str(BIN / "smp-train"), "report", str(RUN.path)])
     heading(f"Done in {time.monotonic() - began:.0f} s, every claim checked")
     print(f"  unigram entropy of the text   {entropy:.3f} nats per token (what word counts alone can reach)")
@@ -188,7 +188,7 @@ def demo() -> None:
         print(f"  {name:<30}" + (f"{value:.2%} of a step (median)" if name == "waiting for data" else f"{value:.3f}"))
     checkpoints = ", ".join(sorted(path.parent.name for path in CHECKPOINTS.glob("*/COMMITTED")))
     for name, where in (
-        ("report", DEMO / "run/report.png"), ("metrics", DEMO / "run/metrics.jsonl"),
+        ("report", DEMO / "run/report.html"), ("metrics", DEMO / "run/metrics.jsonl"),
         ("configuration", DEMO / "run/run.json"), ("logs", DEMO / "run/logs"), ("token shards", DEMO / "data"),
         ("checkpoints", f"{CHECKPOINTS}: {checkpoints}"),
     ):  # fmt: skip

@@ -1,13 +1,15 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent), runs = data.runs;
-const COLORS = data.palette;
-const GREY = "#6b7885", RED = "#cc2222", INK = "#22303c";
+// Without a prototype: a metric or a setting may be called toString.
+const bare = (key, value) => value && value.constructor === Object ? Object.assign(Object.create(null), value) : value;
+const data = JSON.parse(document.getElementById("data").textContent, bare), runs = data.runs;
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const GREY = "var(--muted)", RED = "var(--bad)", INK = "var(--ink)";
 const PANELS = [
   { title: "Loss", unit: "nats per token", keys: ["loss", "loss_mean"], names: ["train", "train, mean"],
-    validation: true, log: true },
-  { title: "Learning rate", keys: ["lr"] },
-  { title: "Gradient norm", keys: ["grad_norm"], log: true },
-  { title: "Throughput", unit: "tokens/s", keys: ["tokens_per_sec"], zero: true },
+    validation: true, log: true, first: true, marks: true },
+  { title: "Gradient norm", keys: ["grad_norm"], log: true, first: true, marks: true },
+  { title: "Learning rate", keys: ["lr"], first: true },
+  { title: "Throughput", unit: "tokens/s", keys: ["tokens_per_sec"], zero: true, first: true },
   { title: "MFU", unit: "% of the peak", keys: ["mfu"], scale: 100, zero: true },
   { title: "Memory", unit: "GiB", keys: ["memory_gib"], zero: true },
   { title: "Step time", unit: "s", keys: ["step_sec"], zero: true },
@@ -26,7 +28,7 @@ const KNOWN = ["step", "time", "tokens", "consumed", "samples_per_sec", "tokens_
 const QUIET = ["start", "resume", "stop", "finish", "save", "evaluate", "profile"];
 const SVG = ["svg", "path", "line", "text", "rect", "circle"];
 const UNITS = [["days", 86400], ["hours", 3600], ["minutes", 60], ["seconds", 1]];
-const HEIGHT = 220, LEFT = 52, TOP = 10, FOOT = HEIGHT - 24;
+const LEFT = 46, TOP = 12;
 const hidden = new Set();
 let zoom = null;
 
@@ -41,36 +43,45 @@ const picture = (width, height, label) =>
   el("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label });
 const $ = id => document.getElementById(id);
 const several = runs.length > 1;
-const color = (run, series = 0) => COLORS[(several ? run : series) % COLORS.length];
+const colors = () => data.palette[dark.matches ? "dark" : "light"];
+const color = (run, series = 0) => colors()[(several ? run : series) % colors().length];
 const unitOf = seconds => UNITS.find(([, size]) => seconds >= 2 * size) || UNITS.at(-1);
 const longest = Math.max(1, ...runs.flatMap(run => run.attempts.map(each => each.ended - run.attempts[0].began)));
 const [unit, second] = unitOf(longest);
 const text = value => value == null ? "–" : typeof value === "object" ? JSON.stringify(value) : `${value}`;
+const rounded = value => typeof value === "number" && !Number.isInteger(value) ? short(value) : text(value);
 const clock = seconds => new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ");
 const union = find => [...new Set(runs.flatMap(find))];
 const shown = find => runs.flatMap((run, r) => hidden.has(r) ? [] : find(run, r));
-const room = box => Math.max(260, box.clientWidth - 22);
+const room = box => Math.max(260, box.clientWidth - 24);
 
-function short(value) {
+function short(value, digits = 3) {
+  value = +(+value).toPrecision(digits);
   const size = Math.abs(value);
-  if (value === 0) return "0";
-  if (size < 1e-3) return value.toExponential(1);
-  for (const [unit, least, one] of [["T", 1e12, 1e12], ["B", 1e9, 1e9], ["M", 1e6, 1e6], ["k", 1e4, 1e3]])
-    if (size >= least) return `${+(value / one).toPrecision(4)}${unit}`;
-  return `${+value.toPrecision(5)}`;
+  if (size && size < 1e-3) return value.toExponential().replace("e-", "e−");
+  for (const [letter, least, one] of [["T", 1e12, 1e12], ["B", 1e9, 1e9], ["M", 1e6, 1e6], ["k", 1e4, 1e3]])
+    if (size >= least) return `${+(value / one).toPrecision(digits)}${letter}`;
+  return `${value}`;
 }
 
-function ticks(low, high, count, log) {
+// At least four round numbers between two, and as many digits as tell them apart.
+function ticks(low, high, log) {
   const found = [];
-  if (log && high / low > 2) {
-    const digits = high / low > 30 ? [1] : [1, 2, 5];
-    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
-      found.push(...digits.map(digit => digit * 10 ** power).filter(tick => tick >= low && tick <= high));
-    return found;
-  }
-  const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
-  const step = power * [1, 2, 5, 10].find(each => each * power >= raw);
-  for (let at = Math.ceil(low / step); at * step <= high + step * 1e-9; at++) found.push(at * step);
+  if (log)
+    for (const digits of [[1], [1, 2, 5]]) {
+      found.length = 0;
+      for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+        found.push(...digits.map(digit => digit * 10 ** power).filter(tick => tick >= low && tick <= high));
+      if (found.length >= 4) return found.map(at => [at, short(at)]);
+    }
+  let power = 10 ** Math.ceil(Math.log10(high - low)), step;
+  do {
+    step = [5, 2, 1].map(each => each * power).find(each => Math.floor(high / each) - Math.ceil(low / each) >= 3);
+    power /= 10;
+  } while (!step);
+  const digits = Math.max(3, Math.ceil(Math.log10(Math.max(Math.abs(low), Math.abs(high)) / step) + 1));
+  found.length = 0;
+  for (let at = Math.ceil(low / step); at * step <= high; at++) found.push([at * step, short(at * step, digits)]);
   return found;
 }
 
@@ -115,7 +126,7 @@ function areas(run, r, prefix) {
   const keys = Object.keys(run.columns).filter(key => key.startsWith(prefix));
   const tops = run.columns.step.map(() => 0), none = tops.map((_, i) => keys.every(key => run.columns[key][i] === null));
   return keys.map((key, s) => ({
-    run: r, name: key.slice(prefix.length), area: true, opacity: 1, color: COLORS[s % COLORS.length],
+    run: r, name: key.slice(prefix.length), area: true, opacity: 1, color: colors()[s % colors().length],
     points: run.columns[key].map((y, i) => [rowX(run, i), none[i] ? null : y || 0, "", tops[i] += y || 0]),
   }));
 }
@@ -131,7 +142,7 @@ function legend(panel, all) {
 
 function draw(figure, panel) {
   const all = curves(panel), width = room(figure), right = width - 14;
-  const svg = picture(width, HEIGHT, panel.title);
+  const height = panel.validation ? 300 : 190, foot = height - 24, svg = picture(width, height, panel.title);
   figure.replaceChildren(
     el("figcaption", {}, panel.title, el("small", {}, panel.unit || ""), ...legend(panel, all)), svg);
   svg.ondblclick = () => { zoom = null; redraw(); };
@@ -149,27 +160,26 @@ function draw(figure, panel) {
   else if (!log) [y0, y1] = [panel.zero && y0 === 0 ? 0 : y0 - (y1 - y0) * 0.04, y1 + (y1 - y0) * 0.06];
   const scale = log ? Math.log : y => y;
   const X = x => LEFT + (x - x0) / (x1 - x0) * (right - LEFT);
-  const Y = y => FOOT - (scale(y) - scale(y0)) / (scale(y1) - scale(y0)) * (FOOT - TOP);
-  for (const tick of ticks(y0, y1, 4, log)) svg.append(
-    el("line", { x1: LEFT, x2: right, y1: Y(tick), y2: Y(tick), stroke: "#e3e7eb" }),
-    el("text", { x: LEFT - 6, y: Y(tick) + 4, "text-anchor": "end" }, short(tick)));
-  for (const tick of ticks(x0, x1, width / 110)) {
+  const Y = y => foot - (scale(y) - scale(y0)) / (scale(y1) - scale(y0)) * (foot - TOP);
+  for (const [tick, label] of ticks(y0, y1, log)) svg.append(
+    el("line", { x1: LEFT, x2: right, y1: Y(tick), y2: Y(tick), stroke: "var(--grid)" }),
+    el("text", { x: LEFT - 6, y: Y(tick) + 4, "text-anchor": "end" }, label));
+  for (const [tick, label] of ticks(x0, x1)) {
     const anchor = X(tick) > right - 8 ? "end" : "middle";
-    svg.append(el("text", { x: X(tick), y: HEIGHT - 8, "text-anchor": anchor }, short(tick)));
+    svg.append(el("text", { x: X(tick), y: height - 8, "text-anchor": anchor }, label));
   }
   for (const curve of all) svg.append(...drawnCurve(curve, X, Y, (x, y) => inside(x) && !(log && y <= 0)));
-  const marked = shown((run, r) => panel.prefix && r !== panel.run ? []
-    : run.events.map((event, i) => ({ event, x: eventX(run, event), i, r })));
-  for (const mark of marked.filter(each => inside(each.x))) svg.append(...drawnMark(mark, X(mark.x)));
-  follow(svg, all, marked, { X, inside, value: px => x0 + (px * width - LEFT) / (right - LEFT) * (x1 - x0) });
+  const marked = shown((run, r) => panel.marks ? run.events.map((event, i) => ({ event, x: eventX(run, event), i, r })) : []);
+  for (const mark of marked.filter(each => inside(each.x))) svg.append(...drawnMark(mark, X(mark.x), foot));
+  follow(svg, all, marked, { X, inside, foot, value: px => x0 + (px * width - LEFT) / (right - LEFT) * (x1 - x0) });
 }
 
-function drawnMark({ event, i, r }, x) {
+function drawnMark({ event, i, r }, x, foot) {
   const odd = !QUIET.includes(event.event);
-  if (event.event === "save") return [el("path", { d: `M${x - 3} ${FOOT + 5}l3 -5l3 5z`, fill: color(r) })];
-  if (!odd && event.event !== "resume" && !(event.event === "start" && i)) return [];
-  const look = odd ? { stroke: several ? color(r) : RED } : { stroke: GREY, "stroke-dasharray": "2 3" };
-  return [el("line", { x1: x, x2: x, y1: TOP, y2: FOOT, ...look })];
+  if (event.event === "save") return [el("path", { class: "save", d: `M${x - 3} ${foot + 5}l3 -5l3 5z`, fill: several ? color(r) : GREY })];
+  if (odd) return [el("path", { class: "spike", d: `M${x - 4} ${TOP - 8}l4 7l4 -7z`, fill: several ? color(r) : RED })];
+  if (event.event !== "resume" && !(event.event === "start" && i)) return [];
+  return [el("line", { x1: x, x2: x, y1: TOP, y2: foot, stroke: GREY, "stroke-dasharray": "1 4" })];
 }
 
 // The visible points that belong together.
@@ -204,9 +214,9 @@ function drawnCurve(curve, X, Y, visible) {
 }
 
 // Show the numbers below the pointer; a drag enlarges all charts, a double click shows all again.
-function follow(svg, all, marked, { X, inside, value }) {
-  const rule = el("line", { y1: TOP, y2: FOOT, stroke: INK, visibility: "hidden" });
-  const band = el("rect", { y: TOP, height: FOOT - TOP, fill: COLORS[0], opacity: 0.15 });
+function follow(svg, all, marked, { X, inside, foot, value }) {
+  const rule = el("line", { y1: TOP, y2: foot, stroke: INK, visibility: "hidden" });
+  const band = el("rect", { y: TOP, height: foot - TOP, fill: GREY, opacity: 0.2 });
   const tip = $("tip");
   let from = null;
   svg.append(rule, band);
@@ -248,10 +258,12 @@ function follow(svg, all, marked, { X, inside, value }) {
   };
 }
 
+// On a narrow screen each row is a block, and each cell names its column.
 function table(head, rows, mark = false) {
-  return el("table", {}, el("tr", {}, ...head.map(each => el("th", {}, each))), ...rows.map(([name, ...cells]) => {
+  return el("table", {}, el("tr", { class: "head" }, ...head.map(each => el("th", {}, each))), ...rows.map(([name, ...cells]) => {
     const look = mark && new Set(cells).size > 1 ? { class: "other" } : {};
-    return el("tr", {}, el("th", {}, name), ...cells.map(cell => el("td", look, cell)));
+    return el("tr", {}, el("th", {}, name), ...cells.map((cell, i) =>
+      el("td", { ...look, ...head[i + 1] && { "data-head": head[i + 1] } }, cell)));
   }));
 }
 
@@ -262,7 +274,7 @@ function timeline() {
     const start = run.starts.length === run.attempts.length ? run.starts[i] : {};  // else one ended before it trained
     const changed = Object.entries(start.changes || {}).map(([key, [a, b]]) => `${key} ${text(a)} → ${text(b)}`);
     const name = `${several ? run.name + " " : ""}${i + 1}`, lasted = each.ended - each.began, [of, size] = unitOf(lasted);
-    return [name, clock(each.began), `${+(lasted / size).toPrecision(3)} ${of}`, `${each.first} – ${each.last}`, each.how, start.host || "", changed.join("; ")];
+    return [name, clock(each.began), `${short(lasted / size)} ${of}`, `${each.first} – ${each.last}`, each.how, start.host || "", changed.join("; ")];
   }));
   const head = ["attempt", "began (UTC)", "time", "steps", "ended", "host", "changed settings"];
   $("timeline").replaceChildren(...bars, table(head, rows));
@@ -280,36 +292,44 @@ function drawnAttempts(run, r) {
       svg.append(el("line", { x1: X(time), x2: X(time), y1: 16 * i + 1, y2: 16 * i + 15,
         stroke: name === "save" ? INK : RED }));
   });
-  for (const tick of ticks(0, longest / second, width / 120)) {
+  for (const [tick, label] of ticks(0, longest / second)) {
     const x = X(run.began + tick * second), anchor = tick ? x > width - 30 ? "end" : "middle" : "start";
-    svg.append(el("text", { x, y: foot + 18, "text-anchor": anchor }, `${short(tick)} ${unit}`));
+    svg.append(el("text", { x, y: foot + 18, "text-anchor": anchor }, tick ? label : `0 ${unit}`));
   }
   return svg;
 }
 
+const fact = ([name, value]) => el("span", {}, el("small", {}, name), el("b", {}, value));
+
+function headline(run) {
+  const { state, ...others } = run.headline, [done, , total] = (others.step || "").replaceAll(",", "").split(" ");
+  const bad = ["died", "hung"].includes(state), share = Math.min(100, 100 * done / total);
+  const { model, parameters, ranks, host } = run.facts;
+  const about = [model, parameters && `${parameters} parameters`, ranks && `${ranks} rank${ranks > 1 ? "s" : ""}`, host];
+  return el("div", {}, el("h2", { class: bad || !run.health.well ? "bad" : "good" }, `${several ? `${run.name}: ` : ""}${state}${share < 100 ? `, ${Math.floor(share)} %` : ""}`),
+    el("p", {}, el("small", {}, about.filter(Boolean).join(", "))), el("p", { class: "said" }, run.health.sentences), ...share >= 0 ? [el("div", { class: "bar" }, el("div", { style: `width:${share}%` }))] : [],
+    el("div", { class: "facts" }, ...Object.entries(others).map(fact)));
+}
+
 function tables() {
   const head = ["", ...runs.map(run => run.name)];
-  if (several) $("summary").append(table(head, union(run => Object.keys(run.summary)).map(
-    key => [key, ...runs.map(run => text(run.summary[key]))])));
-  else for (const [key, value] of Object.entries(runs[0].summary))
-    $("summary").append(el("span", { class: "fact" }, el("small", {}, key), value));
+  $("headline").append(...runs.map(headline));
+  $("facts").append(...several ? [table(head, union(run => Object.keys(run.facts)).map(
+    key => [key, ...runs.map(run => text(run.facts[key]))]))] : Object.entries(runs[0].facts).map(fact));
   const events = runs.flatMap(run => run.events.map(({ event, step, time, ...rest }) => [
     clock(time), several ? run.name : "", text(step), event,
-    Object.entries(rest).map(([key, value]) => `${key} ${text(value)}`).join(", ")]));
+    Object.entries(rest).map(([key, value]) => `${key} ${rounded(value)}`).join(", ")]));
   events.sort((a, b) => a[0] < b[0] ? 1 : -1);
   $("events").lastElementChild.append(table(["time (UTC)", "", "step", "event", ""], events.slice(0, 500)));
   const profiles = runs.flatMap(run => run.events.filter(each => each.event === "profile").slice(-1).map(
     each => el("div", {}, el("b", {}, several ? run.name : ""), el("p", {}, each.verdict),
       el("pre", {}, (each.operators || []).join("\n")))));
   if (profiles.length) $("profile").lastElementChild.append(...profiles); else $("profile").remove();
-  const settings = union(run => Object.keys(run.config)).map(key => [key, ...runs.map(run => text(run.config[key]))]);
-  const differ = settings.filter(([, ...values]) => new Set(values).size > 1);
+  const given = union(run => run.given), rows = keys => keys.map(key => [key, ...runs.map(run => text(run.config[key]))]);
+  const differ = rows(union(run => Object.keys(run.config))).filter(([, ...values]) => new Set(values).size > 1);
   if (several) $("differences").lastElementChild.append(differ.length ? table(head, differ, true) : "none");
   else $("differences").remove();
-  const given = new Set(union(run => run.given)), order = ([key]) => given.has(key) ? 0 : 1;
-  settings.sort((a, b) => order(a) - order(b));
-  $("config").lastElementChild.append(
-    el("p", {}, "First the settings that were given, then the defaults."), table(head, settings, true));
+  $("config").lastElementChild.append(table(["", ...several ? head.slice(1) : [""]], rows(given), true));
 }
 
 function redraw() {
@@ -318,8 +338,9 @@ function redraw() {
     (run, r) => ({ ...panel, run: r, title: panel.title + (several ? `, ${run.name}` : "") }));
   const others = more.map(key => ({ title: key.replaceAll("_", " "), keys: [key] }));
   const panels = [...PANELS.flatMap(each), ...others].filter(panel => curves(panel).length);
-  const figures = panels.map(() => el("figure"));
-  $("charts").replaceChildren(...figures);
+  const figures = panels.map(panel => el("figure", panel.validation ? { class: "wide" } : {}));
+  $("charts").replaceChildren(...figures.filter((_, i) => panels[i].first));
+  $("more").lastElementChild.replaceChildren(...figures.filter((_, i) => !panels[i].first));
   panels.forEach((panel, i) => draw(figures[i], panel));
   timeline();
   // Kept when the page loads itself again.
@@ -333,8 +354,8 @@ function main() {
   }
   $("axis").options[1].text = unit;
   document.title = document.querySelector("h1").textContent = runs.map(run => run.name).join(", ");
-  const again = data.live ? `, again every ${data.live} s while the run goes on` : "";
-  $("about").textContent = `Written ${clock(data.written)} UTC by smp-train ${data.version}${again}.`;
+  const again = data.live ? `, and again every ${data.live} s while the run goes on` : "";
+  $("about").textContent = `Written ${clock(data.written)} UTC by smp-train ${data.version}${again}. All settings: run.json.`;
   tables();
   if (several) runs.forEach((run, r) => {
     const box = el("input", { type: "checkbox", checked: "" });
@@ -346,7 +367,8 @@ function main() {
   if (ends.length === 2 && ends.every(end => Number.isFinite(+end))) zoom = ends.map(Number);
   $("log").checked = log === "log";
   $("axis").onchange = () => { zoom = null; redraw(); };
-  $("log").onchange = redraw;
+  $("log").onchange = dark.onchange = redraw;
+  for (const part of [$("more"), $("attempts")]) part.ontoggle = redraw;  // what is closed has no width
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
   redraw();

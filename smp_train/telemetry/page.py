@@ -10,7 +10,7 @@ from pathlib import Path
 
 import smp_train
 from smp_train.errors import ConfigError, redacted
-from smp_train.telemetry.run_data import PALETTE, RunData, read_runs
+from smp_train.telemetry.run_data import PALETTES, RunData, read_runs
 from smp_train.telemetry.run_folder import write_atomic
 
 FILE_NAME = "report.html"
@@ -26,7 +26,7 @@ def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) ->
     """
     data = {
         "runs": [run.to_json() for run in runs], "written": time.time(), "version": smp_train.__version__, "live": live,
-        "palette": PALETTE,
+        "palette": PALETTES,
     }  # fmt: skip
     parts = resources.files("smp_train.telemetry")
     page, script = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.js"))
@@ -45,7 +45,7 @@ def follow(folders: Sequence[str], path: str | Path, every: float) -> None:
     while True:
         runs = read_runs(folders)
         states = {run.state for run in runs}
-        if states & {"running", "silent"}:
+        if states & {"running", "hung"}:
             ended_at = None
         elif ended_at is None:
             ended_at = time.monotonic()

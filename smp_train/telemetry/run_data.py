@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,10 +21,15 @@ from smp_train.telemetry.run_folder import RunFolder
 POINTS = 1000
 """About as many steps of a run are drawn: of more, those with the extremes of `EXTREMES` in each interval."""
 EXTREMES = ("loss", "grad_norm", "step_sec")
-SILENT_SECONDS = 900.0
-"""Seconds without a record after which a run on another host is called silent."""
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#22303c", "#c8c8c8", "#f0e442")
-"""Colours of runs and of parts of a step: Okabe and Ito's palette for colour-blind readers, and a light grey."""
+HUNG_SECONDS = 600.0
+"""Seconds without a record after which a run is called hung, unless it has paused for a third as long before."""
+ENDLESS = 10**9
+"""Total steps of a run that ends with its data."""
+PALETTES = {
+    "light": ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#22303c", "#c8c8c8", "#f0e442"),
+    "dark": ("#3b8fe0", "#e8743b", "#2bb58c", "#d68fb8", "#e6a817", "#8fd3f4", "#f2f5f7", "#66727e", "#f5ec6e"),
+}
+"""Colours of runs and of parts of a step by theme: Okabe and Ito's for colour-blind readers, and a grey."""
 NOT_SHOWN = ("event", "step", "time", "nonfinite", "perplexity")
 
 
@@ -44,24 +49,36 @@ class RunData:
 
     @property
     def state(self) -> str:
-        """``finished``, ``stopped``, ``running``, ``ended`` (no process), ``silent`` (elsewhere, no record)."""
+        """One of ``running``, ``finished``, ``stopped``, ``died`` (its process is gone) and ``hung`` (no record)."""
         for marker, state in ((self.folder.done, "finished"), (self.folder.stopped, "stopped")):
             with suppress(OSError):
                 # An older one is of an earlier attempt: a start removes it once it trains.
                 if not self.run or marker.stat().st_mtime >= self.folder.run_json.stat().st_mtime:
                     return state
-        if self.run.get("host") != socket.gethostname():
-            if not self.run:
-                return "ended"
-            began = self.folder.run_json.stat().st_mtime
-            last = next((each["time"] for each in self.all[-1:] if "time" in each), began)
-            return "silent" if time.time() - last > SILENT_SECONDS else "running"
-        with suppress(PermissionError):  # it is another user's
+        if not self.run:
+            return "died"
+        if self.run.get("host") == socket.gethostname():
             try:
                 os.kill(int(self.run["pid"]), 0)
+            except PermissionError:  # it is another user's
+                pass
             except (ProcessLookupError, KeyError, ValueError):
-                return "ended"
-        return "running"
+                return "died"
+        pauses = [after - before for before, after in pairwise(self.times())]
+        return "hung" if self.silence() > max(HUNG_SECONDS, 3 * max(pauses, default=0)) else "running"
+
+    def times(self) -> list[float]:
+        """Return when the last attempt began, and the time of each of its records."""
+        times: list[float] = []
+        for record in self.all:
+            times = [] if record.get("event") in ("start", "resume") else times
+            times += [record["time"]] if is_number(record.get("time")) else []
+        began = self.folder.run_json.stat().st_mtime if self.run else 0
+        return times if times and times[-1] >= began else [began]
+
+    def silence(self) -> float:
+        """Return the seconds since the last record."""
+        return max(0.0, time.time() - self.times()[-1])
 
     def starts(self) -> list[dict[str, Any]]:
         """Return what `attempts.jsonl` says of each start."""
@@ -86,7 +103,7 @@ class RunData:
                 found[-1]["events"].append([record["event"], record["time"], record["step"]])
             if record.get("event") in ("finish", "stop"):
                 found[-1]["how"] = {"finish": "finished", "stop": "stopped"}[record["event"]]
-        if found and self.state in ("running", "silent"):
+        if found and self.state in ("running", "hung"):
             found[-1]["how"] = self.state
         return found
 
@@ -110,23 +127,85 @@ class RunData:
             **columns,
         }
 
-    def summary(self) -> dict[str, str]:
-        """Return what a reader wants to know first, by name."""
+    def headline(self) -> dict[str, str]:
+        """Return what a reader wants to know first, by name: state, progress, time and losses."""
+        last, state = self.steps[-1] if self.steps else {}, self.state
+        step, total = last.get("step", 0), self.run.get("total_steps") or ENDLESS
+        lasted = sum(each["ended"] - each["began"] for each in self.attempts())
+        found = {"state": state, "step": f"{step:,}"}
+        if total < ENDLESS:
+            found["step"] += f" of {total:,}"
+        found["elapsed"] = duration(lasted + (self.silence() if state in ("running", "hung") else 0))
+        if (left := self.left()) is not None:
+            found["time left"] = duration(left)
+            end, today = (time.gmtime(time.time() + seconds) for seconds in (left, 0))
+            found["ends about"] = time.strftime("%H:%M UTC" if end[:3] == today[:3] else "%b %d, %H:%M UTC", end)
+        if is_number(last.get("loss")):
+            found["loss"] = three(last["loss"])
+        if validation := self.validation():
+            at, lowest = min(validation, key=lambda each: each[1])
+            found["validation loss"] = three(validation[-1][1])
+            if lowest < validation[-1][1]:
+                found["validation loss"] += f", best {three(lowest)} at step {at:,}"
+        return found
+
+    def left(self) -> float | None:
+        """Return the seconds to the last step at the pace of this attempt, saves and validations included."""
+        began, total = self.times()[0], self.run.get("total_steps") or ENDLESS
+        steps = [each for each in self.steps if is_number(each.get("time")) and each["time"] >= began]
+        if self.state != "running" or total >= ENDLESS or len(steps) < 2:
+            return None
+        pace = (steps[-1]["time"] - steps[0]["time"]) / (steps[-1]["step"] - steps[0]["step"])
+        return max(0.0, (total - steps[-1]["step"]) * pace - self.silence())
+
+    def validation(self) -> list[tuple[int, float]]:
+        """Return step and loss of each validation."""
+        evaluations = [each for each in self.events if each["event"] == "evaluate"]
+        return [(each["step"], each["loss"]) for each in evaluations if is_number(each.get("loss"))]
+
+    def health(self) -> dict[str, Any]:
+        """Return whether the run is well, and the sentences that say why."""
+        losses = [each["loss"] for each in self.steps if is_number(each.get("loss"))]
+        spikes, diverged = ([each for each in self.events if each["event"] == name] for name in ("spike", "diverged"))
+        state, validation, silence = self.state, self.validation(), duration(self.silence())
+        well, sentences = True, []
+        if state in ("died", "hung"):
+            well = False
+            sentences.append(f"No record for {silence}{'' if state == 'hung' else ', and its process is gone'}.")
+            sentences.append(f"See {self.folder.logs}.")
+        if losses:
+            last = sum(losses[-5:]) / len(losses[-5:])
+            well = well and (len(losses) < 20 or last <= max(losses[:5]))
+            sentences.append(f"The loss went from {three(losses[0])} to {three(last)}.")
+        for event in diverged[-1:]:
+            well = False
+            sentences.append(f"It diverged at step {event['step']:,}; first suspect: --lr {three(event['lr'])}.")
+        if len(validation) > 1:
+            rises = validation[-1][1] > 1.02 * min(loss for _, loss in validation)
+            well = well and not rises
+            sentences.append(f"The validation loss {'rises: it may overfit' if rises else 'is at its lowest'}.")
+        if spikes:
+            well = well and spikes[-1].get("action") != "stop"
+            sentences.append(f"{plural(len(spikes), 'spike')}, the last at step {spikes[-1]['step']:,}.")
+        elif not diverged:
+            sentences.append("No spikes.")
+        if (restarts := len(self.attempts()) - 1) > 0:
+            sentences.append(f"{plural(restarts, 'restart')}.")
+        return {"well": well, "sentences": " ".join(sentences)}
+
+    def facts(self) -> dict[str, str]:
+        """Return speed, memory and model by name."""
         config, last = self.run.get("config") or {}, self.steps[-1] if self.steps else {}
-        total = self.run.get("total_steps")
-        found = {"state": self.state, "step": f"{last.get('step', 0):,}" + (f" of {total:,}" if total else "")}
-        for name, key, form in (("loss", "loss", ".4f"), ("tokens", "tokens", ",d"), ("memory", "memory_gib", ".2f")):
-            if last.get(key) is not None:
-                found[name] = format(last[key], form) + (" GiB" if name == "memory" else "")
-        validation = [each["loss"] for each in self.events if each["event"] == "evaluate" and each.get("loss")]
-        if validation:
-            found["validation loss"] = f"{validation[-1]:.4f}, best {min(validation):.4f}"
-        for name, key, scale, digits, unit in (
-            ("tokens/s", "tokens_per_sec", 1, 0, ""), ("step", "step_sec", 1, 3, " s"), ("MFU", "mfu", 100, 1, " %"),
+        found: dict[str, str] = {}
+        for name, key, scale, unit in (
+            ("tokens/s", "tokens_per_sec", 1, ""), ("step time", "step_sec", 1, " s"), ("MFU", "mfu", 100, " %"),
         ):  # fmt: skip
             values = [record[key] for record in self.steps if record.get(key) is not None]
             if values:
-                found[f"{name}, median"] = f"{scale * median(values):,.{digits}f}{unit}"
+                found[name] = f"{three(scale * median(values))}{unit}"
+        for name, key, unit in (("memory", "memory_gib", " GiB"), ("tokens", "tokens", "")):
+            if last.get(key) is not None:
+                found[name] = three(last[key]) + unit
         columns = [shares for record in self.steps if (shares := _shares(record))]
         names = dict.fromkeys(name for each in columns for name in each)
         parts = {name: median(each.get(name, 0) for each in columns) for name in names}
@@ -135,19 +214,19 @@ class RunData:
             parts["communication (in forward and backward)"] = 100 * median(talk)
         if len(parts) > 1:
             shown = sorted((name for name in parts if parts[name] >= 1), key=lambda name: -parts[name])
-            found["time, median"] = ", ".join(f"{name} {parts[name]:.0f} %" for name in shown)
+            found["parts of a step"] = ", ".join(f"{name} {parts[name]:.0f} %" for name in shown)
         late = [record for record in self.steps if (record.get("slowest_share") or 0) >= NAMED_FROM]
         if late:
             of = Counter((each["slowest_rank"], each["slowest_host"], each["slowest_phase"]) for each in late)
             ((rank, host, phase), count) = of.most_common(1)[0]
             seconds = median(each["slowest_sec"] for each in late if each["slowest_rank"] == rank)
-            found["waited for"] = f"rank {rank} on {host}, in {phase}: {seconds:.2g} s a step"
+            found["waited for"] = f"rank {rank} on {host}, in {phase}: {three(seconds)} s a step"
             found["waited for"] += f", in {count} of {len(self.steps)} records"
         found["model"] = str(self.run.get("model") or config.get("model_type") or "")
         if self.run.get("parameters"):
-            found["parameters"] = f"{self.run['parameters']:,}"
-        found["mesh"] = ", ".join(f"{name} {size}" for name, size in (self.run.get("mesh") or {}).items())
-        found["versions"] = ", ".join(f"{name} {each}" for name, each in (self.run.get("versions") or {}).items())
+            found["parameters"] = three(self.run["parameters"])
+        mesh = self.run.get("mesh") or {}
+        found["ranks"] = str(mesh.get("world_size", ""))
         found["host"] = str(self.run.get("host", ""))
         return {name: value for name, value in found.items() if value}
 
@@ -155,7 +234,8 @@ class RunData:
         """Return all that the page draws."""
         starts = self.starts()
         return {
-            "name": self.name, "summary": self.summary(), "columns": self.columns(), "attempts": self.attempts(),
+            "name": self.name, "headline": self.headline(), "health": self.health(), "facts": self.facts(),
+            "columns": self.columns(), "attempts": self.attempts(),
             "events": self.events[-2000:], "config": _settings(self.run),
             "given": [name for name, source in (self.run.get("sources") or {}).items() if source != "default"],
             "starts": [
@@ -163,6 +243,29 @@ class RunData:
                 for before, one in zip([{}, *starts], starts, strict=False)
             ],
         }  # fmt: skip
+
+
+def three(value: float) -> str:
+    """Return a number with three significant digits, and a letter for thousands and more."""
+    value = float(f"{value:.3g}")
+    for letter, one, least in (("T", 1e12, 1e12), ("B", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
+        if abs(value) >= least:
+            return f"{value / one:g}{letter}"
+    return f"{value:g}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units."""
+    whole = round(seconds)
+    for large, small, one, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= one:
+            return f"{whole // one} {large}" + (f" {whole % one // part} {small}" if whole % one // part else "")
+    return f"{whole} s"
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:

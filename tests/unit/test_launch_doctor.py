@@ -196,7 +196,7 @@ def test_releases_for_either_backend(bin_: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_could_be_installed_besides(bin_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch)
-    every = "train, s3, hf, text, fast, report, tracking, wandb, mlflow"
+    every = "train, s3, hf, text, fast, tracking, wandb, mlflow"
     assert found("extras", packages.extras()) == Finding("extras", OK, every)
     versions(monkeypatch, boto3=None, orjson=None)
     assert found("extras", packages.extras()).fix.startswith("pip install '.[train,s3]'")

@@ -25,7 +25,6 @@ EXTRAS = {
     "hf": ("Hugging Face data sets on disk", ("pyarrow",)),
     "text": ("text of the Hugging Face hub", ("datasets",)),
     "fast": ("faster reading of shards", ("pysimdjson",)),
-    "report": ("report.png", ("matplotlib",)),
     "tracking": ("TensorBoard", ("tensorboard",)),
     "wandb": ("Weights & Biases", ("wandb",)),
     "mlflow": ("MLflow", ("mlflow-skinny",)),
