@@ -1,7 +1,8 @@
 """The start of a run: its name, its claim on the checkpoint folders, and the checkpoint that it goes on from.
 
 One rule: a run goes on from its own newest checkpoint; if it has none, it begins from the run or checkpoint that
---resume_from_checkpoint itself is; else at step 0. The name decides whose checkpoints are the run's own.
+--resume_from_checkpoint itself is; else at step 0. The name decides whose checkpoints are the run's own. A start that
+gives neither a name nor that flag is a new run, and chooses a name that is free.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from smp_train.checkpoints.folder import Committed, RunFolder, folder_of_run, op
 from smp_train.checkpoints.format import parse_folder_name
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.owner import InUse, Ownership, claim_file, look_at_owner, owner_of
+from smp_train.checkpoints.pretrained import kind_of
 from smp_train.distributed import Runtime
 from smp_train.distributed.environment import LAUNCH
 from smp_train.distributed.job import Job
@@ -61,7 +63,9 @@ class Start:
     described: Checkpoint | None = None
     """The newest candidate that can be opened, for its metadata."""
     is_named_by_flags: bool = True
-    """Whether the same command gives the run the same name."""
+    """Whether the same command goes on with the run; else it needs the name that the start has chosen."""
+    taken_name: str = ""
+    """The name that this start would have, if another run did not have it."""
     went_back: bool = False
     """Whether --resume_from_checkpoint names an older checkpoint of the run itself."""
     is_one_checkpoint: bool = False
@@ -123,16 +127,16 @@ def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
     if owners:
         start = replace(start, owner=owners[0])
     resolved = named(resolved, start.name, "the model's type and parameters")
-    resolved.args.pretrained_checkpoint_file = start.pretrained
-    return resolved, start
+    return replace(resolved, args=_with_pretrained(resolved.args, start.pretrained)), start
 
 
 def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
     args = resolved.args
     asked = None if args.resume_from_checkpoint is None else locate(args.resume_from_checkpoint)
     pretrained = _pretrained(args)
-    args = replace(args, pretrained_checkpoint_file=pretrained)
+    args = _with_pretrained(args, pretrained)
     base, is_given = _base_name(resolved, args, asked)
+    goes_on = is_given or asked is not None
     parents = [parent for parent in args.checkpoint_dir if not is_node_local(parent)]
     if args.evaluate_only:
         start = _origin(base, asked, [folder_of_run(parent, base) for parent in parents], asked is not None, None)
@@ -142,7 +146,7 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
         return replace(start, name=name, pretrained=pretrained, described=_newest_readable(start))
     job = Job.current()
     while True:
-        name = _free_name(args, base, parents, job, is_given=is_given, asked=asked)
+        name = base if goes_on else _free_name(args, base, parents, job)
         owner = Ownership([folder_of_run(parent, name) for parent in parents], job)
         for folder in owner.folders:
             check_writable(folder.storage, "checkpoint_dir")
@@ -151,16 +155,17 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
         try:
             owner.acquire(force=args.break_checkpoint_lock, above=above)
         except InUse:
-            if is_given or asked is not None:
+            if goes_on:
                 raise
             continue  # another start has taken the name since
         owners[:] = [owner]
-        if asked is not None or owner.restarted or not any(owner.committed):
+        if goes_on or owner.restarted or not any(owner.committed):
             break
         owner.release()  # another run has taken the name since, and has ended
-    start = _origin(name, asked, owner.folders, asked is not None or owner.restarted, owner)
+    start = _origin(name, asked, owner.folders, goes_on or owner.restarted, owner)
     return replace(
-        start, pretrained=pretrained, generation=owner.generation, is_named_by_flags=name == base,
+        start, pretrained=pretrained, generation=owner.generation, is_named_by_flags=goes_on,
+        taken_name=base if name != base else "",
         made_run_folder=not os.path.exists(f"{RUNS}/{name}"), described=_newest_readable(start),
     )  # fmt: skip
 
@@ -173,27 +178,37 @@ def _newest_readable(start: Start) -> Checkpoint | None:
 
 
 def _pretrained(args: Arguments) -> str | None:
-    """Return --pretrained_checkpoint_file; if it means a checkpoint of ours by its run, that checkpoint's path."""
-    location = args.pretrained_checkpoint_file
-    if not args.finetune or location is None or locate(location).kind not in ("run", "runs"):
-        return location
-    folder, name = newest_in(location)
-    path = os.path.join(folder.location, name)
-    if args.lora_rank is not None:
+    """Return the path of the checkpoint of ours that a flag names as the weights; else --pretrained_checkpoint_file.
+
+    The flag may name the checkpoint by its run or as the run's best.
+    """
+    file, folder = args.pretrained_checkpoint_file, args.finetune_checkpoint_load_dir
+    model = args.hf_pretrained_model_name_or_dir or (args.pretrained_model_name if args.finetune else None)
+    location = file if args.finetune and (file or folder) else model
+    if not location or kind_of(location) != "ours":
+        return file
+    run, name = newest_in(location)
+    path = os.path.join(run.location, name)
+    if args.lora_rank is not None and name != parent_of(normal(location))[1]:
         raise ConfigError(
-            f"--pretrained_checkpoint_file {location}: its newest checkpoint may be another one on a resume, and "
-            f"adapters belong to one; name it, such as {path}"
+            f"{location} may mean another checkpoint on a resume, and adapters belong to one; name it, such as {path}"
         )
     return path
 
 
-def _base_name(resolved: Resolved, args: Arguments, asked: Location | None) -> tuple[str, bool]:
-    """Return the name by flags or by the model, and whether the user gave it.
+def _with_pretrained(args: Arguments, checkpoint: str | None) -> Arguments:
+    """Return the settings with the checkpoint that `_pretrained` returned."""
+    if checkpoint == args.pretrained_checkpoint_file:
+        return args
+    if args.pretrained_checkpoint_file is None:  # a flag for models names the checkpoint
+        args = replace(args, finetune=True, hf_pretrained_model_name_or_dir=None, pretrained_model_name=None)
+    return replace(args, pretrained_checkpoint_file=checkpoint)
 
-    A name that a launcher derives (`Arguments.label`) is not the user's.
-    """
+
+def _base_name(resolved: Resolved, args: Arguments, asked: Location | None) -> tuple[str, bool]:
+    """Return the name by flags or by the model, and whether the user gave it."""
     if args.run_name:
-        return args.run_name, args.run_name != args.label
+        return args.run_name, True
     if resolved.given("run_dir") and (name := OutputFolder(args.run_dir).run_name()):
         return name, False
     if asked is not None and not names_model(args):
@@ -220,15 +235,8 @@ def _rounded(parameters: int) -> str:
     return str(parameters)
 
 
-def _free_name(
-    args: Arguments, base: str, parents: Sequence[str], job: Job, *, is_given: bool, asked: Location | None
-) -> str:
-    """Return the run's name: ``base``, or ``base-2`` and so on for a new run if a name of ours is taken.
-
-    Raises `ConfigError` for a taken name that the user gave.
-    """
-    if asked is not None:
-        return base
+def _free_name(args: Arguments, base: str, parents: Sequence[str], job: Job) -> str:
+    """Return the name of a new run: ``base``, or ``base-2`` and so on if that is taken."""
     free = None
     for number in count(1):
         name = base if number == 1 else f"{base}-{number}"
@@ -236,19 +244,13 @@ def _free_name(
         former = owner_of(folders)
         if former is not None and job.is_restart_of(former.job):
             return name
-        tiers = [folder_of_run(parent, name) for parent in args.checkpoint_dir]
-        taken = next((folder for folder in tiers if folder.has_committed()), None)
-        if is_given and taken is not None:
-            raise ConfigError(
-                f"--run_name {name}: is taken by a run at step {taken.committed()[0].step} in {taken.location}; to go "
-                f"on with it, add --resume_from_checkpoint {parents[0]}; for a new run give another --run_name"
-            )
-        in_use = not is_given and any(look_at_owner(folder, job)[1] is not False for folder in folders)
-        if free is None and taken is None and not in_use:
+        taken = any(folder_of_run(parent, name).has_committed() for parent in args.checkpoint_dir)
+        in_use = any(look_at_owner(folder, job)[1] is not False for folder in folders)
+        if free is None and not taken and not in_use:
             free = name
-        if is_given or (free is not None and former is None and taken is None):
+        if free is not None and former is None and not taken:
             break
-    return base if is_given else free or base
+    return free or base
 
 
 def _origin(
@@ -316,14 +318,17 @@ def start_line(args: Arguments, start: Start, found: Checkpoint | None) -> str:
         model = "the initial weights" if found is None else f"step {found.step} of {found.path}"
         return f"Run {start.name} evaluates {model} and saves nothing"
     kept = ", ".join(f"the newest {keep}" if keep > 0 else "all" for keep in args.num_kept_checkpoints)
-    taken = "" if start.is_named_by_flags else f" ({start.name.rpartition('-')[0]} is taken)"
+    other = "the same command goes on with it"
+    if not start.is_named_by_flags:
+        other = f"--run_name {start.taken_name or start.name} goes on with {'that run' if start.taken_name else 'it'}"
     if found is None:
-        begins = f"is new{taken}: it begins at step 0"
+        begins = f"is new{f' ({start.taken_name} is taken)' if start.taken_name else ''}: it begins at step 0"
     elif start.is_own:
         begins = f"goes {'back to' if start.went_back else 'on from'} its step {found.step} ({found.path})"
+        other = "another --run_name begins a new run"
     else:
-        begins = f"is new{taken}: it begins from step {found.step} of {found.path}"
-    return f"Run {start.name} {begins}, and keeps {kept} of its checkpoints"
+        begins = f"is new: it begins from step {found.step} of {found.path}"
+    return f"Run {start.name} {begins}, and keeps {kept} of its checkpoints; {other}"
 
 
 def nothing_found(args: Arguments, start: Start) -> str:
@@ -342,7 +347,7 @@ def other_run_in_folder(args: Arguments, start: Start) -> str:
         return ""
     return (
         f"{args.run_dir} holds records of run {other}, and reports show both runs as one; to go on with that run give "
-        f"--run_name {other} --resume_from_checkpoint {args.checkpoint_dir[0]}, to keep them apart another --run_dir"
+        f"--run_name {other}, to keep them apart another --run_dir"
     )
 
 
@@ -350,8 +355,8 @@ def how_to_resume(resolved: Resolved, start: Start, ranks: Runtime) -> str:
     """Return the command that goes on with this run: the same one, or with flags added."""
     args = resolved.args
     parent = next(parent for parent in args.checkpoint_dir if not is_node_local(parent))
-    asks = normal(args.resume_from_checkpoint or "") == normal(parent)
-    flags = {} if asks else {"resume_from_checkpoint": parent}
+    asked = args.resume_from_checkpoint
+    flags = {} if asked is None or normal(asked) == normal(parent) else {"resume_from_checkpoint": parent}
     if not start.is_named_by_flags:
         flags["run_name"] = args.run_name
     if not flags:

@@ -95,3 +95,14 @@ def newest_step(args: Arguments, *, in_s3: bool) -> int:
         raise SmpTrainError(str(error)) from None
     except OSError:  # this machine cannot read a folder
         return 0
+
+
+def start_line(args: Arguments) -> str:
+    """Return a line on whether the launched run goes on or is new, as far as this machine sees its checkpoints."""
+    if step := newest_step(args, in_s3=False):
+        return f"run {args.run_name} goes on from its step {step}; another --run_name begins a new run"
+    folder = args.checkpoint_dir[0]
+    unseen = "" if os.path.isdir(os.path.dirname(folder)) else f", unless {folder} holds checkpoints of it"
+    origin = args.resume_from_checkpoint
+    begins = "" if origin is None or origin in args.checkpoint_dir else f" and begins from {origin}"
+    return f"run {args.run_name} is new{begins}{unseen}; the same command goes on with it"

@@ -137,11 +137,10 @@ def tell(spec: Spec, further: Sequence[str] = ()) -> None:
     processes = f"{spec.processes} process{plural} each, {spec.world_size} in all"
     args = spec.resolved.args
     checkpoints = ", ".join(f"{parent}/{spec.name}" for parent in args.checkpoint_dir)
-    reached = launch_flags.newest_step(args, in_s3=False)
     for line in (
         f"{spec.name}: {where}, {processes if spec.processes else 'a process for each GPU'}",
-        f"run folder {args.run_dir}; checkpoints {checkpoints}; resumes from {args.resume_from_checkpoint}"
-        + f"; the run's newest checkpoint is of step {reached}" * bool(reached),
+        f"run folder {args.run_dir}; checkpoints {checkpoints}",
+        launch_flags.start_line(args),
         *preflight.memory(spec.resolved, spec.instance, spec.nodes, spec.processes),
         *(f"warning: {line}" for line in [*spec.warnings, *further]),
     ):

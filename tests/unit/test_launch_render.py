@@ -369,7 +369,9 @@ def test_submitted_by_what_sbatch_answers_alone(
     assert "submitted job 77\n" in capsys.readouterr().out
     assert (run / "logs").is_dir(), "where it is missing, Slurm ends the job without a word"
     assert not [*(tmp_path / "checkpoints").iterdir()], "the run makes its own folder in it"
-    said = f"resumes from {tmp_path}/checkpoints; the run's newest checkpoint is of step 7"
+    assert cli.main([*words, "--check"]) == 0
+    assert "run run is new; the same command goes on with it" in capsys.readouterr().err
+    said = "run run goes on from its step 7; another --run_name begins a new run"
     for step, name in ((9, "other"), (7, "run")):
         marker = tmp_path / f"checkpoints/{name}/x-{step}steps/COMMITTED"
         marker.parent.mkdir(parents=True)

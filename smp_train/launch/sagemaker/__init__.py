@@ -17,6 +17,7 @@ from smp_train.arguments import ineffective
 from smp_train.errors import ConfigError
 from smp_train.launch import planned, preflight, timing
 from smp_train.launch.environment import lint
+from smp_train.launch.flags import start_line
 from smp_train.launch.options import print_help, split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
 from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build, own_place
@@ -50,6 +51,7 @@ def main(words: Sequence[str]) -> int:
             raise ConfigError("no AWS region: give --region, or set AWS_DEFAULT_REGION")
     options["output"] = options["output"] or own_place(options["role"], region)
     job = build(training, **options)
+    print(f"smp-train: {start_line(job.resolved.args)}", file=sys.stderr)
     name = f"{job.base_name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     code = f"{str(job.output).rstrip('/')}/{name}/source/sourcedir.tar.gz"
     wanted = request(job, region=region, name=name, code=code)
