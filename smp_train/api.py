@@ -48,7 +48,8 @@ class Trained:
         run_dir: its folder, with ``metrics.jsonl``, ``run.json`` and logs.
         step: updates done, in all starts.
         stopped: whether it ended on request, before its last step.
-        checkpoint: location of its newest checkpoint; None where there is none.
+        checkpoint: location of its newest checkpoint, or its best with ``load_best_model_at_end``; None where there is
+            none.
         loss: of the last logged step, in nats per counted token; None where none was logged.
         validation_loss: of the last validation; None where there was none.
         best_step: step of the lowest validation loss; None without validation.

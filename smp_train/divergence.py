@@ -18,7 +18,7 @@ from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import SmpTrainError
 from smp_train.models.hub_names import canonical_name
 from smp_train.parallel import compile
-from smp_train.saving import end_saves, report_saves
+from smp_train.saving import end_saves, load, report_saves
 from smp_train.telemetry.logging_utils import get_logger
 
 log = get_logger()
@@ -119,8 +119,7 @@ def roll_back(run: Run, step: int, checkpoint: str) -> int:
     """
     found = open_verified(checkpoint)
     run.spikes.count_rollback(step, found.step)
-    saver = run.backend.saver
-    run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
+    load(run, found)
     run.spikes.skip(found.step + 1, step)
     run.checkpoints.next_generation()
     return found.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -12,11 +13,12 @@ from typing import Any
 from smp_train import distributed
 from smp_train.build_run import Run
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.find import open_checkpoint, open_verified
+from smp_train.checkpoints.find import locate, open_checkpoint, open_verified
+from smp_train.checkpoints.format import BEST
 from smp_train.checkpoints.hf.export import export
 from smp_train.checkpoints.hf.model_folder import ENTRY_FILES
 from smp_train.distributed import ALL_RANKS, heartbeat
-from smp_train.errors import SmpTrainError, redacted
+from smp_train.errors import CheckpointError, SmpTrainError, redacted
 from smp_train.progress import MOVED, Progress
 from smp_train.resume import adapter_of
 from smp_train.telemetry.logging_utils import get_logger
@@ -60,6 +62,35 @@ def save(run: Run, *, force: bool) -> None:
         run.saved_step = progress.step
         if force or not run.checkpoints.asynchronous:
             report_saves(run)
+
+
+def load(run: Run, checkpoint: Checkpoint) -> None:
+    """Load weights and optimizer of a verified checkpoint; collective."""
+    saver = run.backend.saver
+    run.backend.load_state(run.model, run.optimizer, lambda state: checkpoint.load(state, saver))
+
+
+def best_checkpoint(run: Run) -> str | None:
+    """Return the path ``<run's checkpoints>/best`` if a checkpoint of that name is kept; collective."""
+
+    def look() -> str | None:
+        for parent in run.args.checkpoint_dir if run.best.step is not None else ():
+            path = os.path.join(parent, run.start.name, BEST)
+            with contextlib.suppress(CheckpointError):
+                locate(path)
+                return path
+        return None
+
+    return distributed.on_main("looking for the best checkpoint", look)
+
+
+def load_best(run: Run, path: str) -> None:
+    """Make the model that of the best checkpoint, at ``path``; collective."""
+    best = open_verified(path)
+    if best.step != run.progress.step:
+        load(run, best)
+    run.saved_path = best.path
+    log.info("The model is that of the best checkpoint, step %d: %s", best.step, best.path)
 
 
 def report_saves(run: Run) -> None:

@@ -23,7 +23,17 @@ from smp_train.naming import how_to_resume, output
 from smp_train.parallel import compile
 from smp_train.progress import MOVED, Progress
 from smp_train.resume import imported_position
-from smp_train.saving import complete_model, notify, report_saves, save, save_final_model, save_last
+from smp_train.saving import (
+    best_checkpoint,
+    complete_model,
+    load,
+    load_best,
+    notify,
+    report_saves,
+    save,
+    save_final_model,
+    save_last,
+)
 from smp_train.telemetry.logging_utils import batch_line, get_logger, perplexity, validation_line
 from smp_train.telemetry.memory_owners import out_of_memory
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
@@ -89,9 +99,8 @@ def resume(run: Run) -> None:
         log.info("Starting at step 0")
         track(run)
         return
-    saver = run.backend.saver
     with Progress(f"Loading {found.path}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
-        run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
+        load(run, found)
     with distributed.together(f"resuming from {found.path}"):
         consumed = data_position(run, found)
     if run.start.is_own:  # another run's best checkpoint is not among this one's
@@ -402,6 +411,9 @@ def finish(run: Run) -> None:
     """Write the final model if asked for, and the marker that tells a launcher how the run ended; collective."""
     at, stopped = run.progress.step, run.stopped
     heartbeat.at(heartbeat.SAVE)
+    best = None if run.args.evaluate_only else best_checkpoint(run)
+    if run.args.load_best_model_at_end and best is not None and not stopped:
+        load_best(run, best)
     if run.args.save_final_model and not stopped and not run.args.evaluate_only:
         save_final_model(run)
     if run.args.prompt and not stopped:
@@ -422,6 +434,5 @@ def finish(run: Run) -> None:
                 "%d rows lost their end, with %d tokens that carry loss (--long truncate)", run.truncated,
                 run.truncated_targets,
             )  # fmt: skip
-        if run.args.keep_best and run.best.step is not None:
-            log.info("Best checkpoint: that of step %d, validation loss %.5f", run.best.step, run.best.loss)
-    log.info(output(run.args))
+    losses = f"step {run.best.step}, validation loss {run.best.loss:.5f}"
+    log.info("%s%s", output(run.args), f"; best: {best} ({losses})" if best else "")

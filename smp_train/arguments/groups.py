@@ -50,6 +50,7 @@ class Arguments(
         # One setting says what is checkpointed; a contradiction is refused by `validate`.
         if self.activation_checkpointing == checkpointing.FULL:
             self.activation_checkpointing = checkpointing.of_layers(self.selective_checkpointing)
+        self.keep_best = self.keep_best or self.load_best_model_at_end
         if self.run_name:
             self.run_dir = self.run_dir or f"{RUNS}/{self.run_name}"
 

@@ -137,11 +137,14 @@ class CheckpointArguments:
         only=Only((None, "sharded", "async_sharded", "full"),
                   "it is SMP's; sharded, async_sharded and full checkpoints load on any mesh"))
     resume_from_checkpoint: str | None = flag(
-        None, "Folder or s3:// prefix of --checkpoint_dir: resume the run of this name in it. One run's folder or one "
-        "checkpoint: begin from that, or resume where the run has checkpoints of its own",
+        None, "Folder or s3:// prefix of --checkpoint_dir: go on with the run of this name in it. One run's folder or "
+        "one checkpoint: begin from that, or go on where the run has checkpoints of its own",
         profiling="ckpt_load_path", minimal="restart_checkpoint_file")
     keep_best: bool = flag(
         False, "Save and keep the checkpoint of the lowest validation loss, too", needs="validation_freq")
+    load_best_model_at_end: bool = flag(
+        False, "End with the best model, for --save_final_model, --prompt and Python; implies --keep_best 1",
+        needs="validation_freq")
     allow_model_change: bool = flag(False, "Resume although the checkpoint's model computes something else")
     strict_resume: bool = flag(False, "Stop at a damaged newest checkpoint; without it, the next older one is taken")
     break_checkpoint_lock: bool = flag(

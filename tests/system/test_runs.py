@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.harness import as_torchrun
 from tests.system.command import Command, Ranks, warm
-from tests.training import TINY
+from tests.training import TINY, read_checkpoint
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
@@ -121,16 +123,13 @@ def test_a_name_of_ours_that_is_taken_is_replaced_in_one_line(tmp_path: Path) ->
     assert saved(tmp_path) == {name_of(first): [2], name_of(second): [2]}
 
 
-def test_a_given_name_that_is_taken_is_refused_with_both_remedies(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=4, run_name="one")
-    before = contents(tmp_path / "checkpoints")
-    command = trained(tmp_path, code=2, max_steps=6, run_name="one")
-    (line,) = command.complaints
-    for part in ("--run_name one", "step 4", "checkpoints/one", "--resume_from_checkpoint checkpoints"):
-        assert part in line
-    assert line.count("--run_name") == 2
-    assert contents(tmp_path / "checkpoints") == before
-    assert resumed_at(trained(tmp_path, max_steps=6, run_name="one", **AGAIN)) == [4]
+def test_a_start_with_the_name_of_a_run_goes_on_with_it(tmp_path: Path) -> None:
+    first = trained(tmp_path, max_steps=4, run_name="one")
+    assert "Run one is new: it begins at step 0" in first.out
+    again = trained(tmp_path, max_steps=6, run_name="one")
+    assert resumed_at(again) == [4]
+    assert "Run one goes on from its step 4" in again.out
+    assert resumed_at(trained(tmp_path, max_steps=8, run_name="one", **AGAIN)) == [6]
     assert resumed_at(trained(tmp_path, max_steps=2, run_name="another")) == []
     assert resumed_at(trained(tmp_path, max_steps=2, run_name="one", checkpoint_dir="elsewhere")) == []
 
@@ -171,22 +170,20 @@ def test_a_second_job_of_a_run_is_refused_while_the_first_one_lives(tmp_path: Pa
 
 @pytest.mark.core
 def test_the_command_that_is_printed_goes_on_with_the_run(tmp_path: Path) -> None:
-    for suffix in ("", "-2"):  # the second one needs its name
+    for suffix in ("", "-2"):
         with warm(tmp_path, *words(max_steps=10**6)) as command:
             command.until(lambda: "Saved" in command.out, "a checkpoint")
             command.signal(signal.SIGTERM)
             assert command.code() == 0
         name = name_of(command)
         flags = command_in(command, "to go on: ")
-        assert flags["resume_from_checkpoint"] == "checkpoints"
-        assert ("run_name" in flags) == (suffix != "")
+        assert flags["run_name"] == name
         assert name.endswith(suffix or "k")
         last = max(saved(tmp_path)[name])
         going_on = trained(tmp_path, max_steps=last + 2, **flags)
         assert resumed_at(going_on) == [last]
         assert saved(tmp_path)[name][-1] == last + 2
-        if not suffix:
-            assert "run the same command again to go on" in going_on.out
+        assert "run the same command again to go on" in going_on.out
     assert len(saved(tmp_path)) == len(list((tmp_path / "runs").iterdir())) == 2
 
 
@@ -299,6 +296,20 @@ def test_best_is_a_name_for_the_checkpoint_of_the_lowest_validation_loss(tmp_pat
     assert not (tmp_path / "checkpoints/one/best").exists()
     (line,) = trained(tmp_path, code=4, run_name="three", resume_from_checkpoint="checkpoints/two/best").complaints
     assert "--validation_freq" in line
+
+
+def test_a_run_can_end_with_its_best_model_whose_name_its_last_line_has(tmp_path: Path) -> None:
+    rising = {"lr": 0.3, "lr_decay_style": "constant", "validation_freq": 1, "checkpoint_freq": 100, "run_name": "one"}
+    ends = {"load_best_model_at_end": 1, "save_final_model": 1, "model_dir": "model"}
+    command = trained(tmp_path, max_steps=4, **rising, **ends)
+    best, last = saved(tmp_path)["one"][0], saved(tmp_path)["one"][-1]
+    assert (best < 4, last) == (True, 4)
+    assert f"best: checkpoints/one/best (step {best}, " in command.out.splitlines()[-1]
+    written = load_file(tmp_path / "model/model.safetensors")
+    kept, newest = (read_checkpoint(tmp_path / f"checkpoints/one/llama_v2-{step}steps") for step in (best, last))
+    names = [name for name in kept if name.startswith("model.")]
+    assert all(torch.equal(written[name.removeprefix("model.")], kept[name]) for name in names)
+    assert not all(torch.equal(newest[name], kept[name]) for name in names)
 
 
 # --- from another run

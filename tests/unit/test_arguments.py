@@ -96,7 +96,8 @@ TRANSLATED: dict[str, tuple[str, dict[str, Any]]] = {
 WITHOUT_EFFECT = {
     "fp16": "False", "optim": "adamw_torch_fused", "do_train": "True", "do_eval": "True",
     "overwrite_output_dir": "True", "save_strategy": "steps", "logging_strategy": "steps",
-    "load_best_model_at_end": "False", "dataloader_num_workers": "8", "low_cpu_mem_usage": "True",
+    "metric_for_best_model": "eval_loss", "greater_is_better": "False",
+    "dataloader_num_workers": "8", "low_cpu_mem_usage": "True",
     "ddp_find_unused_parameters": "False", "torch_dtype": "auto", "push_to_hub": "False",
     "preprocessing_num_workers": "4", "overwrite_cache": "True", "use_fast_tokenizer": "True",
     "remove_unused_columns": "False", "dataloader_pin_memory": "True", "dataloader_persistent_workers": "True",
@@ -155,7 +156,7 @@ def check_alias(alias: str, text: str, expected: dict[str, Any]) -> Resolved:
         *REFUSED_ALIASES.items(), ("report_to", "comet_ml"), ("fp16", "1"),
         ("optim", "adafactor"), ("lr_scheduler_type", "polynomial"), ("warmup_ratio", "1"), ("warmup_ratio", "-0.1"),
         ("save_steps", "0.1"), ("save_strategy", "epoch"), ("eval_strategy", "epoch"), ("num_train_epochs", "1.5"),
-        ("do_train", "False"), ("load_best_model_at_end", "True"), ("fsdp", "full_shard nonsense"),
+        ("do_train", "False"), ("metric_for_best_model", "accuracy"), ("fsdp", "full_shard nonsense"),
         ("torch_dtype", "bfloat16"), ("push_to_hub", "True"), ("output_dir", "s3://bucket/out"),
         ("dataloader_num_workers", "many"), ("keep_linebreaks", "False"), ("prediction_loss_only", "False"),
     ],
