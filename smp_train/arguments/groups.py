@@ -59,7 +59,7 @@ class Arguments(
         """The model's type and size: what a launcher calls a run without a name, and how a fresh name begins."""
         pretrained = self.hf_pretrained_model_name_or_dir or (self.finetune and self.pretrained_model_name)
         if pretrained:
-            return PurePosixPath(pretrained).name or "model"
+            return PurePosixPath(pretrained.removesuffix("/best")).name or "model"
         family = self.model_type or ("scratch" if self.model_size else "gpt_neox")
         return "-".join(part for part in (family, self.model_size) if part)
 

@@ -181,7 +181,7 @@ def test_a_name_that_a_living_job_has_reserved_is_taken(parent):
 
 
 def test_a_start_with_the_name_of_a_run_goes_on_with_it(parent):
-    command = {"run_name": "mine"}
+    command: dict[str, Any] = {"run_name": "mine"}
     assert began(parent, **command, saves=3) == Began("mine")
     assert began(parent, **command, saves=6) == Began("mine", 3, "mine/llama_v2-3steps")
     resolved, begun = settled(parent, **command)
