@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -38,6 +40,23 @@ def test_example(name: str, tmp_path: Path) -> None:
         assert steps[0] == "step,loss,grad_norm,tokens_per_sec"
         assert [int(line.split(",")[0]) for line in steps[1:4]] == [5, 10, 15]
         assert (tmp_path / "runs/callbacks/STOPPED").exists()
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_finetuning_run_as_they_stand(tmp_path: Path) -> None:
+    for folder in ("docs", "data", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/finetuning.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks if "meta-llama" not in block for line in re.split(r"(?<!\\)\n", block.strip())]
+    answers = []
+    for line in lines:
+        program, *words = shlex.split(line.replace("\\\n", " "))
+        assert program == "smp-train"
+        with warm(tmp_path, *words) as command:
+            assert command.code() == 0, command.err
+        answers += [command.out] * (words[0] == "generate")
+    assert answers == ["Give the same command again with --resume_from_checkpoint.\n"]
+    assert {"chat_template.jinja", "config.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
 
 
 @pytest.mark.slow
