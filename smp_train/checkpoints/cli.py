@@ -30,7 +30,7 @@ from smp_train.models.build import build_meta, materialise
 from smp_train.models.configuration import changes_from
 from smp_train.models.hub_state import gather_state
 from smp_train.models.hugging_face import CONFIG_FILE, GENERATION_FILE, trust_code
-from smp_train.models.resolve import beside, resolve
+from smp_train.models.resolve import configuration_next_to, resolve
 from smp_train.models.tokenizer import tokenizer_files, tokenizer_folder
 from smp_train.models.weight_files import WeightFiles
 from smp_train.models.weight_writer import stored_tensors, write_weights
@@ -220,7 +220,7 @@ def import_weights(options: argparse.Namespace) -> None:
     if not is_run_name(run_name):
         raise ConfigError(f"{options.target} cannot be a run's folder; give another one")
     source = place(options.source)
-    if options.model is None and beside(source) is None:
+    if options.model is None and configuration_next_to(source) is None:
         raise ConfigError(f"{source} has no config.json beside it; say which model it is by --model FOLDER_OR_NAME")
     weights = {"pretrained_model_name": options.model, "pretrained_checkpoint_file": str(source)}
     spec = resolve(Arguments(finetune=True, trust_remote_code=options.trust_remote_code, **weights))

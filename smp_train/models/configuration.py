@@ -1,4 +1,4 @@
-"""A model's transformers configuration: flags applied to its fields, the widths checked, and two of them compared."""
+"""Changes of a model's transformers configuration by flags, checks of its widths, comparison with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import CheckpointError, ConfigError, one_line
-from smp_train.models.families import FAMILIES, ROPE_SCALING, Family, other_family
+from smp_train.models.families import ROPE_SCALING, Family, family_of
 from smp_train.models.hugging_face import transformers4_names
 
 if TYPE_CHECKING:
@@ -16,186 +16,123 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.models")
 
-# Flags that launch scripts of the original systems give to every family: ignored with a log line by a family that has
-# no such setting.
-EVERYWHERE_GIVEN = ("rotary_pct", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-# Flags that change the shape of a weight: with pretrained weights they must equal the configuration's values.
+IGNORED_WITHOUT_FIELD = ("rotary_pct", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+"""Flags that launch scripts of the original systems pass for every family, even if the family lacks the setting."""
 SHAPES = (
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
     "num_local_experts", "tie_word_embeddings",
 )  # fmt: skip
+"""Flags that change the shape of a weight. With pretrained weights they must equal the configuration's values."""
+POSITIVE = (*SHAPES[:-1], "max_context_width", "num_experts_per_tok", "sliding_window")
+LLAMA3_SCALING = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
-# Flags whose values must be positive.
-SIZES = (*SHAPES[:-1], "max_context_width", "num_experts_per_tok", "sliding_window")
-
-SETTINGS_OF_A_RUN = re.compile(
+TRAINING_SETTINGS = re.compile(
     r"dropout|pdrop|token_id|initializer|max_position|^n_positions|^n_ctx|use_cache|router_aux|output_router|jitter|"
     r"summary_|pretraining_tp|^rope_parameters|scale_init"
 )
-"""Configuration fields that do not change the function that given weights compute, only their training."""
+"""Configuration fields that change how weights are trained, but not the function that given weights compute."""
 
 
-def overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str, Any]) -> None:
-    """Write the given flags into the configuration fields; a flag without a field is logged or refused."""
-    heads = given.get("num_heads", fields.get(family.fields.get("num_heads", "")))
-    for flag, value in (following_heads(family, fields, given) | given).items():
+def apply_flags(fields: dict[str, Any], family: Family, name: str, flags: dict[str, Any]) -> None:
+    """Write flags into configuration fields; ``name`` is the model's, for messages.
+
+    Raises `ConfigError` for a flag without a field, except flags without effect and flags that scripts always pass.
+    """
+    heads = flags.get("num_heads", fields.get(family.fields.get("num_heads", "")))
+    for flag, value in (following_heads(family, fields, flags) | flags).items():
         target = family.fields.get(flag)
-        if flag in ROPE_SCALING and target:
-            continue
         if target is None:
-            harmless = (
+            no_change = (
                 (flag.endswith("_pdrop") and value == 0)
                 or (flag == "num_key_value_heads" and value == heads)
-                or flag == "max_context_width"  # also the length of a row, whatever the model's positions
+                or flag == "max_context_width"  # it also sets the length of rows, for any model
             )
-            if flag in EVERYWHERE_GIVEN and not harmless:
-                logger.info("--%s %s has no effect: %s has no such setting", flag, value, name)
-            elif not harmless:
+            if flag not in IGNORED_WITHOUT_FIELD and not no_change:
                 raise ConfigError(f"--{flag} {value}: {name} has no such setting; leave it out")
+            if not no_change:
+                logger.info("--%s %s has no effect: %s has no such setting", flag, value, name)
         elif flag == "max_context_width":
             fields[target] = max(int(value), fields.get(target) or 0)
-        else:
+        elif flag not in ROPE_SCALING:
             fields[target] = bool(value) if flag == "tie_word_embeddings" else value
-    _overlay_rope(fields, family, given)
-    if family.hf_model_type == "falcon" and "num_key_value_heads" in given:
-        # Falcon 7B's layer has one key-value head, Falcon 40B's several.
-        fields["new_decoder_architecture"] = given["num_key_value_heads"] > 1
+    _apply_rope_scaling(fields, flags)
+    if family.hf_model_type == "falcon" and "num_key_value_heads" in flags:
+        # The decoder layer of Falcon 7B has one key-value head; Falcon 40B has several.
+        fields["new_decoder_architecture"] = flags["num_key_value_heads"] > 1
 
 
-def following_heads(family: Family, fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return key-value heads equal to the given ``num_heads`` where the model's two numbers of heads are equal."""
+def following_heads(family: Family, fields: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Return ``num_key_value_heads`` equal to the ``num_heads`` flag if the two numbers are equal in ``fields``."""
     heads, key_value = (fields.get(family.fields.get(flag, "")) for flag in ("num_heads", "num_key_value_heads"))
-    followed = "num_heads" in given and key_value is not None and key_value == heads
-    return {"num_key_value_heads": given["num_heads"]} if followed else {}
+    follows = "num_heads" in flags and key_value is not None and key_value == heads
+    return {"num_key_value_heads": flags["num_heads"]} if follows else {}
 
 
-def _overlay_rope(fields: dict[str, Any], family: Family, given: dict[str, Any]) -> None:
-    scaling = {ROPE_SCALING[flag]: value for flag, value in given.items() if flag in ROPE_SCALING}
-    if not scaling or "rope_scaling_type" not in family.fields:
+def _apply_rope_scaling(fields: dict[str, Any], flags: dict[str, Any]) -> None:
+    scaling = {ROPE_SCALING[flag]: value for flag, value in flags.items() if flag in ROPE_SCALING}
+    if not scaling:
         return
-    kind = scaling.get("rope_type", (fields.get("rope_scaling") or {}).get("rope_type", "default"))
+    current = fields.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", current.get("rope_type", "default"))
     if kind == "default":
         fields.pop("rope_scaling", None)
     elif kind == "llama3":
-        base = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        base |= {"original_max_position_embeddings": 8192}
-        fields["rope_scaling"] = base | (fields.get("rope_scaling") or {}) | scaling | {"rope_type": kind}
+        fields["rope_scaling"] = LLAMA3_SCALING | current | scaling | {"rope_type": kind}
     else:
         raise ConfigError(f"--rope_scaling_type {kind} is not known; known: default, llama3")
 
 
-def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
-    """Return the fields in which a checkpoint's model differs from ``config``, as "--num_heads 4 there, 8 here".
+def with_flags(config: PretrainedConfig, flags: dict[str, Any], weights: str | None, location: str) -> PretrainedConfig:
+    """Return the configuration read from ``location`` with flags applied.
 
-    ``saved`` is its configuration as a dictionary, written by any version of transformers: a field that a version does
-    not know has that version's default. Settings of a run (dropout, lengths, special tokens, precision) may differ.
+    Raises `ConfigError` for a shape that differs from the pretrained ``weights``, and as `checked` does.
     """
-    from transformers import CONFIG_MAPPING, PretrainedConfig
-
-    kind = config.model_type
-    if saved.get("model_type") != kind:
-        return [f"--model_type: {saved.get('model_type')} there, {kind} here"]
-    flags = {target: flag for flag, target in _family_of(kind).fields.items()}
-    flags["rope_scaling"] = "rope_scaling_type"
-    fields = [
-        transformers4_names(type(config).from_dict(transformers4_names(each, kind)).to_dict(), kind)
-        for each in (saved, config.to_dict())
-    ]
-    own = transformers4_names(CONFIG_MAPPING[kind]().to_dict(), kind).keys() - PretrainedConfig().to_dict().keys()
-    own |= {"tie_word_embeddings", *flags}
-    different = [
-        (key, *(each.get(key) for each in fields))
-        for key in sorted(own, key=lambda key: (key not in flags, key))
-        if fields[0].get(key) != fields[1].get(key) and not SETTINGS_OF_A_RUN.search(key)
-    ]
-    return [
-        f"{'--' + flags[key] if key in flags else key}: {there} there, {here} here" for key, there, here in different
-    ]
-
-
-def changes_from(meta: dict[str, Any], config: PretrainedConfig) -> list[str]:
-    """Return the `changes` from the model that a checkpoint's ``meta`` describes; none where it describes none.
-
-    Raises `CheckpointError` where transformers refuses the configuration there.
-    """
-    saved = meta.get("model_config", with_sample_flags(meta.get("imported", {}), config))
-    try:
-        return changes(saved, config) if isinstance(saved, dict) else []
-    except Exception as failure:  # transformers' validation raises classes of several libraries
-        raise CheckpointError(f"the configuration in the checkpoint is not valid: {one_line(failure)}") from failure
-
-
-def with_sample_flags(recorded: dict[str, Any], config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return the fields of ``config`` with those flags of SMP's sample that change no shape but the model's function.
-
-    ``recorded`` are the values that a checkpoint of the sample holds beside its tensors. For Mistral and Mixtral the
-    sample has no flag for the rotary base. None where it has none of these flags, or the model was pretrained.
-    """
-    if "cli_args.hf_pretrained_model_name_or_dir" in recorded:
-        return None
-    flags = ["num_heads", *["rotary_emb_base", "rotary_pct"] * (config.model_type in ("llama", "gpt_neox"))]
-    family = _family_of(config.model_type)
-    values = {family.fields[flag]: recorded.get(f"cli_args.{flag}") for flag in flags if flag in family.fields}
-    there = {field: value for field, value in values.items() if isinstance(value, int | float)}
-    return transformers4_names(config.to_dict(), config.model_type) | there if there else None
-
-
-def _family_of(kind: str) -> Family:
-    known = next((family for family in FAMILIES.values() if family.hf_model_type == kind), None)
-    return known or other_family(kind)
-
-
-def configuration(family: Family, fields: dict[str, Any], name: str) -> PretrainedConfig:
-    """Return the configuration of ``fields``; `ConfigError` where widths conflict or transformers rejects it."""
-    from transformers import CONFIG_MAPPING
-
-    return _made(lambda fields: CONFIG_MAPPING[family.hf_model_type](**fields), family, fields, name)
-
-
-def with_flags(config: PretrainedConfig, given: dict[str, Any], weights: str | None, location: str) -> PretrainedConfig:
-    """Return the configuration at ``location`` with the given flags applied.
-
-    Raises:
-        ConfigError: for a shape that the ``weights`` do not have, and as `overlay` and `configuration` do.
-    """
-    if not given:
+    if not flags:
         return config
-    family = _family_of(config.model_type)
-    before = transformers4_names(config.to_dict(), config.model_type)
-    fields = dict(before)
-    overlay(fields, family, location, given)
-    if {"hidden_width", "num_heads"} & given.keys() and not weights:
-        fields.pop("head_dim", None)  # it follows from the former widths
-    shapes = {target: flag for flag in SHAPES if (target := family.fields.get(flag))}
-    if family.hf_model_type == "gpt2":  # learned position embeddings
-        shapes["n_positions"] = "max_context_width"
-    for target, flag in shapes.items():
-        if weights and fields.get(target) != before.get(target):
-            raise ConfigError(f"--{flag} {fields[target]}: the weights in {location} have {before.get(target)}")
-    return _made(type(config).from_dict, family, fields, location)
+    family = family_of(config.model_type)
+    original = transformers4_names(config.to_dict(), config.model_type)
+    fields = dict(original)
+    apply_flags(fields, family, location, flags)
+    if {"hidden_width", "num_heads"} & flags.keys() and not weights:
+        fields.pop("head_dim", None)  # it was computed from the previous widths
+    learned_positions = ("max_context_width",) * (family.hf_model_type == "gpt2")
+    for flag in (*SHAPES, *learned_positions) if weights else ():
+        target = family.fields.get(flag, "")
+        if fields.get(target) != original.get(target):
+            raise ConfigError(f"--{flag} {fields[target]}: the weights in {location} have {original.get(target)}")
+    return checked(fields, family, location, type(config).from_dict)
 
 
-def _made(
-    make: Callable[[dict[str, Any]], PretrainedConfig], family: Family, fields: dict[str, Any], name: str
+def checked(
+    fields: dict[str, Any],
+    family: Family,
+    name: str,
+    make: Callable[[dict[str, Any]], PretrainedConfig] | None = None,
 ) -> PretrainedConfig:
-    """Check the fields and return ``make(fields)``; ``name`` is the model's, for messages."""
+    """Return the configuration of ``fields``, by default of the family's class; ``name`` is the model's, for messages.
+
+    Raises `ConfigError` if widths contradict each other or transformers rejects the fields.
+    """
     from transformers import CONFIG_MAPPING
 
-    defaults = CONFIG_MAPPING[family.hf_model_type]()
+    kind = CONFIG_MAPPING[family.hf_model_type]
+    defaults = kind()
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = fields.get(key, getattr(defaults, key, None))
         if isinstance(token, int) and token >= fields.get("vocab_size", token + 1):
-            fields[key] = None  # outside of a vocabulary that --vocab_size reduced
+            fields[key] = None  # --vocab_size is too small for this token
     _check_widths(family, fields, name)
     try:
-        return make(fields)
+        return make(fields) if make else kind(**fields)
     except Exception as failure:  # transformers' validation raises exceptions of several libraries
         raise ConfigError(f"{name}: transformers refuses the configuration: {one_line(failure)}") from failure
 
 
 def _check_widths(family: Family, fields: dict[str, Any], name: str) -> None:
-    """Raise `ConfigError` for inconsistent widths, named by their flags."""
-    sizes = {flag: fields.get(family.fields.get(flag, "")) for flag in SIZES}
+    """Raise `ConfigError` for widths that are not positive, or do not divide each other."""
+    sizes = {flag: fields.get(family.fields.get(flag, "")) for flag in POSITIVE}
     for flag, size in sizes.items():
         if size is not None and size <= 0:
             raise ConfigError(f"{name}: --{flag} must be at least 1, not {size}")
@@ -218,3 +155,57 @@ def _check_widths(family: Family, fields: dict[str, Any], name: str) -> None:
             f"{name}: rotary embeddings rotate pairs of dimensions, but --hidden_width {hidden} with "
             f"--num_heads {heads} leaves {rotary} dimensions per head"
         )
+
+
+def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
+    """Return the fields in which a checkpoint's model differs from ``config``, as "--num_heads: 4 there, 8 here".
+
+    ``saved`` is the checkpoint's configuration as any version of transformers wrote it; missing fields have the
+    installed version's defaults. Fields that do not change the function of given weights are not compared.
+    """
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    kind = config.model_type
+    if saved.get("model_type") != kind:
+        return [f"--model_type: {saved.get('model_type')} there, {kind} here"]
+    flags = {target: flag for flag, target in family_of(kind).fields.items()} | {"rope_scaling": "rope_scaling_type"}
+    saved_fields, current = (
+        transformers4_names(type(config).from_dict(transformers4_names(fields, kind)).to_dict(), kind)
+        for fields in (saved, config.to_dict())
+    )
+    # Fields of the model's class, but not of every model.
+    compared = transformers4_names(CONFIG_MAPPING[kind]().to_dict(), kind).keys() - PretrainedConfig().to_dict().keys()
+    compared |= {"tie_word_embeddings", *flags}
+    return [
+        f"{'--' + flags[key] if key in flags else key}: {saved_fields.get(key)} there, {current.get(key)} here"
+        for key in sorted(compared, key=lambda key: (key not in flags, key))
+        if saved_fields.get(key) != current.get(key) and not TRAINING_SETTINGS.search(key)
+    ]
+
+
+def changes_from(meta: dict[str, Any], config: PretrainedConfig) -> list[str]:
+    """Return the `changes` from the model in a checkpoint's metadata, empty if the metadata has no configuration.
+
+    Raises `CheckpointError` if transformers rejects the configuration there.
+    """
+    saved = meta.get("model_config", with_sample_flags(meta.get("imported", {}), config))
+    try:
+        return changes(saved, config) if isinstance(saved, dict) else []
+    except Exception as failure:  # transformers' validation raises exceptions of several libraries
+        raise CheckpointError(f"the configuration in the checkpoint is not valid: {one_line(failure)}") from failure
+
+
+def with_sample_flags(recorded: dict[str, Any], config: PretrainedConfig) -> dict[str, Any] | None:
+    """Return the fields of ``config`` with the flags of SMP's sample that change the function of given weights.
+
+    ``recorded`` are the values that a checkpoint of the sample has besides its tensors. Returns None if there are no
+    such flags, or if the sample started from a pretrained model, which decides instead.
+    """
+    if "cli_args.hf_pretrained_model_name_or_dir" in recorded:
+        return None
+    # The sample ignores its rotary flags for Mistral and Mixtral.
+    rotary = ("rotary_emb_base", "rotary_pct") if config.model_type in ("llama", "gpt_neox") else ()
+    targets = {flag: family_of(config.model_type).fields.get(flag) for flag in ("num_heads", *rotary)}
+    values = {target: recorded.get(f"cli_args.{flag}") for flag, target in targets.items() if target}
+    numbers = {target: value for target, value in values.items() if isinstance(value, int | float)}
+    return transformers4_names(config.to_dict(), config.model_type) | numbers if numbers else None

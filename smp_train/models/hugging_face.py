@@ -1,7 +1,7 @@
-"""Reading of Hugging Face configurations, tokenizers and models from a folder, a file, S3 or the hub.
+"""Reads Hugging Face configurations, tokenizers and models from a folder, a file, S3 or the hub.
 
-Everything that transformers reads from outside goes through this module: code that comes with it is not run without
---trust_remote_code 1.
+Everything that transformers reads from outside goes through this module, so that code in a model's or a tokenizer's
+files runs only with --trust_remote_code 1.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import socket
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,17 +26,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CONFIG_FILE = "config.json"
-# Settings of an adapter, as peft has them.
 ADAPTER_FILE = "adapter_config.json"
-# How the model generates text: its end tokens, its temperature.
+"""Settings of adapters, in peft's format."""
 GENERATION_FILE = "generation_config.json"
-# Metadata of a checkpoint of ours; "model_config" in it is the configuration, "generation_config" the settings above.
+"""How the model generates text: end tokens, temperature."""
 OUR_META = "meta.json"
-# Commit marker of a checkpoint of ours; its "root" is the sub-folder with the files, for a checkpoint saved to S3.
+"""A checkpoint's metadata, with the content of the two files above under "model_config" and "generation_config"."""
 OUR_MARK = "COMMITTED"
-BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Files of the configuration, of the tokenizer and of its chat template."""
-
+"""A checkpoint's commit marker. Its "root" is the sub-folder with the files of a checkpoint that was saved to S3."""
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Configuration, tokenizer and chat template."""
 PROBE_SECONDS = 5.0
 
 logger = logging.getLogger("smp_train.models")
@@ -45,21 +43,22 @@ _trusted = False
 
 
 class HubUnreachable(OSError):
-    """A name is not on this machine, and the hub cannot be reached."""
+    """A name is not in the local cache, and the hub cannot be reached."""
 
 
 @contextmanager
 def asking_hub() -> Iterator[None]:
-    """Let the body ask the Hugging Face hub; where that cannot be reached, its cache on this machine alone.
+    """Let the body ask the Hugging Face hub, or only its local cache if the hub cannot be reached.
 
-    Otherwise each request would be repeated for half a minute, with a line each time. Raises `HubUnreachable`.
+    Without this check, huggingface_hub repeats each request for half a minute and logs every attempt. Raises
+    `HubUnreachable` if the cache does not suffice.
     """
     from huggingface_hub import constants, utils
 
-    if constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT):
+    if constants.HF_HUB_OFFLINE or _accepts_connections(constants.ENDPOINT):
         yield
         return
-    reset = getattr(utils, "reset_sessions", lambda: None)  # before version 1 a session keeps its mode
+    reset = getattr(utils, "reset_sessions", lambda: None)  # before version 1, open sessions ignore the change
     constants.HF_HUB_OFFLINE = True
     reset()
     try:
@@ -71,20 +70,17 @@ def asking_hub() -> Iterator[None]:
         reset()
 
 
-def _answers(endpoint: str) -> bool:
-    """Return whether a server can be connected to, at the second attempt at the latest; true behind a proxy."""
-    where = urlsplit(endpoint)
-    if not urllib.request.getproxies().keys().isdisjoint({where.scheme, "all"}):
+def _accepts_connections(endpoint: str) -> bool:
+    """Return whether a connection to the server can be opened; with a proxy configured, assume that it can."""
+    url = urlsplit(endpoint)
+    if not urllib.request.getproxies().keys().isdisjoint({url.scheme, "all"}):
         return True
-    for wait in (0, 1):
-        time.sleep(wait)
-        try:
-            port = where.port or (80 if where.scheme == "http" else 443)
-            socket.create_connection((where.hostname or "", port), PROBE_SECONDS).close()
-        except OSError:
-            continue
-        return True
-    return False
+    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    try:
+        socket.create_connection(address, PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def transformers_major() -> int:
@@ -95,159 +91,178 @@ def transformers_major() -> int:
 
 
 def trust_code(trusted: bool) -> None:
-    """Set whether this process runs code that comes with models and tokenizers."""
+    """Set whether this process runs code in the files of models and tokenizers."""
     global _trusted
     if trusted and not _trusted:
         logger.warning("--trust_remote_code 1: code that comes with a model or a tokenizer is run", extra=ALL_RANKS)
     _trusted = trusted
 
 
-def _foreign_code(where: object) -> ConfigError:
+def _untrusted(name: object) -> ConfigError:
     return ConfigError(
-        f"{where} needs code of its own (auto_map, or a kernel of the hub), which is not run; read that code, then "
+        f"{name} needs code of its own (auto_map, or a kernel of the hub), which is not run; read that code, then "
         "give --trust_remote_code 1"
     )
 
 
 def load_tokenizer(location: str) -> Any:
-    """Return the tokenizer of a folder, of a tokenizer.json, or of a name on the hub; else `ConfigError`."""
+    """Return the tokenizer of a folder, a tokenizer.json, or a name on the hub. Raises `ConfigError`."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(location)
     file = path if path.is_file() else path / "tokenizer.json"
+    settings = file.parent / "tokenizer_config.json"
     try:
-        settings = file.parent / "tokenizer_config.json"
         if file.is_file() and not settings.is_file():
             return PreTrainedTokenizerFast(tokenizer_file=str(file))
-        location = str(file.parent) if path.is_file() else location
         if settings.is_file():
             for key, value in json.loads(settings.read_text(encoding="utf-8")).items():
                 if key.endswith("_file") and isinstance(value, str) and "/" in value and os.path.isfile(value):
                     raise ConfigError(f"{settings}: {key} leads out of the folder, to {value}; take that entry out")
         with nullcontext() if path.exists() else asking_hub():
-            return AutoTokenizer.from_pretrained(location, trust_remote_code=_trusted)
+            folder = str(file.parent) if path.is_file() else location
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=_trusted)
     except ConfigError:
         raise
-    except Exception as failure:  # anything, for files of unknown origin
+    except Exception as failure:  # files of unknown origin can raise anything
         if "trust_remote_code" in str(failure):
-            raise _foreign_code(f"tokenizer {location}") from failure
+            raise _untrusted(f"tokenizer {location}") from failure
         raise ConfigError(f"tokenizer {location} cannot be read: {first_line(failure)}") from failure
 
 
-def model_of(config: Any, **more: Any) -> Any:
-    """Return the causal LM of a configuration, as `AutoModelForCausalLM.from_config`."""
+def model_of(config: Any, **options: Any) -> Any:
+    """Return the causal LM of a configuration, by `AutoModelForCausalLM.from_config`."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=_trusted, **more)
-
-
-def _refuse_kernels(fields: Any, where: object) -> None:
-    """Raise `ConfigError` for a configuration that has transformers fetch a kernel from the hub."""
-    left = [fields]
-    while left:
-        for key, value in left.pop().items():
-            if key.endswith("_implementation") and "/" in str(value):
-                raise _foreign_code(f"{where}: {key} {value}")
-            left += [value] if isinstance(value, dict) else []
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=_trusted, **options)
 
 
 class Opened(NamedTuple):
-    """What a location says of its model."""
+    """A model's configuration and the location of its weights."""
 
     name: str
     config: PretrainedConfig
     weights: str | None
-    """Their folder or file; None for random ones."""
+    """Folder or file; None: random initial weights."""
     generation: dict[str, Any] | None
-    """Contents of generation_config.json, where there is one."""
+    """Content of generation_config.json, None without that file."""
 
 
 def open_configuration(location: str, weights: str | None = None) -> Opened:
-    """Return what a folder, one config.json (random weights), or a model on the hub says of its model.
+    """Return the model of a folder, of a config.json (without weights), of a checkpoint's meta.json, or of a hub name.
 
-    ``weights`` take the place of weights beside the configuration.
+    ``weights`` replace those in the folder. Raises `ConfigError`.
     """
-    folder = path = place(location)
-    name = location
+    path, name = place(location), location
     if path.is_file():
         # A checkpoint saved to S3 has its files in a sub-folder.
-        inner = path.name == OUR_META and (path.parent.parent / OUR_MARK).is_file()
-        config, name, folder = _load_config(path), (path.parent.parent if inner else path.parent).name, path.parent
-    elif path.is_dir():
-        name = path.name
-        if not (path / CONFIG_FILE).is_file():
-            if (path / ADAPTER_FILE).is_file():
+        in_sub_folder = path.name == OUR_META and (path.parent.parent / OUR_MARK).is_file()
+        folder = path.parent.parent if in_sub_folder else path.parent
+        return Opened(folder.name, _read_config(path), weights, _read_generation(path.parent))
+    if path.is_dir():
+        folder, name = path, path.name
+        if not (folder / CONFIG_FILE).is_file():
+            if (folder / ADAPTER_FILE).is_file():
                 raise ConfigError(
                     f"{path} holds adapters alone; give the checkpoint they are from, or what smp-train checkpoint "
                     "export CHECKPOINT FOLDER --merge 1 writes"
                 )
             raise ConfigError(f"{path} has no {CONFIG_FILE}: it is not the folder of a Hugging Face model")
-        config = _load_config(path / CONFIG_FILE)
-        weights = weights or (str(path) if weight_files(path) else None)
     elif isinstance(path, S3Path):
         raise ConfigError(f"there is nothing at {location}; give the folder of a Hugging Face model")
-    elif location.startswith((".", "/", "~")) or (location.count("/") != 1 and "/" in location):
+    elif location.startswith((".", "/", "~")) or location.count("/") > 1:
         raise ConfigError(f"{location} does not exist; give the folder of a Hugging Face model, or its name")
     else:
         folder = _download(location, with_weights=weights is None)
-        config = _load_config(folder / CONFIG_FILE)
-        weights = weights or (str(folder) if weight_files(folder) else None)
-    return Opened(name, config, weights, _generation_in(folder))
+    weights = weights or (str(folder) if weight_files(folder) else None)
+    return Opened(name, _read_config(folder / CONFIG_FILE), weights, _read_generation(folder))
 
 
-def _generation_in(folder: Place) -> dict[str, Any] | None:
-    """Return how the model of a folder, or of a checkpoint of ours, generates; None where it does not say."""
-    for file, key in ((GENERATION_FILE, None), (OUR_META, "generation_config")):
-        if (folder / file).is_file():
+def _download(name: str, *, with_weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        with asking_hub():
+            safetensors = ["*.safetensors"] if with_weights else []
+            folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *safetensors]))
+            if with_weights and not weight_files(folder):
+                folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, "*.bin"]))
+            return folder
+    except Exception as failure:  # no network, unknown model, no access: each raises another class
+        reason = failure if isinstance(failure, HubUnreachable) else type(failure).__name__
+        raise ConfigError(
+            f"{name} is neither a folder nor a model that the Hugging Face hub gives ({reason}); download it and give "
+            "the folder"
+        ) from failure
+
+
+def _read_generation(folder: Place) -> dict[str, Any] | None:
+    """Return the generation settings of a model's folder or of a checkpoint; None if they are missing."""
+    for file, key in ((folder / GENERATION_FILE, None), (folder / OUR_META, "generation_config")):
+        if file.is_file():
             try:
-                fields = json.loads((folder / file).read_text(encoding="utf-8"))
+                fields = json.loads(file.read_text(encoding="utf-8"))
                 return fields if key is None else fields.get(key)
             except (ValueError, RecursionError, AttributeError) as failure:
-                raise ConfigError(f"{folder / file} cannot be read: {one_line(failure)}; mend or remove it") from None
+                raise ConfigError(f"{file} cannot be read: {one_line(failure)}; mend or remove it") from None
     return None
 
 
-def _load_config(path: Place) -> PretrainedConfig:
+def _read_config(file: Place) -> PretrainedConfig:
+    """Return the configuration in a config.json or meta.json. Raises `ConfigError` and `CheckpointError`."""
     from transformers import CONFIG_MAPPING
 
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if path.name == OUR_META:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        if file.name == OUR_META:
             return config_of(fields["model_config"])
-        if _trusted and "auto_map" in fields and not isinstance(path, S3Path):
-            return _with_code(path, fields)
+        if _trusted and "auto_map" in fields and not isinstance(file, S3Path):
+            return _config_with_code(file, fields)
         if not _trusted and "auto_map" in fields and fields["model_type"] not in CONFIG_MAPPING:
-            raise _foreign_code(path)
-        return config_of(fields, path)
+            raise _untrusted(file)
+        return config_of(fields, file)
     except (CheckpointError, ConfigError):
         raise
-    except Exception as failure:  # anything, for a file of unknown origin
-        what = f"no {failure} is known" if isinstance(failure, KeyError) else one_line(failure)
-        raise ConfigError(f"transformers cannot read {path}: {what}") from failure
+    except Exception as failure:  # files of unknown origin can raise anything
+        reason = f"no {failure} is known" if isinstance(failure, KeyError) else one_line(failure)
+        raise ConfigError(f"transformers cannot read {file}: {reason}") from failure
 
 
-def _with_code(path: Path, fields: dict[str, Any]) -> PretrainedConfig:
-    """Return the configuration of a model that brings code, which is run."""
+def _config_with_code(file: Path, fields: dict[str, Any]) -> PretrainedConfig:
+    """Return the configuration of a model whose files contain code; the code is run."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    # By folder, which holds the code; by file where its name is not the one that transformers reads.
-    found = AutoConfig.from_pretrained(str(path.parent if path.name == CONFIG_FILE else path), trust_remote_code=True)
-    config: PretrainedConfig = type(found).from_dict(readable(fields))
-    config.name_or_path = found.name_or_path  # the folder that transformers loads code from
-    if config.model_type not in CONFIG_MAPPING:  # the other modules look types up there
+    # transformers finds the code in the folder, but reads no other file name than config.json from a folder.
+    location = file.parent if file.name == CONFIG_FILE else file
+    original = AutoConfig.from_pretrained(str(location), trust_remote_code=True)
+    config: PretrainedConfig = type(original).from_dict(readable(fields))
+    config.name_or_path = original.name_or_path  # the folder that transformers loads code from
+    if config.model_type not in CONFIG_MAPPING:  # other modules look up types in it
         AutoConfig.register(config.model_type, type(config))
     return config
 
 
-def config_of(fields: dict[str, Any], where: object = "model_config") -> PretrainedConfig:
-    """Return the configuration of ``fields``, as in a checkpoint of ours. Raises KeyError for an unknown type."""
+def config_of(fields: dict[str, Any], name: object = "model_config") -> PretrainedConfig:
+    """Return the configuration of ``fields``; ``name`` is theirs, for messages.
+
+    Raises KeyError for an unknown type, and `ConfigError` for fields that have transformers run code from the hub.
+    """
     from transformers import CONFIG_MAPPING
 
     config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(readable(fields))
     if not _trusted:
-        _refuse_kernels(fields, where)
+        _refuse_kernels(fields, name)
         config.__dict__.pop("auto_map", None)
     return config
+
+
+def _refuse_kernels(fields: dict[str, Any], name: object) -> None:
+    """Raise `ConfigError` for a configuration that names an attention kernel on the hub, at any depth."""
+    for key, value in fields.items():
+        if key.endswith("_implementation") and "/" in str(value):
+            raise _untrusted(f"{name}: {key} {value}")
+        if isinstance(value, dict):
+            _refuse_kernels(value, name)
 
 
 def transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str, Any]:
@@ -272,7 +287,7 @@ def transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str,
 def readable(fields: dict[str, Any]) -> dict[str, Any]:
     """Return configuration fields under the names that the installed transformers reads.
 
-    Version 4 ignores ``rope_parameters`` and would use its default rotary base; nor can it serialize ``dtype``.
+    Version 4 would ignore ``rope_parameters`` and use its default rotary base, and cannot serialize ``dtype``.
     """
     from transformers import PretrainedConfig
 
@@ -282,20 +297,3 @@ def readable(fields: dict[str, Any]) -> dict[str, Any]:
     if "dtype" in fields and not hasattr(PretrainedConfig(), "dtype"):
         fields["torch_dtype"] = fields.pop("dtype")
     return fields
-
-
-def _download(name: str, *, with_weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        with asking_hub():
-            folder = Path(snapshot_download(name, allow_patterns=[*BESIDE_WEIGHTS, *["*.safetensors"] * with_weights]))
-            if with_weights and not weight_files(folder):
-                folder = Path(snapshot_download(name, allow_patterns=[*BESIDE_WEIGHTS, "*.bin"]))
-            return folder
-    except Exception as failure:  # no network, no such model, no access: each raises its own class
-        why = failure if isinstance(failure, HubUnreachable) else type(failure).__name__
-        raise ConfigError(
-            f"{name} is neither a folder nor a model that the Hugging Face hub gives ({why}); download it and give the "
-            "folder"
-        ) from failure

@@ -1,19 +1,19 @@
-"""The model that the flags describe: a preset, widths alone, or a Hugging Face model, with flags applied to it."""
+"""The model that the flags describe: a preset, a family with widths, or a Hugging Face model, with flags applied."""
 
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from smp_train.arguments.values import nearest
 from smp_train.errors import CheckpointError, ConfigError, one_line
-from smp_train.models.configuration import SHAPES, configuration, following_heads, overlay, with_flags
-from smp_train.models.families import FAMILIES, MODEL_FLAGS, SYNONYMS, Family, other_family
+from smp_train.models.configuration import SHAPES, apply_flags, checked, following_heads, with_flags
+from smp_train.models.families import FAMILIES, MODEL_FLAGS, SYNONYMS, Family, family_of
 from smp_train.models.hugging_face import CONFIG_FILE, OUR_MARK, OUR_META, open_configuration, trust_code
 from smp_train.storage.paths import Place, place
 
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from smp_train.models.lora import Lora
 
 PRESETS = Path(__file__).parent / "presets"
-# Default sequence length of training in tokens, as in the original system; a model with fewer positions takes those.
 DEFAULT_CONTEXT = 2048
-# Default widths, those of the original system.
+"""Default length of training rows in tokens; a model with fewer positions takes its number of positions."""
 DEFAULT_WIDTHS = {"hidden_width": 768, "num_layers": 12, "num_heads": 12, "max_context_width": DEFAULT_CONTEXT}
 
 
@@ -34,35 +33,30 @@ class ModelSpec:
     """The model to build and its initial weights."""
 
     name: str
-    """``llama_v2-7b``, ``llama_v2`` when built from widths, or the Hugging Face name."""
+    """``llama_v2-7b`` for a preset, ``llama_v2`` for a family with widths, else the Hugging Face name."""
     model_type: str
-    """Family name, used in the names of checkpoint folders."""
+    """The family's name, used in the names of checkpoint folders."""
     config: PretrainedConfig
     pretrained: str | None = None
-    """Folder or file of the weights to start from, None for random initial weights."""
+    """Folder or file of the weights to start from; None: random initial weights."""
     lora: Lora | None = None
-    """Adapters that are trained in place of the weights."""
+    """Adapters to train instead of the weights."""
     generation: Mapping[str, Any] | None = None
-    """Contents of the generation_config.json that lies beside the weights."""
+    """Content of the generation_config.json next to the weights."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One published (or ladder) model: a data file under ``presets/``."""
+    """A published model, or a model of the from-scratch ladder: one file in ``presets/``."""
 
     model_type: str
-    """A key of `FAMILIES`."""
     model_size: str
-    """Lower case."""
-    hf_model_type: str
-    hub_name: str | None
-    """None for models of ours."""
     parameters: int
-    """Tied ones once."""
+    """Tied parameters are counted once."""
     source: str
     """Where the number of parameters is published."""
     config: dict[str, Any]
-    """In the names of transformers 4."""
+    """Fields with their names in transformers 4."""
     note: str = ""
 
     @property
@@ -74,46 +68,172 @@ class Preset:
 @cache
 def presets() -> dict[tuple[str, str], Preset]:
     """Return all presets by (model_type, model_size)."""
-    found = [Preset(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(PRESETS.glob("*.json"))]
-    return {(preset.model_type, preset.model_size): preset for preset in found}
+    every = [Preset(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(PRESETS.glob("*.json"))]
+    return {(preset.model_type, preset.model_size): preset for preset in every}
+
+
+class ModelSource(NamedTuple):
+    """Where the configuration and the initial weights of a model are."""
+
+    config: str | None
+    """Folder, file or hub name of the configuration; None: the flags describe it."""
+    weights: str | None = None
+    """Folder or file of the weights; None: next to the configuration, if it has any."""
+
+
+def model_source(args: Any) -> ModelSource:
+    """Return where the flags take the model from. Raises `ConfigError` for weights that do not exist."""
+    config = getattr(args, "hf_pretrained_model_name_or_dir", None)
+    if not getattr(args, "finetune", False):
+        return ModelSource(config)
+    config = config or args.pretrained_model_name
+    for flag in ("finetune_checkpoint_load_dir", "pretrained_checkpoint_file"):
+        location = getattr(args, flag)
+        if location is None:
+            continue
+        weights = place(location)
+        if not weights.exists():
+            raise ConfigError(f"{location} does not exist (--{flag})")
+        if flag == "finetune_checkpoint_load_dir" and config and not place(config).exists():
+            # Clusters without access to the hub keep models in one folder, each in a sub-folder with the hub's name.
+            weights = weights / config if (weights / config).is_dir() else weights
+            config = str(weights / CONFIG_FILE) if (weights / CONFIG_FILE).is_file() else config
+        if config is None and not _has_model_flags(args):
+            config = configuration_next_to(weights)
+        return ModelSource(config, str(weights))
+    return ModelSource(config)
+
+
+def _has_model_flags(args: Any) -> bool:
+    flags = ("model_type", "model_size", *SHAPES)
+    return any(getattr(args, flag, None) is not None for flag in flags)
+
+
+def names_model(args: Any) -> bool:
+    """Return whether any flag selects the model or sets one of its shapes."""
+    return _has_model_flags(args) or bool(
+        getattr(args, "hf_pretrained_model_name_or_dir", None) or getattr(args, "finetune", False)
+    )
+
+
+def configuration_next_to(weights: Place) -> str | None:
+    """Return the file with the configuration of weights or of a checkpoint; None if it does not exist."""
+    folder = weights if weights.is_dir() else weights.parent
+    for name in (CONFIG_FILE, OUR_META):
+        if (folder / name).is_file():
+            return str(folder / name)
+    if (folder / OUR_MARK).is_file():
+        try:
+            return str(folder / str(json.loads((folder / OUR_MARK).read_text(encoding="utf-8"))["root"]) / OUR_META)
+        except (ValueError, RecursionError, KeyError, TypeError):
+            raise ConfigError(f"{folder / OUR_MARK} cannot be read; {weights} is no checkpoint to start from") from None
+    return None
 
 
 def resolve(args: Any) -> ModelSpec:
-    """Return the model that the flags describe.
+    """Return the model that the flags describe. ``args`` has flags as attributes; None means not given.
 
-    ``args`` has the model flags as attributes; None means not given. In order of precedence:
-    ``hf_pretrained_model_name_or_dir`` or, with ``finetune``, ``pretrained_model_name`` (folder, config.json or hub
-    name) or the configuration beside ``pretrained_checkpoint_file``; ``model_type`` and ``model_size`` (preset);
-    ``model_type`` and widths (default: 768 wide, 12 layers, 12 heads). ``model_type`` defaults to gpt_neox, with
-    ``model_size`` to the from-scratch ladder. All other given flags are applied to the result.
+    In order of precedence: ``hf_pretrained_model_name_or_dir`` or, with ``finetune``, ``pretrained_model_name`` or the
+    configuration next to ``pretrained_checkpoint_file``; ``model_type`` with ``model_size`` (a preset); ``model_type``
+    with widths. ``model_type`` defaults to gpt_neox, with ``model_size`` to the from-scratch ladder. All other model
+    flags are applied to the result.
 
     Raises:
         ConfigError: unknown family or preset (with the nearest name), a flag that the family does not have,
-            inconsistent widths, or a folder without a usable configuration.
+            contradicting widths, or a location without a usable configuration.
     """
     trust_code(bool(getattr(args, "trust_remote_code", False)))
-    given = _given(args)
-    location, weights = _configuration_and_weights(args, given)
-    if location:
+    source, flags = model_source(args), _model_flags(args)
+    if source.config is not None:
         try:
-            name, config, weights, generation = open_configuration(location, weights)
+            opened = open_configuration(source.config, source.weights)
         except ConfigError as failure:
-            if location != getattr(args, "hf_pretrained_model_name_or_dir", None):
+            if source.config != getattr(args, "hf_pretrained_model_name_or_dir", None):
                 raise
             raise ConfigError(f"--hf_pretrained_model_name_or_dir: {failure}") from None
-        laid = with_flags(config, given, weights, location)
-        return ModelSpec(name or config.model_type, _our_name(config), laid, weights, _lora(args, weights), generation)
-    if weights is not None and not _by_flags(args, given):
+        weights = opened.weights
+        config = with_flags(opened.config, flags, weights, source.config)
+        name = opened.name or config.model_type
+        return ModelSpec(name, _family_of(config), config, weights, _lora(args, weights), opened.generation)
+    weights = source.weights
+    if weights is not None and not _has_model_flags(args):
         raise ConfigError(
             f"{weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
             "--model_type and its widths"
         )
-    family_name, family, name, fields, _ = _fields(args, given)
-    return ModelSpec(name, family_name, configuration(family, fields, name), weights, _lora(args, weights))
+    family_name, family, name, fields, _ = _described(args, flags)
+    return ModelSpec(name, family_name, checked(fields, family, name), weights, _lora(args, weights))
+
+
+def resolve_saved(
+    config: PretrainedConfig, model_type: str, location: str, meta: Mapping[str, Any], args: Any = None
+) -> ModelSpec:
+    """Return the model of a checkpoint at ``location`` with the flags of ``args`` applied, which may change no shape.
+
+    ``meta`` is the checkpoint's ``meta.json``; it names the weights that the checkpoint's adapters belong to. Adapters
+    that the flags ask for replace the checkpoint's, so that `smp_train.resume.check_model` finds a difference.
+    """
+    lora = None
+    if args is not None:
+        config, lora = with_flags(config, _model_flags(args), location, location), _lora(args, location)
+    adapter, weights = meta.get("adapter"), None
+    if adapter is not None:
+        from smp_train.models.lora import Lora
+
+        try:
+            lora, weights = lora or Lora.of_json(adapter), str(adapter["base"])
+        except (KeyError, TypeError, ValueError) as failure:
+            raise CheckpointError(
+                f"{location}: its adapters cannot be read from meta.json ({one_line(failure)})"
+            ) from None
+    return ModelSpec(model_type, model_type, config, weights, lora, meta.get("generation_config"))
+
+
+def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
+    """Return the value and its source of each model flag that was not given, without building a model or torch.
+
+    A Hugging Face model's values are known if its ``config.json`` is in a local folder. The result is empty for other
+    Hugging Face models, and if the model is in a checkpoint. Raises `ConfigError` as `resolve` does for flags.
+    """
+    if getattr(args, "resume_from_checkpoint", None) and not names_model(args):
+        return {}
+    source, flags = model_source(args), _model_flags(args)
+    if source.config is not None:
+        settled = _values_in_file(Path(source.config))
+    elif source.weights is not None and not _has_model_flags(args):
+        return {}
+    else:
+        _, family, _, fields, sources = _described(args, flags)
+        values = {flag: fields.get(target) for flag, target in family.fields.items()}
+        settled = {flag: (v, sources.get(flag, "default")) for flag, v in values.items() if v is not None}
+    positions, origin = settled.get("max_context_width", (DEFAULT_CONTEXT, "default"))
+    if settled:  # the length of rows, which is not the model's number of positions
+        origin = origin if source.config is not None else "default"
+        settled["max_context_width"] = (min(DEFAULT_CONTEXT, positions), origin)
+    return {flag: value for flag, value in settled.items() if flag not in flags}
+
+
+def row_length(args: Any, spec: ModelSpec) -> int:
+    """Return the tokens of a row: --max_context_width, else the model's positions, at most the default."""
+    return args.max_context_width or min(
+        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+    )
+
+
+def preset_of(args: Any) -> Preset | None:
+    """Return the preset that the flags select and whose number of parameters they do not change."""
+    changes = (getattr(args, flag) is not None for flag in SHAPES if flag not in ("num_heads", "tie_word_embeddings"))
+    if args.hf_pretrained_model_name_or_dir or any(changes):
+        return None
+    return presets().get((str(args.model_type), str(args.model_size).lower()))
+
+
+def _model_flags(args: Any) -> dict[str, Any]:
+    return {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
 
 
 def _lora(args: Any, weights: str | None) -> Lora | None:
-    """Return the adapters that the flags ask for. Raises `ConfigError` where there are no ``weights`` to adapt."""
+    """Return the adapters that the flags ask for. Raises `ConfigError` if there are no ``weights`` to adapt."""
     rank = getattr(args, "lora_rank", None)
     if rank is None:
         return None
@@ -127,150 +247,42 @@ def _lora(args: Any, weights: str | None) -> Lora | None:
     return Lora(rank, alpha, tuple(args.lora_target_modules), args.lora_dropout)
 
 
-def names_model(args: Any) -> bool:
-    """Return whether any flag says which model it is, or gives it a width."""
-    sources = ("model_type", "model_size", "hf_pretrained_model_name_or_dir", "finetune")
-    return any(getattr(args, flag, None) for flag in sources) or any(flag in SHAPES for flag in _given(args))
+def _described(args: Any, flags: dict[str, Any]) -> tuple[str, Family, str, dict[str, Any], dict[str, str]]:
+    """Return (family name, family, model name, configuration, source of each flag's value) of a preset or of widths.
 
-
-def resolve_saved(
-    config: PretrainedConfig, model_type: str, location: str, meta: Mapping[str, Any], args: Any = None
-) -> ModelSpec:
-    """Return the model of a checkpoint at ``location``, with those flags of ``args`` applied that change no shape.
-
-    ``meta`` is its ``meta.json``, which names the weights that its adapters belong to. Adapters of ``args`` take the
-    place of its own, so that `smp_train.resume.check_model` finds a difference.
-    """
-    config = config if args is None else with_flags(config, _given(args), location, location)
-    adapter, generation = meta.get("adapter"), meta.get("generation_config")
-    if adapter is None:
-        return ModelSpec(model_type, model_type, config, lora=_lora(args, location), generation=generation)
-    from smp_train.models.lora import Lora
-
-    try:
-        lora, base = _lora(args, location) or Lora.of_json(adapter), str(adapter["base"])
-        return ModelSpec(model_type, model_type, config, base, lora, generation)
-    except (KeyError, TypeError, ValueError) as failure:
-        raise CheckpointError(f"{location}: its adapters cannot be read from meta.json ({one_line(failure)})") from None
-
-
-def _given(args: Any) -> dict[str, Any]:
-    return {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
-
-
-def _configuration_and_weights(args: Any, given: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return the locations of the configuration (None: the flags) and of the weights (None: beside the former)."""
-    location = getattr(args, "hf_pretrained_model_name_or_dir", None)
-    if not getattr(args, "finetune", False):
-        return location, None
-    name, folder, file = args.pretrained_model_name, args.finetune_checkpoint_load_dir, args.pretrained_checkpoint_file
-    for flag, given_place in (("finetune_checkpoint_load_dir", folder), ("pretrained_checkpoint_file", file)):
-        if given_place is not None and not place(given_place).exists():
-            raise ConfigError(f"{given_place} does not exist (--{flag})")
-    if folder is not None:
-        # Clusters without access to the hub keep models in one folder, under their names.
-        own = place(folder)
-        elsewhere = name is None or place(name).exists()
-        own = own if elsewhere or not (own / name).is_dir() else own / name
-        here = not elsewhere and (own / CONFIG_FILE).is_file()
-        return location or (str(own / CONFIG_FILE) if here else name), str(own)
-    if file is not None:
-        path = place(file)
-        return location or name or (None if _by_flags(args, given) else beside(path)), str(path)
-    return location or name, None
-
-
-def _by_flags(args: Any, given: dict[str, Any]) -> bool:
-    return bool(args.model_type or args.model_size or any(flag in given for flag in SHAPES))
-
-
-def beside(weights: Place) -> str | None:
-    """Return the file with the configuration beside the weights, None where there is none."""
-    folder = weights if weights.is_dir() else weights.parent
-    for name in (CONFIG_FILE, OUR_META):
-        if (folder / name).is_file():
-            return str(folder / name)
-    if (folder / OUR_MARK).is_file():
-        try:
-            return str(folder / str(json.loads((folder / OUR_MARK).read_text(encoding="utf-8"))["root"]) / OUR_META)
-        except (ValueError, RecursionError, KeyError, TypeError):
-            raise ConfigError(f"{folder / OUR_MARK} cannot be read; {weights} is no checkpoint to start from") from None
-    return None
-
-
-def _fields(args: Any, given: dict[str, Any]) -> tuple[str, Family, str, dict[str, Any], dict[str, str]]:
-    """Return the configuration fields of a preset, or of widths, with the given flags applied.
-
-    The result is (family's name, family, model's name, fields, source of the value of each flag that has one).
-    Imports transformers only for a family without an entry in `FAMILIES`.
+    The flags are applied. Imports transformers only for a family outside `FAMILIES`.
     """
     size = getattr(args, "model_size", None)
     family_name = _family_name(getattr(args, "model_type", None) or ("scratch" if size else "gpt_neox"))
-    family = FAMILIES.get(family_name) or other_family(family_name)
+    family = FAMILIES.get(family_name) or family_of(family_name)
     if size:
         preset = _preset(family_name, str(size))
-        # A copy, as transformers modifies its input.
+        # Deep, because transformers modifies its input.
         name, fields, source = preset.name, copy.deepcopy(preset.config), f"preset {preset.name}"
     else:
         name, fields, source = family_name, dict(family.defaults), f"default of {family_name}"
-    sources = {flag: source for flag, key in family.fields.items() if fields.get(key) is not None}
-    sources |= dict.fromkeys(following_heads(family, fields, given), "follows from --num_heads")
+    sources = {flag: source for flag, target in family.fields.items() if fields.get(target) is not None}
+    sources |= dict.fromkeys(following_heads(family, fields, flags), "follows from --num_heads")
     if not size:
-        widths = DEFAULT_WIDTHS | given
-        given = _derived_widths(family, widths) | widths
-    overlay(fields, family, family_name, given)
-    found = [flag for flag, key in family.fields.items() if fields.get(key) is not None]
-    return family_name, family, name, fields, {flag: sources.get(flag, "default") for flag in found}
+        flags = DEFAULT_WIDTHS | flags
+        if "intermediate_size" in family.fields:
+            flags = {"intermediate_size": family.feed_forward(flags["hidden_width"])} | flags
+        if "num_key_value_heads" in family.fields and family.hf_model_type != "falcon":
+            flags = {"num_key_value_heads": flags["num_heads"]} | flags
+    apply_flags(fields, family, family_name, flags)
+    return family_name, family, name, fields, sources
 
 
-def _derived_widths(family: Family, given: dict[str, Any]) -> dict[str, Any]:
-    widths: dict[str, Any] = {}
-    if "intermediate_size" in family.fields:
-        widths["intermediate_size"] = family.width(given["hidden_width"])
-    if "num_key_value_heads" in family.fields and family.hf_model_type != "falcon":
-        widths["num_key_value_heads"] = given["num_heads"]
-    return widths
-
-
-def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
-    """Return the value of each model flag that was not given, with its source, without building a model.
-
-    For a Hugging Face model they are those of its ``config.json``, none where that is not in a local folder; none where
-    a checkpoint to resume from says which model it is.
-    Raises `ConfigError` as `resolve` does for flags.
-    """
-    if getattr(args, "resume_from_checkpoint", None) and not names_model(args):
-        return {}
-    given = _given(args)
-    location, weights = _configuration_and_weights(args, given)
-    if weights is not None and location is None and not _by_flags(args, given):
-        return {}  # of a folder of checkpoints
-    if location:
-        settled = _of_config_file(Path(location))
-    else:
-        _, family, _, fields, sources = _fields(args, given)
-        settled = {flag: (fields[family.fields[flag]], source) for flag, source in sources.items()}
-    length, source = settled.get("max_context_width", (DEFAULT_CONTEXT, "default"))
-    if settled:  # the default length of rows, not the model's positions
-        settled["max_context_width"] = (min(DEFAULT_CONTEXT, length), source if location else "default")
-    return {flag: value for flag, value in settled.items() if flag not in given}
-
-
-def _of_config_file(location: Path) -> dict[str, tuple[Any, str]]:
-    """Return the model flags of a Hugging Face folder's configuration and their source, without transformers."""
+def _values_in_file(location: Path) -> dict[str, tuple[Any, str]]:
+    """Return the model flags' values in a local ``config.json`` and its path as their source, without transformers."""
     file = location / CONFIG_FILE if location.is_dir() else location
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         family = next(family for family in FAMILIES.values() if family.hf_model_type == fields["model_type"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError, StopIteration):
-        return {}  # remote, damaged (`resolve` reports it), or a family without an entry
-    found = {flag: fields[key] for flag, key in family.fields.items() if isinstance(fields.get(key), int | float)}
-    return {flag: (value, str(file)) for flag, value in found.items()}
-
-
-def _suggest(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else "."
+        return {}  # not local, damaged (`resolve` reports it), or of a family outside `FAMILIES`
+    targets = {flag: fields.get(target) for flag, target in family.fields.items()}
+    return {flag: (value, str(file)) for flag, value in targets.items() if isinstance(value, int | float)}
 
 
 def _family_name(model_type: str) -> str:
@@ -282,35 +294,24 @@ def _family_name(model_type: str) -> str:
 
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return model_type
-    known = sorted(FAMILIES)
     raise ConfigError(
-        f"--model_type {model_type} is not known{_suggest(name, known)} "
-        f"Known: {', '.join(known)}, or any causal LM type of transformers"
+        f"--model_type {model_type} is not known{nearest(name, FAMILIES)}; known: {', '.join(sorted(FAMILIES))}, or "
+        "any causal LM type of transformers"
     )
 
 
-def _preset(family: str, size: str) -> Preset:
-    wanted = size.lower().removeprefix(f"{family}-")
-    preset = presets().get((family, wanted))
-    if preset:
-        return preset
-    sizes = [known for name, known in presets() if name == family]
-    if not sizes:
-        raise ConfigError(f"--model_type {family} has no presets; give --hidden_width, --num_layers, --num_heads")
-    having = [name for name, known in presets() if known == wanted]
-    hint = _suggest(wanted, sizes) + (f" --model_type {' or '.join(having)} has {wanted}." if having else "")
-    raise ConfigError(f"--model_size {size} is not known for {family}{hint} Sizes: {', '.join(sizes)}")
-
-
-def _our_name(config: PretrainedConfig) -> str:
-    """Return our family name for a transformers configuration, or its type where there is none."""
+def _family_of(config: PretrainedConfig) -> str:
+    """Return the family name of a Hugging Face configuration, its own type for other families."""
     if config.model_type == "llama":
         return "llama_v3" if config.vocab_size >= 100_000 else "llama_v2"
     return config.model_type
 
 
-def row_length(args: Any, spec: ModelSpec) -> int:
-    """Return the tokens of a row: --max_context_width, else what the model has positions for, at most the default."""
-    return args.max_context_width or min(
-        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
-    )
+def _preset(family: str, size: str) -> Preset:
+    preset = presets().get((family, size.lower().removeprefix(f"{family}-")))
+    if preset:
+        return preset
+    sizes = [known for name, known in presets() if name == family]
+    if not sizes:
+        raise ConfigError(f"--model_type {family} has no presets; give --hidden_width, --num_layers, --num_heads")
+    raise ConfigError(f"--model_size {size} is not known for {family}; known: {', '.join(sizes)}")
