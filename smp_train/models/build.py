@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_train.errors import ConfigError
-from smp_train.models import hub_names, lora
+from smp_train.errors import ConfigError, first_line
+from smp_train.models import lora
+from smp_train.models.hub_names import attach_hub_names
 from smp_train.models.hugging_face import model_of, transformers_major
 from smp_train.models.recording import construct_on_meta
 from smp_train.models.resolve import ModelSpec
@@ -23,41 +24,40 @@ def build_meta(
 ) -> nn.Module:
     """Return the Hugging Face causal LM of ``spec`` in training mode, parameters on meta, buffers on the CPU.
 
-    Allocates no parameters; 400 B of them take seconds. The model carries the recorded initialization of its
-    parameters, for `initialise`, and the table of their names on the Hugging Face hub (`smp_train.models.hub_names`).
+    A model of 400 B parameters takes seconds and no memory. The model carries the recorded initialization of its
+    parameters, for `initialise`, and the table of their names on the hub (`smp_train.models.hub_names`).
 
     Raises:
         ConfigError: transformers refuses the configuration or the attention implementation.
     """
-    kind = "dtype" if transformers_major() >= 5 else "torch_dtype"
     spec.config.use_cache = False
     attn_implementation = _available_attention(spec, attn_implementation)
+    options: dict[str, Any] = {"attn_implementation": attn_implementation}
+    options["dtype" if transformers_major() >= 5 else "torch_dtype"] = dtype
     try:
-        options: dict[str, Any] = {"attn_implementation": attn_implementation, kind: dtype}
         model = construct_on_meta(lambda: model_of(spec.config, **options))
     except (ValueError, ImportError, KeyError) as failure:
-        reason = str(failure).splitlines()[0]
         raise ConfigError(
-            f"cannot build {spec.name} with --attn_implementation {attn_implementation}: {reason}"
+            f"cannot build {spec.name} with --attn_implementation {attn_implementation}: {first_line(failure)}"
         ) from failure
-    hub_names.note(model)
+    attach_hub_names(model)
     if spec.lora is not None:
         lora.inject(model, spec.lora)
-    stray = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if stray:
-        raise ConfigError(f"cannot build {spec.name}: its buffer {stray[0]} is computed from parameters")
+    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if on_meta:
+        raise ConfigError(f"cannot build {spec.name}: its buffer {on_meta[0]} is computed from parameters")
     return model.train()
 
 
-def _available_attention(spec: ModelSpec, wanted: str) -> str:
-    """Return ``wanted``, or eager in place of sdpa for models that sdpa would be wrong for or transformers refuses."""
+def _available_attention(spec: ModelSpec, attn_implementation: str) -> str:
+    """Return ``attn_implementation``, or eager instead of sdpa for a model that transformers has no sdpa for."""
     from transformers import AutoModelForCausalLM
 
-    kind = AutoModelForCausalLM._model_mapping.get(type(spec.config), None)
-    # Some releases let a model with soft caps take sdpa, which leaves them out.
-    capped = getattr(spec.config, "attn_logit_softcapping", None)
-    if wanted != "sdpa" or (getattr(kind, "_supports_sdpa", True) and not capped):
-        return wanted
+    model_class = AutoModelForCausalLM._model_mapping.get(type(spec.config), None)
+    # Some releases allow sdpa for models with soft caps, which it leaves out.
+    has_caps = getattr(spec.config, "attn_logit_softcapping", None)
+    if attn_implementation != "sdpa" or (getattr(model_class, "_supports_sdpa", True) and not has_caps):
+        return attn_implementation
     logger.info("Attention: eager, as there is no right sdpa for this %s", spec.config.model_type)
     return "eager"
 
@@ -71,10 +71,10 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     config: Any = getattr(model, "config", None)
     depth = getattr(config, "num_hidden_layers", None)
-    # The experts of a layer are a list too: the outermost list holds the most parameters.
     candidates = [entry for entry in lists if len(entry[1]) == depth] or lists
     if not candidates:
         raise ConfigError(f"{type(model).__name__} has no list of decoder layers")
+    # A layer's experts can be a list, too, of the same length. The outermost list has the most parameters.
     name, layers = max(candidates, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
     return [(f"{name}.{key}" if name else key, layer) for key, layer in layers.named_children()]
 
@@ -86,11 +86,11 @@ FLASH_PACKAGES = {
         "pip install --no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper'",
     ),
 }
-"""By attention implementation: the module it needs and the command that installs it."""
+"""By attention implementation: the module that it needs, and the command that installs the module."""
 
 
 def check_attention(attn_implementation: str, device: torch.device) -> None:
-    """Raise `ConfigError` where the attention kernel has no GPU or its package is missing."""
+    """Raise `ConfigError` for an attention kernel that needs a GPU or a package that is missing."""
     package, install = FLASH_PACKAGES.get(attn_implementation, (None, ""))
     if package is None:
         return
@@ -110,21 +110,21 @@ def materialise(
 ) -> None:
     """Allocate every meta parameter (plain or DTensor), uninitialized, and move everything else to ``device``.
 
-    Parameters are allocated on ``parameters`` where that is given (the host, for offloaded ones). Tied parameters stay
-    tied. Call it after sharding: only this rank's part is allocated.
+    Meta parameters are allocated on the device ``parameters`` if given (the host, for offloaded parameters). Tied
+    parameters stay tied. Call this after sharding: then only this rank's part is allocated.
     """
     device = torch.device(device)
-    home = device if parameters is None else torch.device(parameters)
+    parameter_device = device if parameters is None else torch.device(parameters)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(param), []).append((module, key))
 
     def allocate(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device)
+        return torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor.to(device)
 
     model._apply(allocate)
-    # _apply allocates a tied meta parameter once per name.
-    for (first, key), *others in owners.values():
-        for module, name in others:
+    # _apply has allocated a tied meta parameter once per name.
+    for (first, key), *duplicates in owners.values():
+        for module, name in duplicates:
             module._parameters[name] = first._parameters[key]

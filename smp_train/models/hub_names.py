@@ -1,8 +1,8 @@
 """Translation between a model's parameters in memory and its tensors on the Hugging Face hub.
 
 transformers 5 renames some parameters (``lm_head`` for GPT-NeoX's ``embed_out``) and stacks the experts of a layer in
-one parameter. Published weights, and everything this package writes, keep the hub's names and layouts, which are those
-of transformers 4 in memory. `build_meta` attaches the table to the model; without a table the names are equal.
+one parameter. Published weights, and everything this package writes, keep the hub's names and layouts, which
+transformers 4 also has in memory. `build_meta` attaches the table to the model; without a table the names are equal.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ def canonical_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor on the hub, by its name and shape there, which is a block of a parameter in memory."""
+    """A tensor on the hub, which is a block of a parameter in memory."""
 
     name: str
     shape: tuple[int, ...]
     expert: int | None = None
-    """Index along the parameter's first dimension where the hub has one tensor per expert."""
+    """Index in the parameter's first dimension, if the hub has one tensor per expert."""
     row: int = 0
-    """Index in the parameter at which its first dimension starts."""
+    """First row of the block, in the parameter or in the expert."""
 
     def within(self, part: Part) -> tuple[Any, Part] | None:
-        """Return the intersection of this block with a rank's ``part`` of the parameter, None where it is empty.
+        """Return the block's elements in a rank's ``part`` of the parameter, None if they have no element in common.
 
-        It is an index into the rank's local tensor, and the same elements as a part of the hub's tensor.
+        They are returned as an index in the rank's local tensor and as a part of the hub's tensor.
         """
         index: tuple[Any, ...] = ()
         indices = part.indices
         if self.expert is not None:
-            at = (indices[0] == self.expert).nonzero()
-            if not len(at):
+            position = (indices[0] == self.expert).nonzero()
+            if not len(position):
                 return None
-            index, indices = (int(at[0]),), indices[1:]
+            index, indices = (int(position[0]),), indices[1:]
         if not self.shape:
             return (..., Part((), ()))
         rows = indices[0] - self.row
@@ -68,16 +68,16 @@ class HubNames:
     """The table of one model."""
 
     tensors: Mapping[str, tuple[HubTensor, ...]] = field(default_factory=dict)
-    """The hub's tensors by canonical parameter name, for parameters whose name or layout differs."""
+    """The hub's tensors of each parameter whose name or layout differs, by canonical name."""
     renamings: Sequence[Any] = ()
-    """transformers' rules for reading files with other names."""
+    """transformers' rules for reading files with older names."""
 
-    def of(self, name: str, shape: Sequence[int]) -> tuple[HubTensor, ...]:
-        """Return the hub's tensors that make up a parameter."""
+    def tensors_of(self, name: str, shape: Sequence[int]) -> tuple[HubTensor, ...]:
+        """Return the hub's tensors that a parameter consists of."""
         return self.tensors.get(name) or (HubTensor(name, tuple(shape)),)
 
     def current(self, name: str) -> str:
-        """Return the current name of a stored name by transformers' renamings, without the stacking of experts."""
+        """Return the current name of a stored tensor by transformers' renamings, without the stacking of experts."""
         name = canonical_name(name)
         for rule in self.renamings:
             name, _ = rule.rename_source_key(name)
@@ -85,39 +85,56 @@ class HubNames:
 
 
 class _View(Tensor):
-    """A tensor that stays a view where transformers would make it contiguous: `_block` needs its offset."""
+    """A tensor that transformers cannot make contiguous, because `_block` needs its offset in the parameter."""
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the tensor itself."""
         return self
 
 
-def note(model: Any) -> None:
-    """Attach the table to a Hugging Face model that is not wrapped yet: transformers' rules depend on its class."""
+def attach_hub_names(model: Any) -> None:
+    """Attach the table to a Hugging Face model; it must not be wrapped yet, as transformers' rules depend on its class.
+
+    The table is found by having transformers convert empty tensors to the hub's layout: the results are views of them.
+    """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
     except ImportError:  # transformers 4 uses the hub's names in memory
         return
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    named = named_once(model).items()
-    meta = {name: torch.empty(value.shape, device="meta").as_subclass(_View) for name, value in named}
+    meta = {name: torch.empty(value.shape, device="meta").as_subclass(_View)
+            for name, value in named_once(model).items()}  # fmt: skip
     owners = {value.untyped_storage()._cdata: name for name, value in meta.items()}
-    found: dict[str, list[HubTensor | None]] = {}
-    for hub_name, value in to_hub(model, meta).items():
-        owner = owners.get(value.untyped_storage()._cdata)
-        if owner is not None:  # else computed from several parameters: a block of none
-            found.setdefault(owner, []).append(_block(hub_name, value, meta[owner]))
+    blocks: dict[str, list[HubTensor | None]] = {}
+    for hub_name, view in to_hub(model, meta).items():
+        owner = owners.get(view.untyped_storage()._cdata)
+        if owner is not None:  # it is computed from several parameters otherwise
+            blocks.setdefault(owner, []).append(_block(hub_name, view, meta[owner]))
     tensors = {
-        name: tuple(each for each in blocks if each is not None)
-        for name, blocks in found.items()
-        if None not in blocks and blocks != [HubTensor(name, tuple(meta[name].shape))]
+        name: tuple(block for block in parts if block is not None)
+        for name, parts in blocks.items()
+        if None not in parts and parts != [HubTensor(name, tuple(meta[name].shape))]
     }
     model.__dict__[HUB_NAMES] = HubNames(tensors, renamings)
 
 
+def _block(name: str, view: Tensor, param: Tensor) -> HubTensor | None:
+    """Return the block of ``param`` that ``view`` shows, None unless it is rows of the parameter or of an expert."""
+    shape, offset, stride = tuple(view.shape), int(view.storage_offset()), param.stride()
+    if view.shape == param.shape and view.stride() == stride:
+        return HubTensor(name, shape)
+    expert, whole = None, param.shape
+    if view.dim() == param.dim() - 1:
+        expert, offset = divmod(offset, stride[0])
+        whole, stride = whole[1:], stride[1:]
+    if len(shape) != len(whole) or shape[1:] != tuple(whole[1:]) or view.stride() != stride or offset % stride[0]:
+        return None
+    return HubTensor(name, shape, expert, offset // stride[0])
+
+
 def named_once(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by their names in memory, tied ones under their first name."""
+    """Return parameters and persistent buffers by their names in memory, tied parameters under their first name."""
     first: dict[int, tuple[str, Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         first.setdefault(id(value), (name, value))
@@ -125,11 +142,11 @@ def named_once(model: nn.Module) -> dict[str, Tensor]:
 
 
 def hub_names(model: nn.Module) -> HubNames:
-    """Return the table that `note` attached to the model or to a module within it."""
+    """Return the table that `attach_hub_names` attached to the model or to a module within it."""
     for module in model.modules():
         if HUB_NAMES in module.__dict__:
-            found: HubNames = module.__dict__[HUB_NAMES]
-            return found
+            table: HubNames = module.__dict__[HUB_NAMES]
+            return table
     return HubNames()
 
 
@@ -139,31 +156,16 @@ def to_hub(plain: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4 saves its names in memory
         return dict(tensors)
-    reverted: dict[str, Tensor] = revert_weight_conversion(plain, dict(tensors))
-    return reverted
-
-
-def _block(name: str, view: Tensor, param: Tensor) -> HubTensor | None:
-    """Return the block of ``param`` that a view of it is, None for any other kind of view."""
-    shape, offset, stride = tuple(view.shape), int(view.storage_offset()), param.stride()
-    if view.shape == param.shape and view.stride() == stride:
-        return HubTensor(name, shape)
-    expert = None
-    rest = param.shape
-    if view.dim() == param.dim() - 1:
-        expert, offset = divmod(offset, stride[0])
-        rest, stride = rest[1:], stride[1:]
-    if len(shape) != len(rest) or shape[1:] != tuple(rest[1:]) or view.stride() != stride or offset % stride[0]:
-        return None
-    return HubTensor(name, shape, expert, offset // stride[0])
+    saved: dict[str, Tensor] = revert_weight_conversion(plain, dict(tensors))
+    return saved
 
 
 def is_split(param: Any, tensors: Sequence[HubTensor]) -> bool:
-    """Return whether a parameter is split into tensors of the hub that lie whole, or by their last dimension alone.
+    """Return whether the hub has one tensor per expert, each whole on one rank or split by its last dimension only.
 
     The result is the same on all ranks.
     """
-    if any(each.expert is None for each in tensors):
+    if any(tensor.expert is None for tensor in tensors):
         return False
     placements = param.placements if isinstance(param, DTensor) else ()
     inner = [dim for dim in (getattr(placement, "dim", 0) for placement in placements) if dim]

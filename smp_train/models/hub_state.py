@@ -1,8 +1,8 @@
 """The state of model and optimizer under Hugging Face parameter names, as live tensors that are loaded in place.
 
-Why not `torch.distributed.checkpoint.state_dict`: on a fresh optimizer it takes a step to create the state, and so
-stores a step count of 1 that was never taken; it restores hyper-parameters over those of the run; and it stores tied
-weights once per name.
+Why not `torch.distributed.checkpoint.state_dict`: it creates a fresh optimizer's state by a step, and so saves a step
+count of 1 for a step that was never taken; it loads hyper-parameters over the run's; and it saves tied weights once per
+name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from smp_train.models.lora import is_adapted, is_adapter
 class State(dict[str, Any]):
     """Nested dictionaries under the names and layouts of the hub, as `gather_state` returns them.
 
-    A tensor of which this rank holds a part shares the memory of model or optimizer; other ranks' tensors are on meta.
+    A tensor that this rank holds a part of shares the memory of model or optimizer; other ranks' tensors are on meta.
 
     Attributes:
-        in_memory: the state under the names and layouts that the installed transformers has in memory, which
-            checkpoints of other programs may have.
+        in_memory: the state under the names and layouts that the installed transformers has in memory; checkpoints of
+            other programs may have these.
     """
 
     def __init__(self, tree: dict[str, Any], in_memory: dict[str, Any]) -> None:
@@ -40,15 +40,14 @@ class State(dict[str, Any]):
 
 
 def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, base: bool = False) -> State:
-    """Return the state to save, or to load in place; nothing is copied, no collective is entered.
+    """Return the state to save, or to load in place. Copies nothing; not collective.
 
     ``{"model": {name: tensor}, "optim": {"state": {name: {"exp_avg": ..., "exp_avg_sq": ..., "step": ...}}}}``, with
-    the tensors of model and optimizer themselves (DTensors if sharded): `Checkpoint.load` of this state restores both
-    bit for bit. Persistent buffers are part of ``model``; tied weights appear once, under their first name; names and
-    layouts are the hub's, by the table that `build_meta` notes on the model (`smp_train.models.hub_names`). From a
-    model with adapters (`smp_train.models.lora`) only the adapters are taken, with ``base`` all except the adapters.
-    Learning rate, betas and weight decay are left out: the arguments set them. Raises ValueError if the optimizer holds
-    a parameter that the model does not.
+    the tensors of model and optimizer themselves (DTensors if sharded), so that `Checkpoint.load` restores both bit for
+    bit. ``model`` includes persistent buffers; tied weights appear once, under their first name. Learning rate, betas
+    and weight decay are left out, because the arguments set them. Of a model with adapters, only the adapters are
+    included, or with ``base`` everything else. Raises ValueError if the optimizer holds a parameter that the model
+    does not.
     """
     names: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -85,10 +84,10 @@ def arranged(names: HubNames, tensors: dict[str, Any], optim: dict[str, dict[str
 
 
 class _Blocks:
-    """The hub's tensors that a parameter consists of, and this rank's index of each in its local tensor."""
+    """The hub's tensors that a parameter consists of, and the index of each in this rank's local tensor."""
 
     def __init__(self, name: str, names: HubNames, param: Any) -> None:
-        tensors = names.of(name, param.size())
+        tensors = names.tensors_of(name, param.size())
         self._name, self._shape = tensors[0].name if len(tensors) == 1 else name, param.size()
         self._tensors = tensors if is_split(param, tensors) else ()
         part = part_of(param) if self._tensors else None
@@ -100,7 +99,7 @@ class _Blocks:
                 self._columns = DeviceMesh.from_group(param.device_mesh.get_group(dim), param.device.type)
 
     def split(self, value: Any) -> dict[str, Any]:
-        """Return the parameter, one of its moments, or one number for the whole parameter, by the hub's names."""
+        """Return the parameter, a moment of the same shape, or one number for the parameter, by the hub's names."""
         if not self._tensors:
             return {self._name: value}
         if not isinstance(value, torch.Tensor):
@@ -109,7 +108,7 @@ class _Blocks:
             local = local_tensor(value)
             return {tensor.name: self._block(local, tensor) if tensor.name in self._local
                     else _on_meta(tensor.shape, value) for tensor in self._tensors}  # fmt: skip
-        # Every block has the number; a rank without any block reads the first block's.
+        # Every block has the number. A rank without any block loads the first block's.
         local_names = self._local or {self._tensors[0].name: ...}
         return {tensor.name: value if tensor.name in local_names else _on_meta(value.size(), value)
                 for tensor in self._tensors}  # fmt: skip
@@ -129,7 +128,7 @@ def _on_meta(shape: Sequence[int], value: torch.Tensor) -> torch.Tensor:
 
 
 def present(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dictionaries without other ranks' tensors, and without dictionaries that held nothing else."""
+    """Return nested dictionaries without other ranks' tensors, and without the dictionaries that this empties."""
     kept_tree: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -142,11 +141,11 @@ def present(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of every trainable parameter that has no state yet, as it is before its first step.
+    """Create the state that trainable parameters have before their first step, for parameters without any state.
 
-    Optimizers create it in their first step, and only for parameters with a gradient; but what is saved and loaded must
-    always have the same entries. So the optimizer takes one step with zero gradients at a learning rate of 0, which
-    changes no parameter, and the new state is set to zero: right for SGD and the Adam family.
+    Optimizers create state in their first step, and only for parameters with a gradient, but checkpoints must always
+    have the same entries. Therefore the optimizer takes one step with zero gradients at a learning rate of 0, which
+    changes no parameter, and the new state is set to zero. That is right for SGD and the Adam family.
     """
     gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     fresh = [p for p, _ in gradients if p.requires_grad and p not in optimizer.state]

@@ -1,13 +1,12 @@
 """Initial weights: each rank draws its own part, with the same values on every mesh and world size.
 
-The value of an element depends only on the seed and on its name and index on the Hugging Face hub, not on the layout in
-memory, which differs between versions of transformers (`smp_train.models.hub_names`). The distribution is that of the
-model's own constructor and ``_init_weights`` (`smp_train.models.recording`).
+The value of an element depends only on the seed, and on the element's name and index on the Hugging Face hub. It does
+not depend on the layout in memory, which differs between versions of transformers (`smp_train.models.hub_names`). The
+model's constructor and ``_init_weights`` decide the distribution (`smp_train.models.recording`).
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 
@@ -19,12 +18,13 @@ from smp_train.distributed.dtensor import Part, local_tensor, part_of
 from smp_train.errors import SmpTrainError
 from smp_train.models import counter_random
 from smp_train.models.hub_names import HubNames, HubTensor, canonical_name, hub_names
-from smp_train.models.recording import OVERWRITES, PROGRAMS, REPLAYABLE, Program, Step
+from smp_train.models.recording import OVERWRITES, PROGRAMS, RANDOM, REPLAYABLE, Program, Step
 from smp_train.progress import Progress
 
-# Elements at a time: about ten float64 temporaries of this size fit a core's cache; a GPU needs large kernels.
 CPU_CHUNK = 1 << 15
+"""Elements drawn at a time on a CPU: about ten float64 temporaries of this size fit a core's cache."""
 DEVICE_CHUNK = 1 << 24
+"""Elements drawn at a time on a GPU, which needs large kernels."""
 
 
 def initialise(
@@ -33,30 +33,29 @@ def initialise(
     """Fill every parameter of a model made by `build_meta` and materialised; return how many numbers were drawn.
 
     Args:
-        model: its parameters plain tensors or DTensors (Shard, Replicate, _StridedShard); wrapped or not.
-        seed: any integer.
-        only: whether to fill a parameter, by its canonical name.
-        chunk: elements computed at a time (affects speed and memory only).
+        model: Its parameters are plain tensors or DTensors (Shard, Replicate, _StridedShard), wrapped or not.
+        seed: Any integer.
+        chunk: Elements computed at a time, which affects speed and memory only.
+        only: Whether to fill a parameter, by its canonical name.
 
     Raises:
-        SmpTrainError: a parameter without a recorded initialization, or one that cannot be drawn in parts.
+        SmpTrainError: a parameter without a recorded initialization, or whose initialization needs the whole tensor.
     """
     programs, names = programs_of(model), hub_names(model)
     drawn, total = 0, sum(local_tensor(param).numel() for param in model.parameters())
     with torch.no_grad(), Progress("Drawing initial weights, rank 0's", total, "numbers", rank() == 0) as progress:
         for name, param in model.named_parameters():
-            if not only(canonical_name(name)):
-                continue
-            drawn += _initialise(canonical_name(name), param, programs, names, seed, chunk)
-            progress.update(local_tensor(param).numel())
+            if only(canonical_name(name)):
+                drawn += _initialise(canonical_name(name), param, programs, names, seed, chunk)
+                progress.update(local_tensor(param).numel())
     return drawn
 
 
 def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], None]:
     """Return a function that fills a module's own parameters, whole and on a device, as `initialise` would.
 
-    For FSDP1's ``param_init_fn``, which materialises one module at a time. Create it before wrapping. Of tied
-    parameters only the first is filled; the caller ties the others to it.
+    It is for FSDP1's ``param_init_fn``, which materialises one module at a time. Create it before wrapping. Of tied
+    parameters, only the first is filled; the caller ties all others to it.
     """
     programs, names = programs_of(model), hub_names(model)
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
@@ -87,17 +86,17 @@ def _initialise(
     _check(name, program)
     if param.is_meta:
         raise SmpTrainError(f"parameter {name} is still on the meta device; call materialise first")
-    tensors = names.of(name, param.shape)
+    tensors = names.tensors_of(name, param.shape)
     if len(tensors) > 1 and any(step.view is not None or step.op == "constant" for step in program):
         tensors = (HubTensor(name, tuple(param.shape)),)  # the program refers to the whole parameter
     local, part = local_tensor(param), part_of(param)
     if tuple(local.shape) != part.local_shape:
         raise SmpTrainError(f"parameter {name}: holds {tuple(local.shape)}, its placements say {part.local_shape}")
     drawn = 0
-    for each in tensors:
-        held = each.within(part)
-        if held is not None:
-            drawn += _fill(local[held[0]], held[1], program, seed, each.name, chunk)
+    for tensor in tensors:
+        common = tensor.within(part)
+        if common is not None:
+            drawn += _fill(local[common[0]], common[1], program, seed, tensor.name, chunk)
     return drawn
 
 
@@ -106,8 +105,8 @@ def _check(name: str, program: Program) -> None:
         raise SmpTrainError(f"nothing in the model's code initialises parameter {name}")
     bad = [step.op for step in program if step.op not in REPLAYABLE]
     if bad or program[0].op not in OVERWRITES or program[0].view is not None:
-        what = bad[0] if bad else f"{program[0].op} on unset memory"
-        raise SmpTrainError(f"{name}: its initialization ({what}) cannot be drawn in parts; start from weights")
+        problem = bad[0] if bad else f"{program[0].op} on unset memory"
+        raise SmpTrainError(f"{name}: its initialization ({problem}) cannot be drawn in parts; start from weights")
 
 
 def _fill(local: Tensor, part: Part, program: Program, seed: int, name: str, chunk: int | None) -> int:
@@ -125,10 +124,9 @@ def _fill(local: Tensor, part: Part, program: Program, seed: int, name: str, chu
         ordinal = 0
         for step in program:
             key = counter_random.stream_key(seed, name, ordinal)
-            random = step.op in ("normal_", "uniform_", "trunc_normal_")
             values = _apply(step, values, index.view(-1), key)
-            ordinal += random
-            drawn += index.numel() * random
+            ordinal += step.op in RANDOM
+        drawn += index.numel() * ordinal
         target.copy_(values.view(index.shape))
     return drawn
 
@@ -145,7 +143,7 @@ def _chunks(rows: Tensor, part: Part, chunk: int) -> Iterator[tuple[Tensor, Tens
 
 
 def _apply(step: Step, values: Tensor, index: Tensor, key: int) -> Tensor:
-    """Return ``values``, those of the elements at ``index``, after one step."""
+    """Return the ``values`` of the elements at ``index`` after one step."""
     inside = None if step.view is None else _inside(index, *step.view)
     if inside is not None and not bool(inside.any()):
         return values
@@ -160,7 +158,7 @@ def _apply(step: Step, values: Tensor, index: Tensor, key: int) -> Tensor:
     elif step.op == "fill_":
         new = torch.full_like(values, step.args[0])
     elif step.op == "constant":
-        new = _constant(step, index)
+        new = step.args[0].flatten().to(index.device)[index]
     else:
         new = getattr(values.clone(), step.op)(*step.args, **step.kwargs)
     return new if inside is None else torch.where(inside, new, values)
@@ -171,27 +169,16 @@ def _truncated(step: Step, key: int, index: Tensor) -> Tensor:
     mean, std, a, b = step.args
     low, high = (statistics.NormalDist().cdf((end - mean) / std) for end in (a, b))
     q = counter_random.uniform(key, index).mul_(high - low).add_(low - 0.5)
-    # For limits far out, probabilities round to 0 or 1, whose quantiles are infinite.
+    # For distant limits, probabilities round to 0 or 1, whose quantiles are infinite.
     return counter_random.quantile(q.clamp_(-0.5 + 2.0**-54, 0.5 - 2.0**-54)).mul_(std).add_(mean).clamp_(a, b)
 
 
-def _constant(step: Step, index: Tensor) -> Tensor:
-    values: Tensor = step.args[0].flatten()
-    if step.view is not None:
-        offset, sizes, strides = step.view
-        position = torch.zeros_like(index)
-        for d, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
-            position += ((index - offset) // stride) % size * math.prod(sizes[d + 1 :])
-        index = position
-    return values.to(index.device)[index]
-
-
 def _inside(index: Tensor, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Return which flat indices lie in a view of a contiguous tensor that is a box, as narrow and select make it."""
-    rest = index - offset
-    ok = rest >= 0
+    """Return which flat indices of a contiguous tensor lie in a view of it, made by narrow or select."""
+    remainder = index - offset
+    inside = remainder >= 0
     for stride, size in sorted(zip(strides, sizes, strict=True), reverse=True):
-        position = rest // stride
-        ok &= position < size
-        rest = rest - position * stride
-    return ok & (rest == 0)
+        position = remainder // stride
+        inside &= position < size
+        remainder = remainder - position * stride
+    return inside & (remainder == 0)

@@ -1,4 +1,4 @@
-"""Weights that lie in S3, read by ranges: each rank fetches the rows it holds, and nothing goes to a disk."""
+"""Weight files in S3, read by ranges: each rank fetches the rows it needs into memory, and nothing is put on a disk."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp_train.distributed.host import older
 from smp_train.errors import CheckpointError
 from smp_train.storage import Entry, Range, s3
 from smp_train.storage.paths import S3Path
@@ -27,25 +28,22 @@ FORMAT_DTYPES = {
 }  # fmt: skip
 """dtypes by their names in the safetensors format."""
 LARGEST_HEADER = 100_000_000
-"""Bytes, of the safetensors library."""
+"""Bytes; the limit of the safetensors library."""
 ZIP = b"PK\x03\x04"
-
-
-@dataclass(frozen=True)
-class Request:
-    """A range of a file, and the function that takes its bytes."""
-
-    range: Range
-    put: Callable[[Tensor], None]
-    dtype: torch.dtype
+Request = tuple[Range, Callable[[bytes], object]]
+"""A range of a file, and the function that takes the range's bytes."""
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """A stored tensor of which only the indexed block is fetched; see `models.weight_files.Block`.
+    """A contiguous tensor in a file, which is fetched when it is indexed.
 
-    ``etag`` is the version of its file, ``start`` the byte there at which its numbers begin: row by row without gaps,
-    or ``strides`` apart, as those of a transposed tensor, which is fetched whole.
+    Attributes:
+        file: The file.
+        etag: The file's version.
+        start: Offset of the tensor in the file, in bytes.
+        dtype: Of the tensor.
+        shape: Of the tensor.
     """
 
     file: S3Path
@@ -53,80 +51,71 @@ class Streamed:
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None = None
-
-    def get_shape(self) -> list[int]:
-        """Return its shape."""
-        return list(self.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Fetch the block at ``index``: a slice per dimension, all with both ends, or an ellipsis."""
-        if self.strides is not None:
-            span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-            flat = Streamed(self.file, self.etag, self.start, self.dtype, (0 if 0 in self.shape else span,))[...]
-            return flat.as_strided(self.shape, self.strides)[index]
+        """Fetch the block at ``index``: a slice with both ends per dimension, or an ellipsis."""
         target = torch.empty([high - low for low, high in self._bounds(index)], dtype=self.dtype)
         fetch([(target, self, index)], self.file.parent)
         return target
 
     def _bounds(self, index: Any) -> list[tuple[int, int]]:
-        return [(0, size) for size in self.shape] if index is ... else [(each.start or 0, each.stop) for each in index]
+        return [(0, size) for size in self.shape] if index is ... else [(part.start or 0, part.stop) for part in index]
 
     def requests(self, target: Tensor, index: Any) -> Iterator[Request]:
-        """Yield what to fetch for the block at ``index``, which goes to ``target``: at most `PART_BYTES` at once."""
+        """Yield the requests, of at most `PART_BYTES` each, that fill ``target`` with the block at ``index``."""
         if target.numel():
-            shaped = target if self.shape else target.view(1)
-            yield from self._rows(shaped, self.shape or (1,), self._bounds(index) or [(0, 1)], 0)
+            target = target if self.shape else target.view(1)
+            yield from self._requests(target, self.shape or (1,), self._bounds(index) or [(0, 1)], 0)
 
-    def _rows(
-        self, target: Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]], at: int
+    def _requests(
+        self, target: Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]], first_element: int
     ) -> Iterator[Request]:
-        """Yield the requests for a part of the tensor that begins ``at`` that number of it.
+        """Yield the requests for ``bounds`` of a sub-tensor of ``shape`` that begins at ``first_element``.
 
-        Rows are fetched whole, several at once, which is cheaper than a request for what is wanted of each. A row that
-        takes a request of its own is split along its own rows.
+        A request fetches several whole rows, because skipping the unused columns would take a request per row. Rows
+        that do not fit twice into a request are split along their own rows.
         """
         (low, high), *inner = bounds
         row, size = math.prod(shape[1:]), self.dtype.itemsize
         if 2 * row * size > s3.PART_BYTES and len(shape) > 1:
             for number in range(low, high):
-                yield from self._rows(target[number - low], shape[1:], inner, at + number * row)
+                yield from self._requests(target[number - low], shape[1:], inner, first_element + number * row)
             return
-        within = (slice(None), *(slice(*span) for span in inner))
-        for first in range(low, high, s3.PART_BYTES // (row * size)):
-            rows = target[first - low : first - low + s3.PART_BYTES // (row * size)]
+        columns = (slice(None), *(slice(*span) for span in inner))
+        rows_at_once = s3.PART_BYTES // (row * size)
+        for first in range(low, high, rows_at_once):
+            rows = target[first - low : first - low + rows_at_once]
 
-            def put(data: Tensor, rows: Tensor = rows) -> None:
-                rows.copy_(data.view(len(rows), *shape[1:])[within])
+            def put(data: bytes, rows: Tensor = rows) -> None:
+                values = torch.frombuffer(bytearray(data), dtype=self.dtype)
+                rows.copy_(values.view(len(rows), *shape[1:])[columns])
 
-            begin = self.start + (at + first * row) * size
-            yield Request(Range(self.file.name, begin, len(rows) * row * size, self.etag), put, self.dtype)
+            begin = self.start + (first_element + first * row) * size
+            yield Range(self.file.name, begin, len(rows) * row * size, self.etag), put
 
 
 def fetch(copies: Iterable[tuple[Tensor, Any, Any]], folder: S3Path) -> None:
-    """Fill each target with the elements of its block, of a file in ``folder``, at the index.
+    """Fill targets with blocks of files in ``folder``; ``copies`` yields (target, block, index).
 
-    ``copies`` are (target, block, index), consumed as needed: up to `AT_ONCE` requests are under way while one is
-    copied. Blocks that cannot be fetched in parts are read at once.
+    ``copies`` is consumed as needed: while one block is copied, up to `AT_ONCE` requests are in flight.
     """
-    waiting: deque[Request] = deque()
+    puts: deque[Callable[[bytes], object]] = deque()
 
-    def wanted() -> Iterator[Range]:
+    def ranges() -> Iterator[Range]:
         for target, block, index in copies:
-            if not isinstance(block, Streamed) or block.strides is not None:
+            if isinstance(block, Streamed):
+                for byte_range, put in block.requests(target, index):
+                    puts.append(put)
+                    yield byte_range
+            else:
                 target.copy_(block[index])
-                continue
-            for request in block.requests(target, index):
-                waiting.append(request)
-                yield request.range
 
-    for data in folder.storage.ranges(wanted()):
-        request = waiting.popleft()
-        request.put(torch.frombuffer(bytearray(data), dtype=request.dtype))
+    for data in folder.storage.ranges(ranges()):
+        puts.popleft()(data)
 
 
 def open_safetensors(path: S3Path) -> tuple[list[str], Callable[[str], Streamed]]:
-    """Read the header of a safetensors file; return its names and a function that returns a tensor by its name.
+    """Read the header of a safetensors file; return the tensors' names and a function that opens a tensor by name.
 
     The format: https://github.com/huggingface/safetensors#format.
     """
@@ -138,61 +127,48 @@ def open_safetensors(path: S3Path) -> tuple[list[str], Callable[[str], Streamed]
                 raise ValueError(f"its header would be {length} bytes long")
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            found = {name: _stored(path, entry, 8 + length, stored) for name, stored in header.items()}
+            tensors = {name: _in_safetensors(path, entry, 8 + length, fields) for name, fields in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
             raise CheckpointError(f"{path} cannot be read as safetensors: {failure}") from failure
-    return list(found), found.__getitem__
+    return list(tensors), tensors.__getitem__
 
 
-def _stored(path: S3Path, entry: Entry, begin: int, stored: dict[str, Any]) -> Streamed:
-    dtype = FORMAT_DTYPES.get(stored["dtype"])
+def _in_safetensors(path: S3Path, entry: Entry, data_start: int, fields: dict[str, Any]) -> Streamed:
+    dtype = FORMAT_DTYPES.get(fields["dtype"])
     if dtype is None:
-        raise ValueError(f"a dtype {stored['dtype']} is not known here")
-    first, last = stored["data_offsets"]
-    shape = tuple(int(length) for length in stored["shape"])
-    if last - first != math.prod(shape) * dtype.itemsize or begin + last > entry.size:
+        raise ValueError(f"a dtype {fields['dtype']} is not known here")
+    first, last = fields["data_offsets"]
+    shape = tuple(int(length) for length in fields["shape"])
+    if last - first != math.prod(shape) * dtype.itemsize or data_start + last > entry.size:
         raise ValueError("it is shorter than its header says")
-    return Streamed(path, entry.etag, begin + first, dtype, shape)
+    return Streamed(path, entry.etag, data_start + first, dtype, shape)
 
 
-def open_pickled(path: S3Path, load: Callable[..., Any]) -> tuple[Any, Callable[[Tensor], Any] | None]:
-    """Open a file of ``torch.save``; return its content, and a function that returns the block of each tensor in it.
+def open_pickled(path: S3Path, load: Callable[..., Any]) -> tuple[Any, Callable[[Tensor], Any]]:
+    """Open a file of ``torch.save``; return its content and a function that opens each tensor in the content.
 
-    Only the file's own pickle is fetched, by ``load``, which is `torch.load` for tensors and plain values; the tensors
-    in it have no memory. Where this torch, or the file, is too old for that, all of it is read into memory, and the
-    function is None.
+    ``load`` is `torch.load` for tensors and plain values. Only the file's pickle is fetched, so tensors have no memory.
+    Files of torch before 1.6, and torch before 2.7, do not give the tensors' offsets in the file: then the whole file
+    is read into memory, and the function is the identity.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     entry = path.entry()
     with path.open_ranges(entry) as file:
-        begin = file.read(len(ZIP))
+        magic = file.read(len(ZIP))
         file.seek(0)
-        if begin == ZIP:
+        if magic == ZIP and not older(torch.__version__, "2.7"):
             with FakeTensorMode():
-                content = load(file)
-            if _has_places(content):
-                return content, lambda tensor: _placed(path, entry.etag, tensor)
+                return load(file), lambda tensor: _in_pickled(path, entry.etag, tensor)
         logger.info("%s is not of a form that can be read in parts: fetching all of it into memory", path)
-        file.seek(0)
-        whole = io.BytesIO(file.read())
-    return load(whole), None
+        return load(io.BytesIO(file.read())), lambda tensor: tensor
 
 
-def _has_places(content: Any) -> bool:
-    """Tell whether each tensor knows where in the file it lies: from torch 2.7 on."""
-    found: list[Any] = [content]
-    while found:
-        one = found.pop()
-        if isinstance(one, dict):
-            found += one.values()
-        elif isinstance(one, Tensor):
-            return hasattr(one.untyped_storage(), "_checkpoint_offset")
-    return True
-
-
-def _placed(path: S3Path, etag: str, tensor: Tensor) -> Streamed:
+def _in_pickled(path: S3Path, etag: str, tensor: Tensor) -> Any:
     storage: Any = tensor.untyped_storage()
     start = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize)
-    strides = None if tensor.is_contiguous() else tuple(tensor.stride())
-    return Streamed(path, etag, start, tensor.dtype, tuple(tensor.shape), strides)
+    if tensor.is_contiguous():
+        return Streamed(path, etag, start, tensor.dtype, tuple(tensor.shape))
+    # A transposed tensor, for example: fetch everything between its first and its last element.
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Streamed(path, etag, start, tensor.dtype, (span,))[...].as_strided(tensor.shape, tensor.stride())

@@ -10,73 +10,57 @@ import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from smp_train.errors import CheckpointError, first_line
 from smp_train.storage.paths import Place, S3Path, names_in
 
-if TYPE_CHECKING:  # torch is imported where tensors are read: finding files works without it
+if TYPE_CHECKING:  # finding files must work without torch
     from torch import Tensor
 
 SAFETENSORS, PICKLED = ".safetensors", (".bin", ".pt", ".pth")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-# Keys under which programs store a state dict in one file.
 ENVELOPES = ("model", "state_dict", "model_state_dict", "module")
-# Files of a trainer beside pickled weights.
+"""Keys under which programs put the state dict in a file."""
 NOT_MODEL_FILES = ("optimizer", "scheduler", "training_args", "rng_state", "scaler")
+"""Names that a trainer gives to its other files, without their suffixes."""
+
+Block = Any
+"""A stored tensor that is read when it is indexed: a slice of safetensors, a `Streamed`, or a mapped tensor."""
+Opened = tuple[list[str], Callable[[str], Block]]
+"""The names of a file's tensors, and a function that opens a tensor by name."""
 
 
-class Block(Protocol):
-    """A stored tensor that is read only when indexed."""
-
-    def get_shape(self) -> list[int]:
-        """Return its shape."""
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Read the block at ``index``."""
-
-
-class Mapped:
-    """A tensor in memory or mapped from a file."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        """Return its shape."""
-        return list(self._tensor.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor[index]
+def shape_of(block: Block) -> tuple[int, ...]:
+    """Return a stored tensor's shape."""
+    return tuple(block.get_shape() if hasattr(block, "get_shape") else block.shape)
 
 
 class WeightFiles:
     """The weight files at a location (a folder, or one file, on a file system or in S3), opened as needed.
 
     Attributes:
-        files: name of the file that holds each stored tensor.
+        files: the file of each stored tensor, by the tensor's name.
     """
 
     def __init__(self, location: Place, stack: ExitStack) -> None:
-        """Find the files. Raises `CheckpointError` where there are none, or files of the index are missing."""
+        """Find the files; ``stack`` closes them. Raises `CheckpointError` if files are missing."""
         self._stack = stack
-        self._open: dict[str, Callable[[str], Block]] = {}
-        self._names: dict[str, list[str]] = {}
+        self._opened: dict[str, Opened] = {}
+        self._folder: Place = location.parent if location.is_file() else location
         if location.is_file():
-            self._folder: Place = location.parent
-            self.files = dict.fromkeys(self._keys(location.name), location.name)
+            self.files = dict.fromkeys(self._open(location.name)[0], location.name)
         else:
-            self._folder = location
-            self.files = _files_of(location, self._keys)
+            self.files = _files_in_index(location) or {
+                name: file for file in _weight_files(location) for name in self._open(file)[0]
+            }
 
     def tensor(self, name: str) -> Block:
         """Return the stored tensor ``name``."""
-        file = self.files[name]
-        self._keys(file)
-        return self._open[file](name)
+        return self._open(self.files[name])[1](name)
 
     def copy(self, copies: Iterable[tuple[Tensor, Block, Any]]) -> None:
-        """Copy, for each (target, block, index), the block at the index into the target; from S3 in parallel."""
+        """For each (target, block, index), copy the block at the index into the target; from S3 in parallel."""
         if isinstance(self._folder, S3Path):
             from smp_train.models.streamed import fetch
 
@@ -85,17 +69,18 @@ class WeightFiles:
         for target, source, index in copies:
             target.copy_(source[index])
 
-    def _keys(self, file: str) -> list[str]:
-        if file not in self._open:
-            read = _open_pickled if file.endswith(PICKLED) else _open_safetensors
-            self._names[file], self._open[file] = read(self._folder / file, self._stack)
-        return self._names[file]
+    def _open(self, file: str) -> Opened:
+        if file not in self._opened:
+            path = self._folder / file
+            is_pickled = file.endswith(PICKLED)
+            self._opened[file] = _open_pickled(path) if is_pickled else _open_safetensors(path, self._stack)
+        return self._opened[file]
 
 
 def refuse_compressed(file: IO[bytes]) -> None:
-    """Raise ValueError for a file of ``torch.save`` with compressed entries, whose memory its size does not bound.
+    """Raise ValueError for a file of ``torch.save`` with compressed entries, which could fill the memory when read.
 
-    torch writes none. Files of the format before torch 1.6 are not archives and pass.
+    torch itself does not compress. Files of torch before 1.6 are not archives, and pass.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
@@ -105,9 +90,9 @@ def refuse_compressed(file: IO[bytes]) -> None:
 
 
 def load_plain(file: Any, **options: Any) -> Any:
-    """Return `torch.load` of a file of tensors and plain values. Raises ValueError for one with other objects.
+    """Return `torch.load` of a file of tensors and plain values. Raises ValueError for a file with other objects.
 
-    torch's own message advises to run the code in the file.
+    torch's own message would advise to run the code in the file.
     """
     import torch
 
@@ -119,7 +104,7 @@ def load_plain(file: Any, **options: Any) -> Any:
         raise ValueError(f"it holds {kind} that is no tensor or plain value; no code of a file is run") from None
 
 
-def _open_safetensors(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[str], Block]]:
+def _open_safetensors(path: Place, stack: ExitStack) -> Opened:
     if isinstance(path, S3Path):
         from smp_train.models.streamed import open_safetensors
 
@@ -133,71 +118,73 @@ def _open_safetensors(path: Place, stack: ExitStack) -> tuple[list[str], Callabl
     return list(handle.keys()), handle.get_slice
 
 
-def _open_pickled(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[str], Block]]:
-    """Open a file of ``torch.save``, tensors and plain values only: nothing in it is executed."""
+def _open_pickled(path: Place) -> Opened:
+    """Open a file of ``torch.save`` with tensors and plain values only; nothing in it is executed."""
     load = partial(load_plain, map_location="cpu")
-    block: Callable[[Tensor], Block] = Mapped
     try:
         if isinstance(path, S3Path):
             from smp_train.models.streamed import open_pickled
 
-            content, fetched = open_pickled(path, load)
-            block = fetched or Mapped
+            content, open_tensor = open_pickled(path, load)
         else:
             with path.open("rb") as file:
                 refuse_compressed(file)
-            # The format before torch 1.6 cannot be mapped; it is read whole.
-            content = load(path, mmap=zipfile.is_zipfile(path))
-    except Exception as failure:  # anything, for a file of unknown origin
+            # A file of torch before 1.6 cannot be mapped and is read whole.
+            content, open_tensor = load(path, mmap=zipfile.is_zipfile(path)), lambda tensor: tensor
+    except Exception as failure:  # files of unknown origin can raise anything
         raise CheckpointError(f"{path} cannot be read as a file of tensors: {first_line(failure)}") from failure
     tensors = _tensors_in(content)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors by name; is it the file with the model's weights?")
-    storages = {one._cdata: one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors.values())}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors.values()}
     for name, tensor in tensors.items():
         if math.prod(tensor.shape) * tensor.dtype.itemsize > sum(storages.values()):
             raise CheckpointError(f"{path}: {name} would be larger than all that the file holds: {list(tensor.shape)}")
-    return list(tensors), lambda name: block(tensors[name])
+    return list(tensors), lambda name: open_tensor(tensors[name])
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
     from torch import Tensor
 
-    for envelope in ENVELOPES:
-        if isinstance(content, dict) and isinstance(content.get(envelope), dict):
-            return _tensors_in(content[envelope])
     if not isinstance(content, dict):
         return {}
+    for envelope in ENVELOPES:
+        if isinstance(content.get(envelope), dict):
+            return _tensors_in(content[envelope])
     return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
-def _files_of(folder: Place, keys: Callable[[str], list[str]]) -> dict[str, str]:
-    """Return the file of each stored tensor; safetensors win where there are both kinds."""
-    there = set(names_in(folder))
+def _files_in_index(folder: Place) -> dict[str, str]:
+    """Return the file of each stored tensor, as the folder's index lists them; empty if there is no index to use.
+
+    An index of pickled files is not used if there are safetensors.
+    """
+    names = set(names_in(folder))
     for name in INDEXES:
-        index = folder / name
-        if name not in there or (name != INDEXES[0] and any(file.endswith(SAFETENSORS) for file in there)):
+        if name not in names or (name != INDEXES[0] and any(file.endswith(SAFETENSORS) for file in names)):
             continue
+        index = folder / name
         try:
             files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            named = sorted(set(files.values()))
+            missing = sorted(set(files.values()) - names)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
             raise CheckpointError(f"{index} is not an index of weight files: {failure}") from failure
-        missing = [file for file in named if file not in there]
         if missing:
             raise CheckpointError(f"{folder}: the index names {missing[0]}, which is not there")
         return files
-    found = weight_files(folder)
-    if not found:
+    return {}
+
+
+def _weight_files(folder: Place) -> list[str]:
+    """Return the `weight_files` of a folder. Raises `CheckpointError` for a folder without weights."""
+    files = weight_files(folder)
+    if not files:
         raise CheckpointError(f"{folder} has no weights (*.safetensors or *.bin)")
-    return {key: file for file in found for key in keys(file)}
+    return files
 
 
 def weight_files(folder: Place) -> list[str]:
-    """Return the names of a folder's safetensors files, or of its pickled files where it has none."""
-    there = [name for name in names_in(folder) if not name.startswith(NOT_MODEL_FILES)]
-    for suffixes in ((SAFETENSORS,), PICKLED):
-        found = [name for suffix in suffixes for name in there if name.endswith(suffix)]
-        if found:
-            return found
-    return []
+    """Return the names of a folder's safetensors files, or of its pickled files if it has no safetensors."""
+    names = [name for name in names_in(folder) if not name.startswith(NOT_MODEL_FILES)]
+    pickled = [name for suffix in PICKLED for name in names if name.endswith(suffix)]
+    return [name for name in names if name.endswith(SAFETENSORS)] or pickled

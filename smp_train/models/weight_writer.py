@@ -1,4 +1,4 @@
-"""Write weight files in the safetensors format, one tensor in memory at a time."""
+"""Writes weight files in the safetensors format, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import NOT_WEIGHTS
 from smp_train.models.streamed import FORMAT_DTYPES
-from smp_train.models.weight_files import INDEXES, Block, WeightFiles
+from smp_train.models.weight_files import INDEXES, WeightFiles, shape_of
 
 SHARD_BYTES = 5_000_000_000
 Progress = Callable[[int, int], None]
@@ -23,7 +23,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
 
 
 class LazyTensors(NamedTuple):
-    """Tensors to write, by name, which only have shape and dtype (they may be on meta), and a function to read them."""
+    """Tensors to write, by name, which may be on the meta device, and a function that reads their values."""
 
     tensors: Mapping[str, Tensor]
     read: Callable[[], Mapping[str, Tensor]]
@@ -35,35 +35,32 @@ class LazyTensors(NamedTuple):
 
 
 def stored_tensors(files: WeightFiles, dtype: torch.dtype | None) -> list[LazyTensors]:
-    """Return the tensors in weight files. If ``dtype`` is not None, floating-point tensors get that dtype."""
-    items = []
-    for name in files.files:
-        if not NOT_WEIGHTS.search(name):
-            block = files.tensor(name)
-            stored = block[(slice(0, 0),) * len(block.get_shape()) or ...].dtype
-            to = dtype if dtype is not None and stored.is_floating_point else stored
-            tensors = {name: torch.empty(block.get_shape(), dtype=to, device="meta")}
-            items.append(LazyTensors(tensors, partial(_read_block, name, block, to)))
-    return items
+    """Return the tensors in weight files; floating-point tensors get ``dtype`` if it is not None."""
 
+    def lazy(name: str) -> LazyTensors:
+        block = files.tensor(name)
+        shape = shape_of(block)
+        stored_dtype = block[(slice(0, 0),) * len(shape) or ...].dtype
+        target = dtype if dtype is not None and stored_dtype.is_floating_point else stored_dtype
+        empty = torch.empty(shape, dtype=target, device="meta")
+        return LazyTensors({name: empty}, lambda: {name: block[...].to(target)})
 
-def _read_block(name: str, block: Block, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: block[...].to(dtype)}
+    return [lazy(name) for name in files.files if not NOT_WEIGHTS.search(name)]
 
 
 def write_weights(
     stream: Callable[[str, int], AbstractContextManager[BinaryIO]], items: Iterable[LazyTensors], shard_bytes: int,
     on_progress: Progress | None = None, name: str = "model",
 ) -> dict[str, bytes]:  # fmt: skip
-    """Write tensors to files ``<name>*.safetensors`` of about ``shard_bytes``; return the index of several files.
+    """Write tensors to files ``<name>*.safetensors`` of about ``shard_bytes``.
 
-    ``stream`` opens a file, by name and size.
+    ``stream`` opens a file by name and size. Returns the index file, by name, if there are several files.
     """
     shards = _shards(items, shard_bytes)
     total, done = sum(item.nbytes for shard in shards for item in shard), 0
     file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        file = f"{name}-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else f"{name}.safetensors"
+        file = f"{name}-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else f"{name}.safetensors"
         for written in _write_file(partial(stream, file), shard):
             done += written
             if on_progress is not None:
@@ -73,6 +70,16 @@ def write_weights(
     return {INDEXES[0]: (json.dumps(index, indent=2) + "\n").encode()} if len(shards) > 1 else {}
 
 
+def _shards(items: Iterable[LazyTensors], shard_bytes: int) -> list[list[LazyTensors]]:
+    shards: list[list[LazyTensors]] = [[]]
+    for item in items:
+        if shards[-1] and sum(earlier.nbytes for earlier in shards[-1]) + item.nbytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(item)
+    # Large dtypes first, so that every tensor is aligned to its elements.
+    return [sorted(shard, key=lambda item: -next(iter(item.tensors.values())).dtype.itemsize) for shard in shards]
+
+
 def _write_file(stream: Callable[[int], AbstractContextManager[BinaryIO]], items: list[LazyTensors]) -> Iterator[int]:
     """Write one file of the safetensors format; yield the number of bytes after each item.
 
@@ -80,14 +87,14 @@ def _write_file(stream: Callable[[int], AbstractContextManager[BinaryIO]], items
     header, JSON; the tensors without gaps. The library itself needs all tensors of a file in memory at once.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+    size = 0
     for key, value in (pair for item in items for pair in item.tensors.items()):
-        offsets = [offset, offset + value.nbytes]
+        offsets = [size, size + value.nbytes]
         header[key] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": list(value.shape), "data_offsets": offsets}
-        offset = offsets[1]
+        size = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with stream(offset) as file:
+    with stream(size) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for item in items:
             values = item.read()
@@ -97,13 +104,3 @@ def _write_file(stream: Callable[[int], AbstractContextManager[BinaryIO]], items
                     raise CheckpointError(f"{key} is {list(value.shape)}, {list(expected.shape)} was announced")
                 file.write(value.reshape(-1).view(torch.uint8).numpy().data)
             yield item.nbytes
-
-
-def _shards(items: Iterable[LazyTensors], shard_bytes: int) -> list[list[LazyTensors]]:
-    shards: list[list[LazyTensors]] = [[]]
-    for item in items:
-        if shards[-1] and sum(earlier.nbytes for earlier in shards[-1]) + item.nbytes > shard_bytes:
-            shards.append([])
-        shards[-1].append(item)
-    # Large dtypes first: every tensor is then aligned to its elements.
-    return [sorted(shard, key=lambda item: -next(iter(item.tensors.values())).dtype.itemsize) for shard in shards]

@@ -153,7 +153,6 @@ class Zoo(nn.Module):
         self.partly = nn.Parameter(torch.ones(6, 4))
         with torch.no_grad():
             self.partly[1:3, 1:4].zero_()
-            self.partly[4].copy_(torch.arange(4.0))
         self.register_buffer("table", torch.arange(5.0) * 2)
 
 

@@ -18,7 +18,7 @@ from smp_train.checkpoints.hf.model_folder import new_model
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.errors import CheckpointError, ConfigError, first_few
 from smp_train.models.build import build_meta, materialise
-from smp_train.models.hub_names import canonical_name, hub_names, named_once, note, to_hub
+from smp_train.models.hub_names import attach_hub_names, canonical_name, hub_names, named_once, to_hub
 from smp_train.models.hub_state import gather_state
 from smp_train.models.hugging_face import GENERATION_FILE, model_of
 from smp_train.models.lora import merge_adapters
@@ -103,7 +103,7 @@ def _model(
     config.use_cache = True  # the key-value cache, which training has switched off
     with torch.device("meta"):
         plain = model_of(config)
-    note(plain)
+    attach_hub_names(plain)
     if weights is None:
         reader = checkpoint.reader_of(gather_state(plain))
         entries = {k.removeprefix(MODEL): v for k, v in saved_entries(reader).items() if k.startswith(MODEL)}
