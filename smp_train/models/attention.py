@@ -1,13 +1,13 @@
-"""Attention of the native backend: no mask where causal attention needs none, and no wait for the device to make one.
+"""Attention of the native backend: without a mask if causal attention suffices, and without waiting for the device.
 
-For kernels that it knows, transformers asks in every forward pass whether positions restart, which reads a number back
-from the device, and gives padded and packed rows a dense mask, which costs the causal kernels. A kernel registered
-under another name gets ``attention_mask`` as it is, if that is None or has four dimensions. Here it is one of
+For the kernels that it knows, transformers asks in every forward pass whether positions restart, which reads a number
+back from the device, and gives padded and packed rows a dense mask, for which causal kernels cannot be used. A kernel
+registered under another name gets ``attention_mask`` unchanged if that is None or has four dimensions. Here it is
 
-- None: causal attention, and padding on the right changes nothing that is counted;
-- bool ``[batch, 1, seq, seq]``: True where a token attends;
-- int32 ``[1, 1, longest, documents + 1]``: where documents begin and the last one ends, in the rows of the batch joined
-  end to end. The size of dimension 2, which holds copies, is the longest document: a number would be compiled in.
+- None: causal attention. Padding on the right changes nothing that is counted;
+- bool ``[batch, 1, seq, seq]``: True if a token attends;
+- int32 ``[1, 1, longest, documents + 1]``: the documents' bounds, in the rows of the batch joined end to end. Dimension
+  2 holds copies; its size is the longest document, because a number would be compiled in as a constant.
 """
 
 from __future__ import annotations
@@ -29,15 +29,11 @@ except ImportError:
 
 _OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters if varlen is not None else ())
 _GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
-"""Options of `varlen_attn` for fewer key-value heads than query heads; torch 2.11 needs none."""
+"""Options of `varlen_attn` for fewer key-value heads than query heads; torch 2.11 needs no option."""
 LARGEST_HEAD = 256
 """Largest head size of `varlen_attn`; sizes are multiples of 8."""
-
-logger = logging.getLogger("smp_train.models")
-
 NAME = "smp_train"
 """Name of `attend` among transformers' attention functions."""
-
 KNOWN = frozenset(
     {
         "arcee", "cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
@@ -45,12 +41,14 @@ KNOWN = frozenset(
         "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
     }
 )  # fmt: skip
-"""Model types of transformers in which only causal attention, with at most a sliding window passed to the kernel, mixes
-tokens. Others have attention sinks, masks of their own, convolutions or recurrent states."""
+"""Model types of transformers in which only causal attention mixes tokens, at most with a sliding window that is passed
+to the kernel. Other models have attention sinks, special masks, convolutions or recurrent states."""
+
+logger = logging.getLogger("smp_train.models")
 
 
 def causal_alone(config: Any) -> str | None:
-    """Return None where only causal attention mixes tokens, in a window or not, else what is known against it."""
+    """Return None if only causal attention mixes tokens, with or without a window, else the reason against it."""
     if config.model_type not in KNOWN:
         return f"a {config.model_type} is not known to have causal attention alone"
     if getattr(config, "use_bidirectional_attention", None):
@@ -61,63 +59,66 @@ def causal_alone(config: Any) -> str | None:
 
 
 class Attention:
-    """How a model attends: its arguments of ``forward`` for rows with padding or several documents."""
+    """A model's attention: the arguments of ``forward`` for rows with padding or several documents."""
 
     def __init__(self, model: Any, device: torch.device, *, half: bool, packed: int, compiled: bool) -> None:
-        """Let a model built with sdpa use `attend`; other kernels, and models it would be wrong for, stay as they are.
+        """Register `attend` for a model built with sdpa, unless it would be wrong for the model.
 
         Args:
             model: A causal language model of transformers, on meta or not.
-            device: Where it computes.
-            half: It computes in bfloat16 or float16.
-            packed: Tokens of a row, where rows may hold several documents; else 0.
-            compiled: Its layers are compiled.
+            device: The device that computes.
+            half: Whether it computes in bfloat16 or float16.
+            packed: Tokens of a row if rows may hold several documents, else 0.
+            compiled: Whether the layers are compiled.
         """
         self.model, self.packed, self.compiled = model, bool(packed), compiled
         self.by_bounds = False
-        """Documents are given by their bounds, not by a mask."""
+        """Whether documents are given by their bounds rather than by a mask."""
         if model.config._attn_implementation != "sdpa":
             return
-        against = causal_alone(model.config)
+        reason = causal_alone(model.config)
         if transformers_major() < 5:
-            against = "transformers 5 has an interface for others"
-        if against is not None:
-            logger.info("Attention: with transformers' masks, as %s", against)
+            reason = "transformers 5 has an interface for others"
+        if reason is not None:
+            logger.info("Attention: with transformers' masks, as %s", reason)
         else:
             from transformers import AttentionInterface
 
             AttentionInterface.register(NAME, attend)
             model.set_attn_implementation(NAME)
-            against = _against_bounds(model.config, device, half=half)
-            self.by_bounds = against is None
-        if packed and against is not None:
-            size = (3 if half else 5) * packed**2 / 2**20  # as bool, and in the type of the scores
+            reason = _against_bounds(model.config, device, half=half)
+            self.by_bounds = reason is None
+        if packed and reason is not None:
+            size = (3 if half else 5) * packed**2 / 2**20  # as bool, and in the dtype of the scores
             logger.info(
                 "Attention: packed rows take a dense mask, as %s: %.0f MiB for each row of a micro-batch, and each "
-                "layer computes all %d x %d scores, twice those of a row alone", against, size, packed, packed,
+                "layer computes all %d x %d scores, twice those of a row alone", reason, size, packed, packed,
             )  # fmt: skip
 
     def inputs(
         self, input_ids: Tensor, position_ids: Tensor | None, documents: tuple[Tensor, int] | None
     ) -> dict[str, Any]:
-        """Return further arguments of ``forward`` for the inputs of `Backend.loss_sum`.
-
-        Nothing here waits for the device.
-        """
+        """Return further arguments of ``forward`` for the inputs of `Backend.loss_sum`. Never waits for the device."""
         config: Any = self.model.config
         rows, seq = input_ids.shape
         windowed = self.by_bounds and (getattr(config, "sliding_window", None) or seq) < seq
         if position_ids is None and (windowed or (self.packed and self.compiled)):
-            # A window has a kernel only by bounds, and compiled layers should meet one kind of mask, whole rows or not.
+            # A window has a kernel only by bounds, and compiled layers should see one kind of mask for all rows.
             position_ids = torch.arange(seq, device=input_ids.device).repeat(rows, 1)
             documents = torch.arange(0, (rows + 1) * seq, seq, dtype=torch.int32, device=input_ids.device), seq
-        if config._attn_implementation == NAME:
-            return self._own_inputs(position_ids, documents)
         if position_ids is None:
             return {"attention_mask": None}
+        if config._attn_implementation == NAME:
+            if documents is None or not self.by_bounds:
+                return {"attention_mask": same_document(position_ids), "position_ids": position_ids}
+            # torch.compile treats the sizes 0 and 1 as constants.
+            bounds = documents[0].expand(1, 1, max(documents[1], 2), -1)
+            if self.compiled:
+                torch._dynamo.mark_dynamic(bounds, (2, 3))
+            return {"attention_mask": bounds, "position_ids": position_ids}
         inputs: dict[str, Any] = packed_inputs(self.model, position_ids)
         if documents is not None and config._attn_implementation.startswith("flash") and causal_alone(config) is None:
-            # The length is an upper bound: a power of two has few values to be compiled in.
+            # The length is an upper bound, and compiled in: powers of two have few values.
             bounds, longest = documents[0], 1 << (documents[1] - 1).bit_length()
             if self.compiled:
                 torch._dynamo.mark_dynamic(bounds, 0)
@@ -125,36 +126,23 @@ class Attention:
             inputs |= {"max_length_q": longest, "max_length_k": longest}
         return inputs
 
-    def _own_inputs(
-        self, position_ids: Tensor | None, documents: tuple[Tensor, int] | None
-    ) -> dict[str, Any]:
-        if position_ids is None:
-            return {"attention_mask": None}
-        if documents is None or not self.by_bounds:
-            return {"attention_mask": same_document(position_ids), "position_ids": position_ids}
-        # The sizes 0 and 1 would be compiled in.
-        bounds = documents[0].expand(1, 1, max(documents[1], 2), -1)
-        if self.compiled:
-            torch._dynamo.mark_dynamic(bounds, (2, 3))
-        return {"attention_mask": bounds, "position_ids": position_ids}
-
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend causally, in the form that transformers calls.
+    """Attend causally, with the signature that transformers calls.
 
     Args:
         module: The attention layer.
         query: ``[batch, heads, seq, head_dim]``.
-        key: ``[batch, kv_heads, keys, head_dim]``, as is ``value``; more keys than queries with a cache.
-        value: See ``key``.
-        attention_mask: See the module.
+        key: ``[batch, kv_heads, keys, head_dim]``; with a cache there are more keys than queries.
+        value: Like ``key``.
+        attention_mask: See the module's docstring.
         dropout: Of attention weights.
         scaling: Of scores; by default one over the root of head_dim.
-        sliding_window: Tokens that are looked back at, the token itself included, or None for all.
-        kwargs: What else transformers passes to its kernel for sdpa.
+        sliding_window: Tokens that a token attends to, itself included; None for all.
+        kwargs: Other arguments that transformers passes to its sdpa kernel.
 
     Returns:
         ``[batch, seq, heads, head_dim]``, and None.
@@ -170,7 +158,7 @@ def attend(
         earlier = keys - query.shape[2]
         near = causal(query.shape[2], query.device, earlier=earlier).triu(earlier + 1 - sliding_window)
         attention_mask = near if attention_mask is None else attention_mask & near
-    # Keys and values are repeated there where a mask is given: few kernels take groups of heads with a mask.
+    # transformers repeats keys and values if there is a mask, because few kernels take groups of heads with a mask.
     output: Tensor = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )[0]
@@ -191,7 +179,7 @@ def _attend_within_bounds(
 
 
 def _against_bounds(config: Any, device: torch.device, *, half: bool) -> str | None:
-    """Return why documents cannot be given by their bounds, or None: what `varlen_attn`'s kernel asks for."""
+    """Return why `varlen_attn` cannot take documents by their bounds, None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return "attention over documents of several lengths needs a GPU of compute capability 8.0"
     if "window_size" not in _OPTIONS:

@@ -16,7 +16,7 @@ EXPERT = re.compile(r"\.experts\.")
 
 
 def count_parameters(config: PretrainedConfig) -> int:
-    """Return the number of parameters, tied ones counted once."""
+    """Return the number of parameters; tied parameters are counted once."""
     return _counts(config)[0]
 
 
@@ -27,9 +27,9 @@ def flops_per_token(
 
     N: active parameters in matrix products (with the output head; without embedding look-ups, norms and biases); L
     layers, H heads, d head size, S ``seq_len``. Recomputation under activation checkpointing does not count. The
-    formula is that of PaLM (Chowdhery et al. 2022, appendix B), also used by nanoGPT and torchtitan: attention counts
-    the full S x S matrix, whatever the window and the documents. ``causal`` counts half of it; the two are not
-    comparable. ``frozen`` weights have no gradient: ``4 N``, without what adapters add.
+    formula is PaLM's (Chowdhery et al. 2022, appendix B); nanoGPT and torchtitan use it, too. Attention counts the full
+    S x S matrix, also with a sliding window or several documents. ``causal`` counts half of the matrix; the
+    two counts are not comparable. ``frozen`` weights have no gradient: ``4 N``, and adapters do not count.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_len
@@ -37,33 +37,30 @@ def flops_per_token(
 
 
 def _counts(config: PretrainedConfig) -> tuple[int, int]:
-    kind: Any = type(config)
-    return _count_built(kind, json.dumps(config.to_dict(), sort_keys=True, default=str))
+    """Return the number of parameters, and of the parameters that one token uses in matrix products."""
+    return _count(type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=64)
-def _count_built(kind: Any, config_json: str) -> tuple[int, int]:
-    """Return the number of parameters, and of those that one token uses in matrix products.
-
-    They are counted in a model on meta: exact for every model of transformers, without a formula per family.
-    """
+def _count(config_class: Any, config_json: str) -> tuple[int, int]:
+    """Count in a model built on meta, which is exact for every model of transformers."""
     import torch
     from torch import nn
 
     from smp_train.models.traits import number_of_experts
 
-    config = kind.from_dict(json.loads(config_json))
+    config = config_class.from_dict(json.loads(config_json))
     with torch.device("meta"):
         model = model_of(config)
     head = model.get_output_embeddings()
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if head is not None:
         looked_up.discard(id(head.weight))
-    experts, used = number_of_experts(config), getattr(config, "num_experts_per_tok", None)
-    share = used / experts if experts and used else 1.0  # of the experts, those that a token is routed to
-    matmul = sum(
+    experts, per_token = number_of_experts(config), getattr(config, "num_experts_per_tok", None)
+    share = per_token / experts if experts and per_token else 1.0  # a token is routed to some of the experts
+    in_products = sum(
         param.numel() * (share if EXPERT.search(name) else 1.0)
         for name, param in model.named_parameters()
         if param.dim() > 1 and id(param) not in looked_up
     )
-    return sum(param.numel() for param in model.parameters()), round(matmul)
+    return sum(param.numel() for param in model.parameters()), round(in_products)

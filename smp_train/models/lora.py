@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by the peft package: small matrices are trained beside frozen weights."""
+"""Low-rank adapters (LoRA, Hu et al. 2021), by the peft package: small trained matrices added to frozen weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smp_train.models.hub_names import canonical_name
 from smp_train.models.recording import PROGRAMS, construct_on_meta
 
 ALL_LINEAR = "all-linear"
-"""Every linear layer but the head."""
+"""All linear layers except the head."""
 _ADAPTER = re.compile(r"(?:^|\.)lora_[A-Z]")
 
 
@@ -24,10 +24,10 @@ class Lora:
     """Settings of the adapters: ``weight + alpha / rank * B @ A``, with A ``[rank, in]`` and B ``[out, rank]``.
 
     Attributes:
-        rank: of A and B.
-        alpha: scale of the product, before its division by the rank.
-        target_modules: names of modules, or their last parts, that get adapters; `ALL_LINEAR` for all of them.
-        dropout: of the input of A, in training.
+        rank: Of A and B.
+        alpha: Scale of the product, before it is divided by the rank.
+        target_modules: Names of the modules that get adapters, or the names' last parts; or `ALL_LINEAR`.
+        dropout: Of A's input, in training.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Lora:
 
     @staticmethod
     def of_json(fields: Mapping[str, Any]) -> Lora:
-        """Return the settings that ``meta.json`` holds; KeyError and TypeError for others."""
+        """Return the settings in ``meta.json``. Raises KeyError and TypeError for invalid settings."""
         targets = tuple(map(str, fields["target_modules"]))
         return Lora(int(fields["rank"]), float(fields["alpha"]), targets, float(fields["dropout"]))
 
@@ -52,7 +52,7 @@ class Lora:
         except ImportError:
             raise ConfigError(f"--lora_rank needs the package peft; {install('lora')}") from None
         targets = ALL_LINEAR if ALL_LINEAR in self.target_modules else list(self.target_modules)
-        alpha: Any = self.alpha  # a float, too
+        alpha: Any = self.alpha  # peft takes floats, but declares an integer
         return LoraConfig(
             r=self.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=self.dropout, bias="none",
             task_type="CAUSAL_LM", base_model_name_or_path=base,
@@ -60,7 +60,7 @@ class Lora:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter, by its name, is an adapter's."""
+    """Return whether a parameter is an adapter's, by its name."""
     return bool(_ADAPTER.search(name))
 
 
@@ -70,45 +70,44 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def inject(model: Any, lora: Lora) -> None:
-    """Give a model on meta, made by `construct_on_meta`, its adapters, and freeze all else.
+    """Add adapters to a model on meta, made by `construct_on_meta`, and freeze all its other parameters.
 
-    The adapters' initialization is recorded like the model's own. Raises `ConfigError` for a name that no linear layer
-    has.
+    The adapters' initialization is recorded like the model's own. Raises `ConfigError` for targets that are not the
+    names of linear layers, or for a tied head.
     """
     from peft import inject_adapter_in_model
 
-    config = lora.config()
-    linear = {name: module for name, module in model.named_modules() if _has_weight(module)}
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
     for target in set(lora.target_modules) - {ALL_LINEAR}:
-        named = [module for name, module in linear.items() if f".{name}".endswith(f".{target}")]
-        if not named:
+        modules = [module for name, module in linear.items() if f".{name}".endswith(f".{target}")]
+        if not modules:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ConfigError(f"--lora_target_modules {target}: no linear layer has that name; there are {known}")
-        if model.config.tie_word_embeddings and model.get_output_embeddings() in named:
+        if model.config.tie_word_embeddings and model.get_output_embeddings() in modules:
             raise ConfigError(
                 f"--lora_target_modules {target}: the head of this model is its embedding; leave it out"
             )
-    before = model.__dict__[PROGRAMS]
+    config, programs = lora.config(), model.__dict__[PROGRAMS]
     try:
         construct_on_meta(lambda: inject_adapter_in_model(config, model))
     except ValueError as failure:
         raise ConfigError(f"--lora_target_modules {' '.join(lora.target_modules)}: {one_line(failure)}") from None
-    added = {canonical_name(name): program for name, program in model.__dict__[PROGRAMS].items()}
-    model.__dict__[PROGRAMS] = {name: before.get(name) or program for name, program in added.items()}
+    recorded = {canonical_name(name): program for name, program in model.__dict__[PROGRAMS].items()}
+    model.__dict__[PROGRAMS] = {name: programs.get(name) or program for name, program in recorded.items()}
 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add the adapters of a materialised model, which is not sharded, into its weights, and remove them."""
+    """Add the adapters of a materialised model, which is not sharded, to its weights, and remove them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, module.get_base_layer())
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, module.get_base_layer())
 
 
-def _has_weight(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)

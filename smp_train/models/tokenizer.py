@@ -1,4 +1,4 @@
-"""The tokenizer of a model: read from the folder of its weights or its data, and kept in its checkpoints."""
+"""The tokenizer of a model, read from the folder of its weights or of its data, and kept in its checkpoints."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def tokenizer_files(location: str, chat_template: str | None = None) -> dict[str
         return saved_files(tokenizer.save_pretrained)
 
 
-@contextmanager
-def tokenizer_from(files: Mapping[str, bytes]) -> Iterator[Any]:
-    """Yield the tokenizer of `tokenizer_files`, or None without files."""
-    with folder_of(files) as folder:
-        yield load_tokenizer(folder) if files else None
+def saved_files(save: Callable[[str], Any]) -> dict[str, bytes]:
+    """Return by name the small files that ``save`` writes to a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 @contextmanager
@@ -58,11 +59,29 @@ def folder_of(files: Mapping[str, bytes]) -> Iterator[str]:
         yield folder
 
 
+@contextmanager
+def tokenizer_from(files: Mapping[str, bytes]) -> Iterator[Any]:
+    """Yield the tokenizer of `tokenizer_files`, or None without files."""
+    with folder_of(files) as folder:
+        yield load_tokenizer(folder) if files else None
+
+
 def set_end_tokens(config: Any, files: Mapping[str, bytes]) -> None:
     """Set the first and the last token of a text, in a model's configuration, to the tokenizer's tokens, if known."""
     with tokenizer_from(files) as tokenizer:
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+
+
+def adds_chat_template(files: Mapping[str, bytes], model: Mapping[str, bytes]) -> bool:
+    """Return whether ``files`` are the model's tokenizer with a chat template; warn of a different vocabulary."""
+    with tokenizer_from(files) as tokenizer, tokenizer_from(model) as model_tokenizer:
+        if getattr(tokenizer, "chat_template", None) is None:
+            return False
+        same: bool = tokenizer.get_vocab() == model_tokenizer.get_vocab()
+    if not same:
+        logger.warning("The data's tokenizer has another vocabulary than the model's, which goes into the checkpoints")
+    return same
 
 
 def tokenizer_folder(weights: str | None) -> str | None:
@@ -75,9 +94,9 @@ def tokenizer_folder(weights: str | None) -> str | None:
 
 
 def tokenizer_folder_of_data(folders: Sequence[str]) -> str | None:
-    """Return the first tokenizer's folder among folders of prepared data and their parents.
+    """Return the first folder with a tokenizer among folders of prepared data and their parents.
 
-    If tokenizers differ, it returns None and logs a warning.
+    If the tokenizers differ, it logs a warning and returns None.
     """
     candidates = (tokenizer_folder(name) or tokenizer_folder(str(place(name).parent)) for name in folders)
     locations = list(dict.fromkeys(folder for folder in candidates if folder is not None))
@@ -95,26 +114,7 @@ def _behaviour(folder: str) -> tuple[Any, list[tuple[str, bytes]]]:
     """Return the settings and files that decide which tokens the tokenizer makes of a text or a chat."""
     path = place(folder)
     settings: Any = (path / SETTINGS).read_text(encoding="utf-8")
-    with suppress(ValueError, AttributeError):  # the loader refuses such a file with its reason
+    with suppress(ValueError, AttributeError):  # `load_tokenizer` reports such a file
         settings = {key: v for key, v in json.loads(settings).items() if key.endswith(("_token", "chat_template"))}
     names = [name for name in names_in(path) if name in TOKENIZER_FILES - {SETTINGS}]
     return settings, [(name, (path / name).read_bytes()) for name in names]
-
-
-def adds_chat_template(files: Mapping[str, bytes], model: Mapping[str, bytes]) -> bool:
-    """Return whether the tokenizer of ``files`` is the model's with a chat template; log a warning for another one."""
-    with tokenizer_from(files) as tokenizer, tokenizer_from(model) as model_tokenizer:
-        if getattr(tokenizer, "chat_template", None) is None:
-            return False
-        same: bool = tokenizer.get_vocab() == model_tokenizer.get_vocab()
-    if not same:
-        logger.warning("The data's tokenizer has another vocabulary than the model's, which goes into the checkpoints")
-    return same
-
-
-def saved_files(save: Callable[[str], Any]) -> dict[str, bytes]:
-    """Return by name the small files that ``save`` writes to a folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        save(folder)
-        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}

@@ -15,7 +15,7 @@ from smp_train.models.lora import is_adapted
 PLAIN_HEADS = frozenset(
     {"falcon", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt", "phi", "qwen2", "qwen3", "stablelm"}
 )
-"""Model types whose logits are exactly the product of the head and the last hidden states, not scaled or capped."""
+"""Model types whose logits are the product of the head and the last hidden states, neither scaled nor capped."""
 WITHOUT_DERIVED_MASK = frozenset({"falcon"})
 """Model types for which transformers 5 does not derive the attention mask of packed rows from positions."""
 OLDEST_TRANSFORMERS_OF_EXPERTS = "5.6"
@@ -33,56 +33,52 @@ def check_loss(config: Any) -> None:
 
 
 def can_chunk(model: Any) -> bool:
-    """Return whether the loss can be computed from the last hidden states and the head's weight, in chunks."""
-    config: Any = model.config
-    head: Any = model.get_output_embeddings()
-    return config.model_type in PLAIN_HEADS and not is_adapted(head)
+    """Return whether the loss can be computed in chunks, from the last hidden states and the head's weight."""
+    return model.config.model_type in PLAIN_HEADS and not is_adapted(model.get_output_embeddings())
 
 
 def packed_inputs(model: nn.Module, position_ids: Tensor) -> dict[str, Tensor]:
     """Return the arguments of ``forward`` for rows that hold several documents.
 
-    transformers derives the block-diagonal mask from positions that restart when no mask is given, in the form that the
-    attention kernel needs. For the models that do not (`WITHOUT_DERIVED_MASK`), the mask is built here.
+    If no mask is given, transformers derives the mask that the attention kernel needs from positions that restart. For
+    the models in `WITHOUT_DERIVED_MASK` it does not, and the mask is built here.
 
     Args:
-        model: a causal language model of transformers.
-        position_ids: int64 ``[batch, seq]``, 0 where a document begins.
+        model: A causal language model of transformers.
+        position_ids: int64 ``[batch, seq]``, 0 at the first token of each document.
     """
     config: Any = model.config
     inputs = {"position_ids": position_ids}
     if config.model_type in WITHOUT_DERIVED_MASK:
         allowed = same_document(position_ids)
         if config._attn_implementation != "sdpa":
-            # An additive mask, where SDPA takes a boolean one.
+            # SDPA takes a boolean mask, the eager kernel adds the mask to the scores.
             allowed = torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, torch.finfo().min)
         inputs["attention_mask"] = allowed
     return inputs
 
 
 def same_document(position_ids: Tensor) -> Tensor:
-    """Return which tokens attend to which, bool ``[batch, 1, seq, seq]``: those of their document up to themselves."""
+    """Return a causal mask within documents, bool ``[batch, 1, seq, seq]``: True if the row's token attends."""
     document = (position_ids == 0).cumsum(dim=1)
     same = document[:, :, None] == document[:, None, :]
     return (same & causal(position_ids.shape[1], position_ids.device)).unsqueeze(1)
 
 
 def causal(tokens: int, device: torch.device, *, earlier: int = 0) -> Tensor:
-    """Return bool ``[tokens, earlier + tokens]``: True for a token itself and those before it."""
+    """Return a causal mask, bool ``[tokens, earlier + tokens]``: True for a token itself and all tokens before it."""
     return torch.ones(tokens, earlier + tokens, dtype=torch.bool, device=device).tril(earlier)
 
 
 def number_of_experts(config: Any) -> int:
     """Return the number of experts per layer, 0 for a dense model."""
-    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
-        count = getattr(config, name, None)
-        if isinstance(count, int) and count > 1:
-            return count
-    return 0
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    counts = (getattr(config, name, None) for name in names)
+    return next((count for count in counts if isinstance(count, int) and count > 1), 0)
 
 
 def check_experts(config: Any) -> None:
-    """Raise `ConfigError` for a mixture of experts where the installed transformers cannot train it sharded."""
+    """Raise `ConfigError` for a mixture of experts that the installed transformers cannot train sharded."""
     if number_of_experts(config) and older(version("transformers"), OLDEST_TRANSFORMERS_OF_EXPERTS):
         raise ConfigError(
             f"a mixture of experts ({config.model_type}) needs transformers {OLDEST_TRANSFORMERS_OF_EXPERTS} or newer "
