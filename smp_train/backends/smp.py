@@ -104,7 +104,7 @@ class SmpBackend(Backend):
         torch.manual_seed(seed)
         if self.transforms:
             shapes = {name: tuple(value.shape) for name, value in gather_state(model)["model"].items()}
-            self._hub = HubModel.of(spec.config, shapes)
+            self._hub = HubModel.from_config(spec.config, shapes)
             self._names = {canonical_name(name) for name, _ in model.named_parameters()}
             model, layer = smp_model.transform(self.library, model, args, from_rank0=weights is not None, real=real)
         for name, parameter in model.named_parameters():

@@ -80,7 +80,7 @@ class Checkpoint:
         """Return a reader of ``trees`` under the parameter names in ``state``: the hub's, or those of this SMP rank."""
         shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
         if saver.hub is None:
-            return HubReader(trees, HubModel.of(self.model_config(), shapes))
+            return HubReader(trees, HubModel.from_config(self.model_config(), shapes))
         same_ranks = [Tree(Ranks(), tree.reader) for tree in trees if tree.ranks == saver.ranks]
         if self.names == saver.names and same_ranks:
             return HubReader(same_ranks, replace(saver.hub, shapes=shapes))

@@ -1,11 +1,11 @@
 """Modules of the families that SMP v2 trains, in order, and their names in SMP's own (transformed) implementation.
 
-The order is that in which transformers 4.31 to 4.44 registers modules, hence that of the parameters in a flat parameter
-of FSDP1, which stores no names. Later versions of transformers may register them in another one.
+The order is that in which transformers 4.31 to 4.44 registers modules. Parameters have the same order in FSDP1's flat
+parameter, which stores no names. Newer versions of transformers may have another order.
 
 SMP's source is not public. Its decoder layers are Transformer Engine's and its experts Megatron Core's, whose names are
-public, as is the outer tree of SMP v1 (``transformer.seq_layers.N``, ``word_embedding``). That v2 combines them in this
-way is an assumption (docs/smp-v2.md). A name outside the table is refused.
+public, like the names around the layers in SMP v1 (``transformer.seq_layers.N``, ``word_embedding``). That v2 combines
+them in this way is an assumption (docs/smp-v2.md). A name outside the table is refused.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from smp_train.errors import CheckpointError
 
 
 class Layout(NamedTuple):
-    """Modules of a family on the hub; each of a layer is followed by what its parameters' names begin with in SMP.
-
-    Where several modules have one name there, they are concatenated along rows: a rank's rows of the gate projection
-    precede its rows of the up projection. Modules without a name there have a layout of their own
-    (`smp_train.models.smp_names`).
-    """
+    """Names of a family's modules on the hub."""
 
     embedding: str
     layers: str
     layer: tuple[tuple[str, ...], ...]
+    """A layer's modules, each followed by the prefixes of its parameters' names in SMP.
+
+    SMP concatenates modules with the same prefix along rows: a rank's rows of the gate projection come first, then its
+    rows of the up projection. Modules without a prefix are translated in `smp_train.models.smp_names`.
+    """
     norm: str
     head: str = "lm_head"
     positions: str = ""
     transformed: bool = True
-    """Whether SMP has an implementation of its own."""
+    """Whether SMP has its own implementation."""
 
 
 _QKV, _MLP = "self_attention.layernorm_qkv.", "layernorm_mlp."
@@ -61,12 +61,12 @@ LAYOUTS = {
 }
 """By ``model_type`` of transformers."""
 SMP_LAYERS: dict[str, dict[str, list[str]]] = {kind: {} for kind, layout in LAYOUTS.items() if layout.transformed}
-"""By kind: SMP's names of a layer's parameters, and those of the hub that each consists of."""
+"""By ``model_type``: a layer's parameters in SMP, and the hub's parameters that each consists of."""
 for _kind, _table in SMP_LAYERS.items():
-    for _module, *_names in LAYOUTS[_kind].layer:
-        for _name in _names:
+    for _module, *_prefixes in LAYOUTS[_kind].layer:
+        for _prefix in _prefixes:
             for _leaf in ("weight", "bias"):
-                _table.setdefault(_name + _leaf, []).append(f"{_module}.{_leaf}")
+                _table.setdefault(_prefix + _leaf, []).append(f"{_module}.{_leaf}")
 
 _PARAMETER = re.compile(
     r"(?:\w+\.(?:layers|h)\.(?P<layer>\d+)\.)?(?P<module>.+?)(?:\.(?P<expert>\d+)\.(?P<part>w[123]))?\.(?P<leaf>weight|bias)"
@@ -82,16 +82,16 @@ def flat_order(kind: str, names: Iterable[str]) -> list[str]:
         known = ", ".join(LAYOUTS)
         raise CheckpointError(f"its parameters are flat: their order is known for {known}, and not for {kind}")
     layout = LAYOUTS[kind]
-    outside = {layout.embedding: (0, 0), layout.positions: (0, 1), layout.norm: (2, 0), layout.head: (2, 1)}
-    layer = {module: (1, index) for index, (module, *_) in enumerate(layout.layer)}
+    around = {layout.embedding: (0, 0), layout.positions: (0, 1), layout.norm: (2, 0), layout.head: (2, 1)}
+    in_layer = {module: (1, index) for index, (module, *_) in enumerate(layout.layer)}
 
-    def place(name: str) -> tuple[int, ...]:
-        found = _PARAMETER.fullmatch(name)
-        modules = layer if found and found["layer"] else outside
-        if found is None or found["module"] not in modules:
+    def position(name: str) -> tuple[int, ...]:
+        match = _PARAMETER.fullmatch(name)
+        modules = in_layer if match and match["layer"] else around
+        if match is None or match["module"] not in modules:
             raise CheckpointError(f"its parameters are flat, and where {name} is in them is not known for {kind}")
-        part, index = modules[found["module"]]
-        expert = (int(found["expert"]), int(found["part"][1])) if found["expert"] else (0, 0)
-        return part, int(found["layer"] or 0), index, *expert, int(found["leaf"] == "bias")
+        part, index = modules[match["module"]]
+        expert = (int(match["expert"]), int(match["part"][1])) if match["expert"] else (0, 0)
+        return part, int(match["layer"] or 0), index, *expert, int(match["leaf"] == "bias")
 
-    return sorted(names, key=place)
+    return sorted(names, key=position)

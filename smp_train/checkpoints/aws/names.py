@@ -201,7 +201,7 @@ class HubReader(_RenamedReader):
                 parts = [Block(hub, (), (), ()) for hub in dict.fromkeys(block.name for block in parts or ())]
             for block in parts or ():
                 shape = self.model.shapes[block.name] if size else ()
-                self._add_block(form.format(block.name), shape, block.at, block.size, tree.reader, key, block.start)
+                self._add_block(form.format(block.name), shape, block.offset, block.size, tree.reader, key, block.start)
         return unknown
 
 
@@ -226,7 +226,7 @@ class RankReader(_RenamedReader):
                 shape, of_hub = ((), [Block(parts[0].name, (), (), ())]) if step else (value.shape, parts)
                 keys = [form.format(block.name) for block in of_hub]
                 for key, block in zip(keys, of_hub, strict=True) if saved.keys() >= set(keys) else ():
-                    self._add_block(form.format(name), shape, block.start, block.size, self.hub, key, block.at)
+                    self._add_block(form.format(name), shape, block.start, block.size, self.hub, key, block.offset)
         self._metadata = self._index
 
 
