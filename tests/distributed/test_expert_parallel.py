@@ -77,7 +77,8 @@ def test_weights_are_those_of_one_process_on_every_mesh(tmp_path: Path) -> None:
         ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads",
          "intermediate_size", "num_local_experts")
     )  # fmt: skip
-    cases += [({**widths, **degrees}, str(tmp_path)) for degrees in (TWO, FOUR)]
+    strided = {"tensor_parallel_degree": 2}  # each rank's rows are not consecutive
+    cases += [({**widths, **degrees}, str(tmp_path)) for degrees in (TWO, FOUR, strided)]
     own = [({key: value for key, value in changes.items() if not key.endswith("_degree")}, at) for changes, at in cases]
     (one,) = harness.run(weights, 1, own)
     split = harness.run(weights, 4, cases)

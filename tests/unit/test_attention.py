@@ -89,7 +89,7 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
 @needs_transformers_5
 @pytest.mark.parametrize("kind", ["whole", "short", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_numbers_are_those_of_transformers_masks_and_nothing_waits(family: str, kind: str) -> None:
+def test_numbers_equal_transformers_masks_without_waiting(family: str, kind: str) -> None:
     theirs, ours, how = pair(family)
     batch = rows_of(kind)
     mask = (torch.arange(WIDTH) < torch.tensor([[20], [9]])).long() if kind == "short" else None
@@ -106,7 +106,7 @@ def test_numbers_are_those_of_transformers_masks_and_nothing_waits(family: str, 
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
-def test_what_padding_holds_changes_no_bit_of_the_loss(family: str) -> None:
+def test_tokens_in_padding_do_not_change_the_loss(family: str) -> None:
     _, ours, how = pair(family)
     batch = rows_of("short")
     padding = torch.arange(WIDTH) >= torch.tensor([[20], [9]])
@@ -140,7 +140,7 @@ def test_a_trained_model_generates_as_with_sdpa(family: str) -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],
 )  # fmt: skip
-def test_models_with_masks_of_their_own_are_known_by_reason(family: str, changes: dict, reason: str | None) -> None:
+def test_models_with_special_masks_have_a_reason(family: str, changes: dict, reason: str | None) -> None:
     need_model(family)
     config = AutoConfig.for_model(family)
     for name, value in changes.items():

@@ -59,7 +59,7 @@ def saved(state: dict[str, Any], folder: Path, source: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["the hub's names", "names in memory"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_other_versions_saved_is_loaded_and_saved_as_published(family: str, kind: str, tmp_path: Path) -> None:
+def test_checkpoints_of_other_versions_are_saved_under_the_hubs_names(family: str, kind: str, tmp_path: Path) -> None:
     save(FAMILIES[family], tmp_path / "theirs")
     expected = published(tmp_path / "theirs")
     state = in_memory(tmp_path / "theirs") if kind == "names in memory" else expected

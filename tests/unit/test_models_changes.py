@@ -54,18 +54,18 @@ def test_versions_of_transformers_spell_one_model_differently() -> None:
         ({"model_type": "mistral"}, {"model_type": "mistral", "sliding_window": 32}, "--sliding_window"),
     ],
 )
-def test_what_changes_the_function_is_named_by_its_flag(saved: dict, now: dict, named: str) -> None:
+def test_changes_of_the_function_are_named_by_flag(saved: dict, now: dict, named: str) -> None:
     found = changes(config(**saved).to_dict(), config(**now))
     assert any(named in line for line in found), found
 
 
 @pytest.mark.parametrize(("field", "value"), [("hidden_act", "gelu"), ("rms_norm_eps", 1e-6), ("attention_bias", True)])
-def test_what_has_no_flag_is_named_as_it_is(field: str, value: Any) -> None:
+def test_changes_without_a_flag_are_named_by_field(field: str, value: Any) -> None:
     assert [line.partition(":")[0] for line in changes({**config().to_dict(), field: value}, config())] == [field]
 
 
 @pytest.mark.parametrize("flags", [{"attn_pdrop": 0.1}, {"max_context_width": 32}, {"initializer_range": 0.01}])
-def test_settings_of_a_run_are_no_other_model(flags: dict) -> None:
+def test_training_settings_are_no_change(flags: dict) -> None:
     assert changes(config().to_dict(), config(**flags)) == []
 
 
@@ -79,7 +79,7 @@ def test_settings_of_a_run_are_no_other_model(flags: dict) -> None:
         ("mixtral", {"num_heads": 8, "rotary_emb_base": 10000}, ["--num_heads"]),  # its base is no flag there
     ],
 )  # fmt: skip
-def test_flags_of_the_sample_are_compared_where_it_heeds_them(kind: str, told: dict, named: list[str]) -> None:
+def test_flags_of_smps_sample_are_compared_if_it_uses_them(kind: str, told: dict, named: list[str]) -> None:
     made = config(model_type=kind, num_key_value_heads=4 if kind == "gpt_neox" else 2)
     saved = with_sample_flags({f"cli_args.{flag}": value for flag, value in told.items()}, made)
     assert saved is not None
@@ -88,7 +88,7 @@ def test_flags_of_the_sample_are_compared_where_it_heeds_them(kind: str, told: d
     assert [name for name in found if TRANSFORMERS_5 or name.startswith("--")] == named
 
 
-def test_a_checkpoint_of_the_sample_that_says_nothing_of_its_model_is_not_compared() -> None:
+def test_a_sample_checkpoint_without_model_flags_is_not_compared() -> None:
     assert with_sample_flags({"total_steps": 2}, config()) is None
     pretrained = {"cli_args.num_heads": 8, "cli_args.hf_pretrained_model_name_or_dir": "there"}
     assert with_sample_flags(pretrained, config()) is None

@@ -13,9 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
 from smp_train.errors import CheckpointError, ConfigError
@@ -258,44 +256,3 @@ def test_flags_over_weights_may_not_change_shapes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["attention_dropout"] == 0.0
     with pytest.raises(ConfigError, match="--hidden_width 80"):
         resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(tmp_path), hidden_width=80))
-
-
-def body(folders: list[str], tensor_parallel: str) -> dict[str, torch.Tensor]:
-    dist.init_process_group("gloo")
-    found = {}
-    for folder in folders:
-        model = built(folder)
-        mesh = init_device_mesh("cpu", (2,))
-        if folder == tensor_parallel:
-            # Columns of every projection on two ranks, then those rows sharded over one: strided placements.
-            both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
-            mesh = both["shard"]
-            plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
-            for _, layer in decoder_layers(model):
-                parallelize_module(layer, both["tensor"], plan)
-        for _, layer in decoder_layers(model):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        materialise(model, "cpu")
-        load_pretrained(model, folder)
-        if folder == tensor_parallel:
-            found[folder] = torch.cat([p.full_tensor().flatten() for p in model.parameters()])
-        else:
-            with torch.no_grad():
-                found[folder] = model.eval()(input_ids=IDS).logits
-    dist.destroy_process_group()
-    return found
-
-
-@pytest.mark.slow
-def test_two_processes_read_their_own_parts(tmp_path: Path) -> None:
-    families = ["gpt_neox", "llama_v3", "mixtral", "gpt2"]  # Renamed, tied, fused, without a prefix.
-    folders = [str(tmp_path / family) for family in families]
-    strided = str(tmp_path / "tensor parallel")
-    for family, folder in zip([*families, "llama_v2"], [*folders, strided], strict=True):
-        save(FAMILIES[family], Path(folder))
-    for found in run(body, 2, [*folders, strided], strided):
-        for folder in folders:
-            assert torch.allclose(found[folder], expected_logits(folder), rtol=1e-5, atol=1e-6), folder
-        exact = torch.cat([p.detach().flatten() for p in loaded(strided).parameters()])
-        assert torch.equal(found[strided], exact)

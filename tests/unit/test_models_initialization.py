@@ -60,7 +60,7 @@ def same_distribution(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_everything_is_set_and_as_the_models_own_initialization_sets_it(family: str) -> None:
+def test_the_distribution_is_that_of_the_models_own_initialization(family: str) -> None:
     model: Any = ready(family)
     torch.manual_seed(0)
     ordinary = AutoModelForCausalLM.from_config(spec_of(family).config)
@@ -92,7 +92,7 @@ def test_the_padding_row_is_zero(tmp_path: Path) -> None:
         assert bool((weight[torch.arange(300) != 7] != 0).all())
 
 
-def test_seed_and_name_decide_and_nothing_else() -> None:
+def test_values_depend_on_seed_and_name_only() -> None:
     first, again, other = (dict(ready("llama_v2", seed).named_parameters()) for seed in (1, 1, 2))
     name = "model.layers.0.mlp.up_proj.weight"
     assert all(torch.equal(first[key], again[key]) for key in first)
@@ -184,7 +184,7 @@ def initialise_new(construct: Any) -> None:
     initialise(model, 1)
 
 
-def test_what_cannot_be_known_is_refused() -> None:
+def test_initializations_that_need_the_whole_tensor_are_refused() -> None:
     transformers_init = pytest.importorskip("transformers.initialization", reason="came with transformers 5")
 
     def unset() -> nn.Module:

@@ -68,7 +68,7 @@ def test_any_block_of_any_tensor(form: str, there: str, server, monkeypatch) -> 
                 assert torch.equal(block[index], expected[index]), (name, index, part)
 
 
-def test_no_more_is_fetched_than_is_asked_for(there: str, server) -> None:
+def test_only_the_requested_rows_are_fetched(there: str, server) -> None:
     large = {f"layer{i}": torch.zeros(1000, 1000) for i in range(3)}
     buffer = io.BytesIO()
     torch.save(large, buffer)
@@ -93,7 +93,7 @@ def test_a_model_in_s3_is_the_model(family: str, there: str, tmp_path: Path) -> 
     assert resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=f"{there}/without")).pretrained is None
 
 
-def test_what_s3_does_not_give_is_named(there: str, server, tmp_path: Path) -> None:
+def test_failures_of_s3_name_the_object_and_the_operation(there: str, server, tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path)
     upload(f"{there}/m", tmp_path)
     model = built(f"{there}/m")
@@ -139,7 +139,7 @@ def test_what_s3_does_not_give_is_named(there: str, server, tmp_path: Path) -> N
     assert f"{there}/{weights} cannot be read as safetensors" in said()
 
 
-def test_a_tokenizers_files_come_without_the_weights(there: str, monkeypatch) -> None:
+def test_a_tokenizer_is_copied_without_the_weights(there: str, monkeypatch) -> None:
     monkeypatch.setattr("smp_train.storage.paths.SMALL_BYTES", 100)
     upload(f"{there}/m", {"tokenizer.json": b"{}", "model.safetensors": b"x" * 200, "sub/other": b"y"})
     with on_this_machine(f"{there}/m") as folder:

@@ -192,7 +192,7 @@ def test_a_head_of_its_own_is_not_left_out_where_weights_are_tied() -> None:
         read(flat(state_of(both)))
 
 
-def test_names_that_are_not_known_and_tensors_that_are_not_there_are_refused() -> None:
+def test_unknown_names_and_missing_tensors_are_refused() -> None:
     case = Case("llama")
     state = {"model": {"transformer.pooler.weight": torch.zeros(HIDDEN, HIDDEN)}}
     with pytest.raises(CheckpointError, match=r"transformer\.pooler\.weight, of SMP's own llama here"):

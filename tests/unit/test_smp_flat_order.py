@@ -18,7 +18,7 @@ MORE = {"mixtral": {"num_local_experts": 11}, "llama": {"attention_bias": True, 
 @pytest.mark.skipif(not transformers.__version__.startswith("4."), reason="the container has transformers 4")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "mixtral", "gpt_neox", "gpt2"])
-def test_it_is_the_order_in_which_modules_are_registered(kind: str, tied: bool) -> None:
+def test_flat_order_is_the_order_of_registration(kind: str, tied: bool) -> None:
     heads = {} if kind in ("gpt_neox", "gpt2") else {"num_key_value_heads": 2}
     settings = {**TINY, **heads, **MORE.get(kind, {}), "tie_word_embeddings": tied}
     with torch.device("meta"):
@@ -28,7 +28,7 @@ def test_it_is_the_order_in_which_modules_are_registered(kind: str, tied: bool) 
     assert flat_order(kind, mixed) == names
 
 
-def test_what_is_not_known_is_refused_by_name() -> None:
+def test_unknown_types_and_parameters_are_refused() -> None:
     with pytest.raises(CheckpointError, match="qwen3"):
         flat_order("qwen3", ["model.norm.weight"])
     with pytest.raises(CheckpointError, match="q_norm"):
