@@ -103,7 +103,7 @@ class Attention:
         rows, seq = input_ids.shape
         windowed = self.by_bounds and (getattr(config, "sliding_window", None) or seq) < seq
         if position_ids is None and (windowed or (self.packed and self.compiled)):
-            # A window has a kernel only by bounds, and compiled layers should see one kind of mask for all rows.
+            # Sliding windows have a kernel only with bounds, and another kind of mask would compile the layers again.
             position_ids = torch.arange(seq, device=input_ids.device).repeat(rows, 1)
             documents = torch.arange(0, (rows + 1) * seq, seq, dtype=torch.int32, device=input_ids.device), seq
         if position_ids is None:

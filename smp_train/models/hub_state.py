@@ -139,32 +139,14 @@ def present(tree: Mapping[str, Any]) -> dict[str, Any]:
     return kept_tree
 
 
-@torch.no_grad()
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that trainable parameters have before their first step, for parameters without any state.
+    """Create the state that AdamW gives a parameter in its first step, for all trainable parameters without state.
 
-    Optimizers create state in their first step, and only for parameters with a gradient, but checkpoints must always
-    have the same entries. Therefore the optimizer takes one step with zero gradients at a learning rate of 0, which
-    changes no parameter, and the new state is set to zero. That is right for SGD and the Adam family.
+    AdamW creates it only for parameters with a gradient, but checkpoints must always have the same entries.
     """
-    gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-    fresh = [p for p, _ in gradients if p.requires_grad and p not in optimizer.state]
-    rates = [(group, group["lr"]) for group in optimizer.param_groups]
-    if not fresh:
-        return
-    try:
-        for p, _ in gradients:
-            p.grad = None
-        for p in fresh:
-            p.grad = torch.zeros_like(p)
-        for group, rate in rates:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        optimizer.step()
-    finally:
-        for group, rate in rates:
-            group["lr"] = rate
-        for p, gradient in gradients:
-            p.grad = gradient
-    for value in (value for p in fresh for value in optimizer.state[p].values()):
-        if isinstance(value, torch.Tensor):
-            value.zero_()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and p not in optimizer.state:
+                step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+                state = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                optimizer.state[p] = state

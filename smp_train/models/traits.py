@@ -59,7 +59,7 @@ def packed_inputs(model: nn.Module, position_ids: Tensor) -> dict[str, Tensor]:
 
 
 def same_document(position_ids: Tensor) -> Tensor:
-    """Return a causal mask within documents, bool ``[batch, 1, seq, seq]``: True if the row's token attends."""
+    """Return a causal mask within documents, bool ``[batch, 1, seq, seq]``: True at [..., i, j] if i attends to j."""
     document = (position_ids == 0).cumsum(dim=1)
     same = document[:, :, None] == document[:, None, :]
     return (same & causal(position_ids.shape[1], position_ids.device)).unsqueeze(1)

@@ -27,7 +27,7 @@ NOT_MODEL_FILES = ("optimizer", "scheduler", "training_args", "rng_state", "scal
 
 Block = Any
 """A stored tensor that is read when it is indexed: a slice of safetensors, a `Streamed`, or a mapped tensor."""
-Opened = tuple[list[str], Callable[[str], Block]]
+OpenFile = tuple[list[str], Callable[[str], Block]]
 """The names of a file's tensors, and a function that opens a tensor by name."""
 
 
@@ -46,14 +46,16 @@ class WeightFiles:
     def __init__(self, location: Place, stack: ExitStack) -> None:
         """Find the files; ``stack`` closes them. Raises `CheckpointError` if files are missing."""
         self._stack = stack
-        self._opened: dict[str, Opened] = {}
+        self._opened: dict[str, OpenFile] = {}
         self._folder: Place = location.parent if location.is_file() else location
         if location.is_file():
             self.files = dict.fromkeys(self._open(location.name)[0], location.name)
         else:
             self.files = _files_in_index(location) or {
-                name: file for file in _weight_files(location) for name in self._open(file)[0]
+                name: file for file in weight_files(location) for name in self._open(file)[0]
             }
+        if not self.files:
+            raise CheckpointError(f"{location} has no weights (*.safetensors or *.bin)")
 
     def tensor(self, name: str) -> Block:
         """Return the stored tensor ``name``."""
@@ -69,7 +71,7 @@ class WeightFiles:
         for target, source, index in copies:
             target.copy_(source[index])
 
-    def _open(self, file: str) -> Opened:
+    def _open(self, file: str) -> OpenFile:
         if file not in self._opened:
             path = self._folder / file
             is_pickled = file.endswith(PICKLED)
@@ -104,7 +106,7 @@ def load_plain(file: Any, **options: Any) -> Any:
         raise ValueError(f"it holds {kind} that is no tensor or plain value; no code of a file is run") from None
 
 
-def _open_safetensors(path: Place, stack: ExitStack) -> Opened:
+def _open_safetensors(path: Place, stack: ExitStack) -> OpenFile:
     if isinstance(path, S3Path):
         from smp_train.models.streamed import open_safetensors
 
@@ -118,7 +120,7 @@ def _open_safetensors(path: Place, stack: ExitStack) -> Opened:
     return list(handle.keys()), handle.get_slice
 
 
-def _open_pickled(path: Place) -> Opened:
+def _open_pickled(path: Place) -> OpenFile:
     """Open a file of ``torch.save`` with tensors and plain values only; nothing in it is executed."""
     load = partial(load_plain, map_location="cpu")
     try:
@@ -173,14 +175,6 @@ def _files_in_index(folder: Place) -> dict[str, str]:
             raise CheckpointError(f"{folder}: the index names {missing[0]}, which is not there")
         return files
     return {}
-
-
-def _weight_files(folder: Place) -> list[str]:
-    """Return the `weight_files` of a folder. Raises `CheckpointError` for a folder without weights."""
-    files = weight_files(folder)
-    if not files:
-        raise CheckpointError(f"{folder} has no weights (*.safetensors or *.bin)")
-    return files
 
 
 def weight_files(folder: Place) -> list[str]:

@@ -116,7 +116,7 @@ def test_tokens_in_padding_do_not_change_the_loss(family: str) -> None:
     one, two = (loss_of(ours, some, ours_of(how, some)) for some in (batch, other))
     assert torch.equal(one, two)
     for slope, same in zip(gradients(ours, one), gradients(ours, two), strict=True):
-        torch.testing.assert_close(slope, same, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(slope, same, rtol=1e-4, atol=1e-5)  # experts sum over other numbers of tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])

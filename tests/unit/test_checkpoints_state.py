@@ -19,14 +19,12 @@ def test_wrapper_prefixes_are_not_part_of_names():
     assert set(gather_state(wrapped)["model"]) == {"weight", "bias"}
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("fused", [False, True])
-def test_creating_optimizer_state_changes_no_later_step(make, fused):
+def test_creating_optimizer_state_changes_no_later_step(fused):
     def trained(create: bool) -> tuple[list, list]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        more = {"momentum": 0.9} if make is torch.optim.SGD else {}
-        optimizer = make(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused, **more)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
         if create:
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
