@@ -80,7 +80,7 @@ def _plan(model: nn.Module, stored: Iterable[str]) -> tuple[list[Planned], list[
         return [by_name[spelling] for spelling in dict.fromkeys(spellings) if spelling in by_name]
 
     used: set[str] = set()
-    for param in {id(param): param for param in model.parameters()}.values():
+    for param in model.parameters():
         names = aliases[id(param)]  # the files may have a tied weight under all of its names
         if is_adapter(names[0]):
             continue

@@ -139,8 +139,8 @@ def resolve(args: Any) -> ModelSpec:
     flags are applied to the result.
 
     Raises:
-        ConfigError: unknown family or preset (with the nearest name), a flag that the family does not have,
-            contradicting widths, or a location without a usable configuration.
+        ConfigError: an unknown family or preset, a flag that the family does not have, contradicting widths, or a
+            location without a usable configuration.
     """
     trust_code(bool(getattr(args, "trust_remote_code", False)))
     source, flags = model_source(args), _model_flags(args)
