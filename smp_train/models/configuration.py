@@ -196,10 +196,10 @@ def changes_from(meta: dict[str, Any], config: PretrainedConfig) -> list[str]:
 
 
 def with_sample_flags(recorded: dict[str, Any], config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return the fields of ``config`` with the flags of SMP's sample that change the function of given weights.
+    """Return the fields of ``config``, but with the flags that a checkpoint of SMP's sample recorded.
 
-    ``recorded`` are the values that a checkpoint of the sample has besides its tensors. Returns None if there are no
-    such flags, or if the sample started from a pretrained model, which decides instead.
+    Only flags that change the function of given weights are used. ``recorded`` are the checkpoint's values that are not
+    tensors. Returns None without such flags, and for a pretrained model, whose own configuration the sample used.
     """
     if "cli_args.hf_pretrained_model_name_or_dir" in recorded:
         return None
