@@ -22,14 +22,13 @@ from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import ConfigError
 from smp_train.launch.command import ask
 from smp_train.launch.instances import Instance
-from smp_train.models.resolve import settled_flags
+from smp_train.models.resolve import preset_of, settled_flags
 from smp_train.models.state_memory import (
     CHECKPOINT_BYTES,
     GIB,
     STATE_BYTES,
     check_state,
     fewest_parameters,
-    of_preset,
     settled_width,
 )
 
@@ -76,8 +75,9 @@ def _check_state(resolved: Resolved, world_size: int, local_world_size: int, **m
         return
     # A checkpoint to resume from may hold adapters, beside weights from elsewhere.
     adapted = args.resume_from_checkpoint and (args.hf_pretrained_model_name_or_dir or args.finetune)
+    preset = preset_of(args)
     warning = check_state(
-        args, fewest_parameters(args), name=f"{args.model_type}-{args.model_size}" if of_preset(args) else "the model",
+        args, fewest_parameters(args), name=preset.name if preset else "the model",
         frozen=bool(args.evaluate_only or args.lora_rank is not None or adapted), processes=world_size,
         sharing=sharing(resolved, world_size, local_world_size), **memory,
     )  # fmt: skip
@@ -101,10 +101,10 @@ def sharing(resolved: Resolved, world_size: int, local_world_size: int) -> int:
 
 def memory(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> list[str]:
     """Return a line about the memory of the model's states on each GPU; none where it is unknown."""
-    count = of_preset(resolved.args)
-    if count is None or instance is None or resolved.args.cpu_offload:
+    preset = preset_of(resolved.args)
+    if preset is None or instance is None or resolved.args.cpu_offload:
         return []
-    over = sharing(resolved, nodes * processes, processes)
+    count, over = preset.parameters, sharing(resolved, nodes * processes, processes)
     return [
         f"weights, gradients and optimizer ({count / 1e9:.1f} B parameters): {STATE_BYTES * count / over / GIB:.2f} of "
         f"the {instance.gpu_bytes / GIB:.2f} GiB of each {instance.gpu}, spread over {over}; activations come on top, "

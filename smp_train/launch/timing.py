@@ -10,8 +10,8 @@ from smp_train.arguments import Resolved
 from smp_train.distributed.degrees import before_launch
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance
-from smp_train.models.resolve import presets, settled_flags
-from smp_train.models.state_memory import CHECKPOINT_BYTES, of_preset
+from smp_train.models.resolve import preset_of, settled_flags
+from smp_train.models.state_memory import CHECKPOINT_BYTES
 from smp_train.telemetry.metrics import peak_flops, read_metrics
 
 WRITE_RATE = 1e9
@@ -48,21 +48,20 @@ def check_limit(limit: float | None, margin: float, setting: str) -> None:
 
 def step_seconds(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> tuple[float, str] | None:
     """Return (seconds per step, how that is known): measured in the run folder, or estimated; None: unknown."""
-    args, count = resolved.args, of_preset(resolved.args)
+    args, preset = resolved.args, preset_of(resolved.args)
     with suppress(ConfigError):
         logged = [record.get("step_sec") for record in read_metrics(args.run_dir) if "event" not in record]
         measured = [seconds for seconds in logged[-100:] if isinstance(seconds, float)]
         if measured:
             return median_high(measured), "as measured in this run folder"
-    preset = presets().get((str(args.model_type), str(args.model_size).lower()))
     peak = peak_flops(instance.gpu) if instance else None
-    if instance is None or count is None or peak is None or preset is None or preset.config.get("num_local_experts"):
+    if instance is None or peak is None or preset is None or preset.config.get("num_local_experts"):
         return None
     world = nodes * processes
     (degrees, *_) = before_launch(args, world, processes)
     width = args.max_context_width or settled_flags(args)["max_context_width"][0]
     sequences = args.train_batch_size * args.gradient_accumulation_steps * degrees.data_parallel
-    flops = 6 * count * sequences * width
+    flops = 6 * preset.parameters * sequences * width
     return flops / (world * peak * (2 if args.fp8 else 1) * MFU), f"at {MFU:.0%} of the peak of {world} {instance.gpu}"
 
 
@@ -88,7 +87,8 @@ def save_warnings(
         setting: What to change for a longer margin, where that can be.
     """
     found = []
-    size = CHECKPOINT_BYTES * (of_preset(resolved.args) or 0)
+    preset = preset_of(resolved.args)
+    size = CHECKPOINT_BYTES * preset.parameters if preset else 0
     if size > WRITE_RATE * nodes * margin:
         found.append(
             f"a checkpoint of this model has {size / 1e9:.0f} GB, and there are {_time(margin)} to save one when time "

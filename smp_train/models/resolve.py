@@ -225,7 +225,7 @@ def preset_of(args: Any) -> Preset | None:
     changes = (getattr(args, flag) is not None for flag in SHAPES if flag not in ("num_heads", "tie_word_embeddings"))
     if args.hf_pretrained_model_name_or_dir or any(changes):
         return None
-    return presets().get((str(args.model_type), str(args.model_size).lower()))
+    return presets().get(_family_and_size(args)) if args.model_size else None
 
 
 def _model_flags(args: Any) -> dict[str, Any]:
@@ -252,11 +252,10 @@ def _described(args: Any, flags: dict[str, Any]) -> tuple[str, Family, str, dict
 
     The flags are applied. Imports transformers only for a family outside `FAMILIES`.
     """
-    size = getattr(args, "model_size", None)
-    family_name = _family_name(getattr(args, "model_type", None) or ("scratch" if size else "gpt_neox"))
+    family_name, size = _family_and_size(args)
     family = FAMILIES.get(family_name) or family_of(family_name)
     if size:
-        preset = _preset(family_name, str(size))
+        preset = _preset(family_name, size)
         # Deep, because transformers modifies its input.
         name, fields, source = preset.name, copy.deepcopy(preset.config), f"preset {preset.name}"
     else:
@@ -285,18 +284,21 @@ def _values_in_file(location: Path) -> dict[str, tuple[Any, str]]:
     return {flag: (value, str(file)) for flag, value in targets.items() if isinstance(value, int | float)}
 
 
-def _family_name(model_type: str) -> str:
+def _family_and_size(args: Any) -> tuple[str, str]:
+    """Return the family's name, or another model type of transformers, and the preset's size, empty without one."""
+    size = str(getattr(args, "model_size", None) or "").lower()
+    model_type = getattr(args, "model_type", None) or ("scratch" if size else "gpt_neox")
     name = model_type.lower().replace("-", "_")
     name = SYNONYMS.get(name, name)
     if name in FAMILIES:
-        return name
+        return name, size.removeprefix(f"{name}-")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return model_type
+        return model_type, size
     raise ConfigError(
-        f"--model_type {model_type} is not known{nearest(name, FAMILIES)}; known: {', '.join(sorted(FAMILIES))}, or "
-        "any causal LM type of transformers"
+        f"--model_type {model_type} is not known; known: {', '.join(sorted(FAMILIES))}, or any causal LM type of "
+        f"transformers{nearest(name, FAMILIES)}"
     )
 
 
@@ -308,7 +310,7 @@ def _family_of(config: PretrainedConfig) -> str:
 
 
 def _preset(family: str, size: str) -> Preset:
-    preset = presets().get((family, size.lower().removeprefix(f"{family}-")))
+    preset = presets().get((family, size))
     if preset:
         return preset
     sizes = [known for name, known in presets() if name == family]

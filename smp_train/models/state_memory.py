@@ -18,21 +18,15 @@ CHECKPOINT_BYTES = 12
 """Per parameter: weight and Adam's two moments in float32."""
 
 
-def of_preset(args: Any) -> int | None:
-    """Return the number of parameters of a preset, None for other models."""
-    preset = preset_of(args)
-    return preset.parameters if preset else None
-
-
 def fewest_parameters(args: Any) -> int:
     """Return a preset's number of parameters; a lower bound for other models. Needs no torch.
 
     The bound counts the embedding and two feed-forward matrices per layer, which every family has. It is 0 if flags
     and a local ``config.json`` do not give these widths.
     """
-    parameters = of_preset(args)
-    if parameters is not None:
-        return parameters
+    preset = preset_of(args)
+    if preset is not None:
+        return preset.parameters
     settled = settled_flags(args)
     if args.model_type is not None and SYNONYMS.get(args.model_type, args.model_type) not in FAMILIES:
         return 0

@@ -181,6 +181,9 @@ def test_parameters_are_never_overestimated(tmp_path: Path) -> None:
         shallow = fewest_parameters(parse([*named, "--num_layers", "1"], {}).args)
         assert 0 < shallow <= of_folder < preset.parameters, preset
         assert of_folder > 0.35 * preset.parameters or kind in ("falcon", "gpt2"), preset
+    ladder, synonym = ["--model_size=7B"], ["--model_type=llama3", "--model_size=8b"]
+    for flags, name in ((ladder, ("scratch", "7b")), (synonym, ("llama_v3", "8b"))):
+        assert fewest_parameters(parse(flags, {}).args) == presets()[name].parameters
 
 
 def test_the_memory_of_a_gpu_is_that_of_a_plan() -> None:
