@@ -38,7 +38,8 @@ def flops_per_token(
 
 def _counts(config: PretrainedConfig) -> tuple[int, int]:
     """Return the number of parameters, and of the parameters that one token uses in matrix products."""
-    return _count(type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
+    config_class: Any = type(config)
+    return _count(config_class, json.dumps(config.to_dict(), sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=64)
