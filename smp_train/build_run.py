@@ -332,7 +332,7 @@ def open_checkpoints(
         checkpoints.check_folders()
     with distributed.together("looking at the model folder"):
         if args.save_final_model and ranks.is_main and args.model_dir is not None:
-            check_writable(storage.at(args.model_dir), "model_dir")
+            check_writable(storage.open_storage(args.model_dir), "model_dir")
     return checkpoints
 
 

@@ -184,17 +184,17 @@ def upload(location: str, files: Path | dict[str, bytes]) -> None:
     if isinstance(files, Path):
         files = {path.relative_to(files).as_posix(): path.read_bytes() for path in files.rglob("*") if path.is_file()}
     for name, data in files.items():
-        storage.at(location).put(name, data)
+        storage.open_storage(location).put(name, data)
 
 
 def download(location: str, folder: Path) -> Path:
     """Write what lies below a prefix to a folder, and return that."""
     from smp_train import storage
 
-    for name in storage.at(location).files():
+    for name in storage.open_storage(location).files():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(storage.at(location).read(name))
+        path.write_bytes(storage.open_storage(location).read(name))
     return folder
 
 

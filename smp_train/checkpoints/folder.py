@@ -20,10 +20,10 @@ from smp_train.arguments.training_flags import NODE_LOCAL as LOCAL
 from smp_train.checkpoints.format import BEGUN, COMMITTED, DAMAGED, SWEPT, Marker, folder_name, parse_folder_name
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError
-from smp_train.storage import Range, is_s3
+from smp_train.storage import is_s3
 from smp_train.storage.checksum import FileRecord, checksum_of
 from smp_train.storage.probe import PROBE, PROBE_SECONDS
-from smp_train.storage.s3 import PART_BYTES
+from smp_train.storage.s3 import parts
 
 IN_FLIGHT_SECONDS = 60.0
 """For this long, the last request of a killed process may still take effect in S3."""
@@ -41,7 +41,7 @@ class Committed(NamedTuple):
 
 def open_folder(location: str | os.PathLike[str]) -> RunFolder:
     """Return the run folder at a location. Raises `ConfigError` for an unsupported kind of URL."""
-    return RunFolder(storage.at(location))
+    return RunFolder(storage.open_storage(location))
 
 
 def folder_of_run(parent: str, run_name: str) -> RunFolder:
@@ -103,9 +103,7 @@ class RunFolder:
 
     def checksum(self, name: str, file: str, size: int) -> FileRecord:
         """Read a stored file of ``size`` bytes and return its `FileRecord`."""
-        path = posixpath.join(name, file)
-        starts = range(0, size, PART_BYTES)
-        return checksum_of(self.storage.ranges(Range(path, start, min(PART_BYTES, size - start)) for start in starts))
+        return checksum_of(self.storage.ranges(parts(posixpath.join(name, file), 0, size)))
 
     # --- writing
 

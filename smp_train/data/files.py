@@ -22,7 +22,7 @@ from smp_train.data.kinds import TEXTS, Kind, kind_of_record
 from smp_train.data.readers import records
 from smp_train.data.text import object_of
 from smp_train.errors import ConfigError, DataError, first_few
-from smp_train.storage.client import is_s3
+from smp_train.storage import is_s3
 
 if TYPE_CHECKING:
     from smp_train.distributed import Runtime

@@ -11,7 +11,7 @@ from typing import Any
 
 from smp_train.data import s3
 from smp_train.errors import DataError
-from smp_train.storage.client import is_s3
+from smp_train.storage import is_s3
 
 MANIFEST = "_manifest.json"
 

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from smp_train.data import hub, s3, tables
 from smp_train.errors import DataError
-from smp_train.storage.client import is_s3
+from smp_train.storage import is_s3
 
 if TYPE_CHECKING:
     from smp_train.data.files import DataFile

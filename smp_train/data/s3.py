@@ -15,7 +15,8 @@ from typing import IO, TYPE_CHECKING
 
 from smp_train.data.source import digest_of
 from smp_train.errors import DataError
-from smp_train.storage.client import AT_ONCE, SCHEME, split
+from smp_train.storage.base import SCHEME, split
+from smp_train.storage.client import AT_ONCE
 from smp_train.storage.prefetch import prefetched
 from smp_train.storage.ranges import RangeFile
 from smp_train.storage.s3 import UNREADABLE, S3Storage

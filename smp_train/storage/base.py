@@ -1,4 +1,4 @@
-"""What a place to store files in can do, whichever kind it is of."""
+"""The interface of a storage, and the form of its location."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import BinaryIO, NamedTuple, Protocol
 
-from smp_train.errors import ConfigError
-from smp_train.storage.client import SCHEME, is_s3, split
+from smp_train.errors import ConfigError, SmpTrainError
 
+SCHEME = "s3://"
 VISIBLE_WITHIN_SECONDS = 5.0
 
 
 class Entry(NamedTuple):
-    """A file: its bytes, the time of its last change by the storage's clock, and in S3 the version of its content."""
+    """Size of a file in bytes, its last change by the storage's clock, and in S3 the version of the content."""
 
     size: int
     modified: float
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Bytes of a file, of the version ``etag`` where that is given."""
+    """A range of a file's bytes, from the version ``etag`` of the file if that is set."""
 
     name: str
     start: int
@@ -36,67 +36,81 @@ class Range(NamedTuple):
 class Storage(Protocol):
     """A folder, or a prefix of a bucket. ``name`` is the path of a file below it, with slashes.
 
-    A folder raises OSError, S3 the error that it was opened with, which names the object and what to do.
+    A folder raises OSError. S3 raises the error class that it was opened with, with the object and a remedy.
     """
 
     location: str
 
     def files(self, folder: str = "") -> dict[str, Entry]:
-        """Return all files below ``folder`` by their path there; links are left out. Empty where it does not exist."""
+        """Return all files below ``folder`` by their path in it, without links; empty without the folder."""
 
     def level(self, folder: str = "") -> tuple[dict[str, Entry], list[str]]:
-        """Return the files directly in ``folder`` by name, and the names of the folders in it, in order."""
+        """Return the files directly in ``folder`` by name, and the sorted names of its subfolders."""
 
     def entry(self, name: str) -> Entry | None:
-        """Return what is known of a file; None where it is not there."""
+        """Return a file's entry, or None if the file does not exist."""
 
     def exists(self, name: str) -> bool:
-        """Return whether there is such a file."""
+        """Return whether a file exists."""
 
     def read(self, name: str) -> bytes:
         """Return a small file's content."""
 
     def read_if_there(self, name: str) -> bytes | None:
-        """Return a small file's content, None if there is no such file."""
+        """Return a small file's content, or None if the file does not exist."""
 
-    def ranges(self, wanted: Iterable[Range]) -> Iterator[bytes]:
-        """Yield each range in order. In S3 the next ones are fetched meanwhile, and less than asked for is an error."""
+    def ranges(self, spans: Iterable[Range]) -> Iterator[bytes]:
+        """Yield the bytes of each range, in order. S3 fetches ahead, and raises an error if a range is short."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file, which replaces an older one at once; durable on return."""
+        """Write a small file, replacing an older one atomically; durable on return."""
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Do the same unless there is such a file; return whether it was done.
+        """Write a small file unless it exists, and return whether it was written.
 
-        Of two writers in the same moment one may overwrite the other on servers that ignore If-None-Match.
+        In a folder, readers may see the file empty for a moment. An S3 server that ignores If-None-Match may let
+        two simultaneous writers both succeed.
         """
 
     def writer(self, name: str, size: int = 0) -> AbstractContextManager[BinaryIO]:
-        """Return a stream into a file of about ``size`` bytes; it is there when the context ends without an error."""
+        """Return a stream into a file of about ``size`` bytes, which appears when the context ends without an error."""
 
     def move(self, name: str, to: str) -> None:
-        """Rename a file, in place of an older one. In S3 this is a copy and a deletion."""
+        """Rename a file, replacing an existing one. S3 copies the object and deletes the original."""
 
     def delete(self, name: str) -> None:
-        """Remove a file, if it is there, and the folders that it was in if they are empty."""
+        """Delete a file if it exists, then the folders around it that are empty."""
 
     def delete_folder(self, folder: str, but: Collection[str] = ()) -> None:
-        """Remove all files below ``folder``, and the folder; or all but the files ``but`` directly in it."""
+        """Delete a folder with all its files; keep the files ``but``, which are directly in it."""
 
-    def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
-        """Remove what writers killed before that time have left of files that are ``ours``; return their names.
+    def discard_unfinished(self, ours: Callable[[str], bool], killed_before: float) -> list[str]:
+        """Delete unfinished files of writers killed before that time; return the files' names.
 
-        In a folder these are also empty folders, whose names end with a slash.
+        Only files for whose name ``ours`` returns True are deleted.
         """
 
     def now(self) -> float:
-        """Return the time by the clock that `Entry.modified` is of; the machine's own may differ."""
+        """Return the time by the clock of `Entry.modified`, which may differ from this machine's."""
+
+
+def is_s3(location: str) -> bool:
+    """Return whether a location is in S3."""
+    return location.startswith(SCHEME)
+
+
+def split(location: str, error: type[SmpTrainError] = ConfigError) -> tuple[str, str]:
+    """Return bucket and key of ``s3://bucket/key``. Raises ``error`` if there is no bucket."""
+    bucket, _, key = location[len(SCHEME) :].partition("/")
+    if not bucket:
+        raise error(f"{location}: names no bucket; write s3://bucket/prefix")
+    return bucket, key
 
 
 def normal(location: str | os.PathLike[str]) -> str:
-    """Return a location in its one normal form: an absolute path, or ``s3://bucket/prefix`` without a slash at the end.
+    """Return an absolute path, or ``s3://bucket/prefix`` without a slash at the end: one form for each location.
 
-    Raises `ConfigError` for another kind of URL.
+    Raises `ConfigError` for an unsupported kind of URL.
     """
     text = os.fspath(location)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
@@ -109,19 +123,19 @@ def normal(location: str | os.PathLike[str]) -> str:
 
 
 def parent_of(path: str) -> tuple[str, str]:
-    """Return (folder, name) of a path in normal form; of a bucket or the root folder that itself and no name."""
+    """Return folder and name of a path in normal form. The name of a bucket, or of the root folder, is empty."""
     if is_s3(path) and path.count("/") == 2:
         return path, ""
     return os.path.split(path)
 
 
-def wait_for(seen: Callable[[], bool]) -> bool:
-    """Ask ``seen`` until it says yes or `VISIBLE_WITHIN_SECONDS` have passed; return what it said last.
+def wait_for(condition: Callable[[], bool]) -> bool:
+    """Return whether a condition becomes true within `VISIBLE_WITHIN_SECONDS`.
 
-    A network file system may show what another node has written a little late.
+    A network file system may show another node's file a little late.
     """
     deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
-    while not seen():
+    while not condition():
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.1)

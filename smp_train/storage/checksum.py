@@ -13,7 +13,7 @@ except ImportError:
 
 
 class FileRecord(NamedTuple):
-    """A file's size in bytes and its CRC-32 as eight hexadecimal digits."""
+    """A file's size in bytes, and its CRC-32 as eight hexadecimal digits."""
 
     size: int
     crc32: str
@@ -36,7 +36,7 @@ class Checksum:
 
 
 def checksum_of(chunks: Iterable[bytes]) -> FileRecord:
-    """Return the record of a file that is read in chunks."""
+    """Return the `FileRecord` of a file from its chunks."""
     checksum = Checksum()
     for chunk in chunks:
         checksum.add(chunk)

@@ -1,7 +1,7 @@
-"""One client for S3, or anything that speaks its protocol, with one retry policy; and what its errors mean.
+"""One client per process for S3, or any server with its protocol, with one retry policy; and S3's errors in words.
 
-Credentials, region and endpoint are boto3's own business: ``AWS_PROFILE``, ``AWS_REGION``, ``AWS_ENDPOINT_URL`` and
-the rest mean what they always mean. boto3 is imported when a client is made, not before.
+Credentials, region and endpoint are configured as for boto3: ``AWS_PROFILE``, ``AWS_REGION``,
+``AWS_ENDPOINT_URL`` and so on.
 """
 
 from __future__ import annotations
@@ -13,47 +13,34 @@ from functools import lru_cache
 from typing import Any
 
 from smp_train.errors import ConfigError, SmpTrainError, install, one_line
+from smp_train.storage.base import split
 
 logger = logging.getLogger(__name__)
 
-SCHEME = "s3://"
 AT_ONCE = 8
-"""Requests in flight per rank: one connection of S3 brings some 80 MB/s."""
+"""Parallel requests per rank. One connection to S3 carries about 80 MB/s."""
 ATTEMPTS = 8
-"""Tries per request, over a minute or two; S3 asks for patience (503) where many readers or writers begin at once."""
+"""Tries per request, over a minute or two: S3 throttles (503) when many readers or writers begin at once."""
 READ_TIMEOUT_SECONDS = 30.0
-"""A connection that brings nothing for so long is given up and opened again."""
+"""A connection without data for so long is closed, and the request repeated."""
 SILENT_SECONDS = 30.0
-"""Between two warnings that S3 does not answer."""
+"""Least interval between two warnings that S3 does not answer."""
 IDENTITY = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
-ACTIONS = {
-    "put_object": "s3:PutObject", "get_object": "s3:GetObject", "head_object": "s3:GetObject",
-    "delete_object": "s3:DeleteObject", "delete_objects": "s3:DeleteObject", "copy_object": "s3:PutObject",
-    "copy": "s3:PutObject", "list_objects_v2": "s3:ListBucket", "create_multipart_upload": "s3:PutObject",
-    "upload_part": "s3:PutObject", "complete_multipart_upload": "s3:PutObject",
-    "list_multipart_uploads": "s3:ListBucketMultipartUploads",
-    "abort_multipart_upload": "s3:AbortMultipartUpload",
+"""A change of these variables makes a new client."""
+PERMISSIONS = {
+    "put_object": "PutObject", "copy_object": "PutObject", "copy": "PutObject", "create_multipart_upload": "PutObject",
+    "upload_part": "PutObject", "complete_multipart_upload": "PutObject", "get_object": "GetObject",
+    "head_object": "GetObject", "delete_object": "DeleteObject", "delete_objects": "DeleteObject",
+    "list_objects_v2": "ListBucket", "list_multipart_uploads": "ListBucketMultipartUploads",
+    "abort_multipart_upload": "AbortMultipartUpload",
 }  # fmt: skip
 """The permission that each operation needs."""
 
 
-def is_s3(location: str) -> bool:
-    """Return whether a location is in S3."""
-    return location.startswith(SCHEME)
-
-
-def split(location: str, error: type[SmpTrainError] = ConfigError) -> tuple[str, str]:
-    """Return (bucket, key) of ``s3://bucket/key``. Raises ``error`` where there is no bucket."""
-    bucket, _, key = location[len(SCHEME) :].partition("/")
-    if not bucket:
-        raise error(f"{location}: names no bucket; write s3://bucket/prefix")
-    return bucket, key
-
-
 def client() -> Any:
-    """Return the one client of this process, which all its threads share: making one costs more than many requests.
+    """Return this process's client, which all threads share: making one costs more than many requests.
 
-    It must not be used in a forked child, which is given one of its own.
+    A forked child gets a new client, since it must not use its parent's.
     """
     return _made(os.getpid(), READ_TIMEOUT_SECONDS, *(os.environ.get(name) for name in IDENTITY))
 
@@ -68,8 +55,8 @@ def _made(process: int, read_timeout: float, *identity: str | None) -> Any:
     except ImportError:
         raise ConfigError(f"s3:// needs the package boto3: {install('s3')}") from None
     try:
-        # A session of its own: the shared one is not safe to make clients from in several threads, and keeps
-        # credentials that may have been replaced. What boto3 reads from its own files is kept.
+        # The default session cannot make clients in several threads and keeps replaced credentials, so each client gets
+        # a session. All sessions share the loader, which caches boto3's own data files.
         core = botocore.session.get_session()
         core.register_component("data_loader", _loader())
         made = boto3.session.Session(botocore_session=core).client(
@@ -78,7 +65,7 @@ def _made(process: int, read_timeout: float, *identity: str | None) -> Any:
                 max_pool_connections=4 * AT_ONCE,
                 connect_timeout=10,
                 read_timeout=read_timeout,
-                # Not "standard", which gives up early where many requests of a client fail at once.
+                # The mode "standard" stops retrying when many of a client's requests fail at once.
                 retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
             ),
         )
@@ -87,7 +74,7 @@ def _made(process: int, read_timeout: float, *identity: str | None) -> Any:
     warned = -SILENT_SECONDS
 
     def warn(caught_exception: BaseException | None = None, attempts: int = 1, **_: Any) -> None:
-        """Handle botocore's event ``needs-retry``; the return value None leaves the decision to botocore."""
+        """Handle botocore's event ``needs-retry``. Returning None leaves the decision to botocore."""
         nonlocal warned
         if caught_exception is None or attempts >= ATTEMPTS or time.monotonic() - warned < SILENT_SECONDS:
             return
@@ -107,40 +94,39 @@ def _loader() -> Any:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """Return what a request, or reading its answer, may raise when S3 refuses or the connection breaks off."""
+    """Return the exceptions of a request that S3 refuses, and of a broken connection."""
     from botocore.exceptions import BotoCoreError, ClientError
     from urllib3.exceptions import HTTPError
 
     return BotoCoreError, ClientError, HTTPError, ConnectionError, TimeoutError
 
 
-def code_of(error: BaseException) -> str:
-    """Return S3's error code, empty for an error that is no answer of S3."""
+def code_of(error: BaseException | None) -> str:
+    """Return S3's error code; empty if the error is not an answer from S3."""
     return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
 
 
-def explain(error: BaseException, what: str, operation: str, kind: type[SmpTrainError]) -> SmpTrainError:
-    """Return a ``kind`` that says what to do about boto3's error in an operation on ``what``."""
+def explain(error: BaseException, location: str, operation: str, kind: type[SmpTrainError]) -> SmpTrainError:
+    """Return a ``kind`` of error with the location, the reason and a remedy for boto3's error in an operation."""
     answer = (getattr(error, "response", None) or {}).get("ResponseMetadata", {})
     code, status = code_of(error), answer.get("HTTPStatusCode")
     region = answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
     if code in ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "InvalidToken"):
-        return kind(f"{what}: the AWS credentials have expired ({code}); renew them and start again")
-    if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch"):
-        return kind(f"{what}: the AWS credentials are not valid ({code}); try: aws sts get-caller-identity")
-    if code == "NoSuchBucket":
-        return kind(f"{what}: no such bucket (404 {code}); check the name, and AWS_ENDPOINT_URL if it is set")
-    if status == 403:
-        bucket = split(what, kind)[0]
-        return kind(f"{what}: access denied (403 {code}); the role in use needs {ACTIONS[operation]} on {bucket}")
-    if status == 404:
-        return kind(f"{what}: no such object (404 {code}); was it removed after the listing?")
-    if status == 412:
-        return kind(f"{what}: was replaced while it was being read (412); start again when the data is complete")
-    if status == 416:
-        return kind(f"{what}: is shorter than it should be (416); it has been replaced")
-    if (status in (301, 307, 400) and region) or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
-        return kind(f"{what}: the bucket is in another region ({status} {code}); set AWS_REGION={region or '...'}")
-    if type(error).__name__ == "NoCredentialsError":
-        return kind(f"{what}: no AWS credentials found; set AWS_PROFILE, or give the machine a role")
-    return kind(f"{what}: S3 does not answer as it should ({one_line(error)})")
+        reason = f"the AWS credentials have expired ({code}); renew them and start again"
+    elif code in ("InvalidAccessKeyId", "SignatureDoesNotMatch"):
+        reason = f"the AWS credentials are not valid ({code}); try: aws sts get-caller-identity"
+    elif code == "NoSuchBucket":
+        reason = f"no such bucket (404 {code}); check the name, and AWS_ENDPOINT_URL if it is set"
+    elif (status in (301, 307, 400) and region) or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
+        reason = f"the bucket is in another region ({status} {code}); set AWS_REGION={region or '...'}"
+    elif type(error).__name__ == "NoCredentialsError":
+        reason = "no AWS credentials found; set AWS_PROFILE, or give the machine a role"
+    else:
+        bucket = split(location, kind)[0]
+        reason = {
+            403: f"access denied (403 {code}); the role in use needs s3:{PERMISSIONS[operation]} on {bucket}",
+            404: f"no such object (404 {code}); was it removed after the listing?",
+            412: "was replaced while it was being read (412); start again when the data is complete",
+            416: "is shorter than it should be (416); it has been replaced",
+        }.get(status, f"S3 does not answer as it should ({one_line(error)})")
+    return kind(f"{location}: {reason}")

@@ -1,4 +1,4 @@
-"""Paths to read from, on a file system or in S3, with the methods of `pathlib`."""
+"""Read-only paths on a file system or in S3, with pathlib's methods; and temporary folders."""
 
 from __future__ import annotations
 
@@ -14,57 +14,55 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
-from smp_train.storage import s3
-from smp_train.storage.base import Entry, Range, normal
-from smp_train.storage.client import is_s3, split
+from smp_train.storage.base import Entry, is_s3, normal, split
 from smp_train.storage.ranges import RangeFile
+from smp_train.storage.s3 import S3Storage, parts
 
 READ_AHEAD = 1 << 18
-"""Bytes of one request of an object that is read as a file."""
+"""Bytes of one request for an object that is read as a file."""
 SMALL_BYTES = 1 << 26
-"""Largest file that is taken for part of a tokenizer; weights are larger."""
+"""Largest file that can belong to a tokenizer; weight files are larger."""
 TEMPORARY = "smp-train-copy-"
-"""Beginning of the names of temporary folders."""
+"""Prefix of the names of temporary folders."""
 
 
 class S3Path:
-    """``s3://bucket/key``: an object, or a folder of them. What S3 refuses is a `CheckpointError`."""
+    """``s3://bucket/key``: an object, or a folder of objects. S3's errors are raised as `CheckpointError`."""
 
     def __init__(self, location: str) -> None:
         split(location, CheckpointError)
         self._text = normal(location)
-        self.storage = s3.S3Storage(self._text)
-        """What is below it."""
+        self.storage = S3Storage(self._text)
+        """The storage of the objects below this path; the empty name is the object itself."""
 
     def __str__(self) -> str:
         return self._text
 
-    def __fspath__(self) -> str:
-        return self._text
+    __fspath__ = __str__
 
     def __truediv__(self, name: str) -> S3Path:
         return S3Path(f"{self._text}/{name}")
 
     @property
     def name(self) -> str:
-        """What comes after the last slash; empty for a bucket."""
+        """The last component of the key; empty for a bucket."""
         return posixpath.basename(self.storage.prefix)
 
     @property
     def parent(self) -> S3Path:
-        """The folder it is in."""
+        """The folder that contains the object."""
         return S3Path(self._text.rpartition("/")[0]) if self.name else self
 
     def is_file(self) -> bool:
-        """Return whether there is an object of this name."""
+        """Return whether an object has this key."""
         return bool(self.name) and self.storage.exists("")
 
     def is_dir(self) -> bool:
-        """Return whether there is anything below it."""
+        """Return whether any object is below this path."""
         return not self.storage.is_empty()
 
     def exists(self) -> bool:
-        """Return whether there is such an object, or anything below it."""
+        """Return whether the path is an object or a folder."""
         return self.is_file() or self.is_dir()
 
     def read_bytes(self) -> bytes:
@@ -76,36 +74,31 @@ class S3Path:
         return self.read_bytes().decode(encoding)
 
     def entry(self) -> Entry:
-        """Return the object's size and version."""
-        found = self.storage.entry("", missing=())
-        assert found is not None
-        return found
+        """Return the object's size and version. Raises `CheckpointError` if the object does not exist."""
+        entry = self.storage.entry("", missing=())
+        assert entry is not None
+        return entry
 
     def open_ranges(self, entry: Entry, read_ahead: int = READ_AHEAD) -> io.BufferedReader:
-        """Return the object, of the version of ``entry``, as a file of which only what is read is fetched."""
-
-        def rest(start: int) -> bytes:
-            starts = range(start, entry.size, s3.PART_BYTES)
-            wanted = (Range("", at, min(s3.PART_BYTES, entry.size - at), entry.etag) for at in starts)
-            return b"".join(self.storage.ranges(wanted))
+        """Return the object's version ``entry`` as a file that fetches only the bytes that are read."""
 
         def read(start: int, length: int) -> bytes:
-            return self.storage.read_range("", start, length, entry.etag)
+            return b"".join(self.storage.ranges(parts("", start, length, entry.etag)))
 
-        return io.BufferedReader(RangeFile(entry.size, read, rest), read_ahead)
+        return io.BufferedReader(RangeFile(entry.size, read), read_ahead)
 
 
 Place = Path | S3Path
 
 
 def place(location: str | os.PathLike[str]) -> Place:
-    """Return a location as something to look at and to read."""
+    """Return a location as a path."""
     text = os.fspath(location)
     return S3Path(text) if is_s3(text) else Path(text).expanduser()
 
 
 def names_in(folder: Place, pattern: str = "*") -> list[str]:
-    """Return the names of the files directly in a folder that fit a pattern, in order; none where it is not there."""
+    """Return the sorted names of the files directly in a folder that match a pattern; empty without the folder."""
     if isinstance(folder, S3Path):
         return sorted(fnmatch.filter(folder.storage.level()[0], pattern))
     return sorted(path.name for path in folder.glob(pattern) if path.is_file())
@@ -113,9 +106,9 @@ def names_in(folder: Place, pattern: str = "*") -> list[str]:
 
 @contextmanager
 def temporary(name: str, called: str = "") -> Iterator[str]:
-    """Yield a temporary folder; failures in the body, of any rank, name ``name`` in its place.
+    """Yield a temporary folder; error messages from the body show ``name`` instead of the folder's path.
 
-    ``called`` is a regular expression of what is replaced with it.
+    The regular expression ``called`` matches words before the path, which are replaced too.
     """
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as folder:
         try:
@@ -127,37 +120,36 @@ def temporary(name: str, called: str = "") -> Iterator[str]:
 
 @contextmanager
 def on_this_machine(location: str) -> Iterator[str]:
-    """Yield a location, or for as long as it is used a copy of the file, or of a folder's small files, that S3 has."""
+    """Yield a local path to a file or folder: for S3, a temporary copy of the file or of the folder's small files."""
     if not is_s3(location):
         yield location
         return
-    there = S3Path(location)
-    is_file = there.is_file()
-    with temporary(str(there.parent if is_file else there)) as copy:
-        if is_file:
-            (Path(copy) / there.name).write_bytes(there.read_bytes())
-            yield os.path.join(copy, there.name)
-            return
-        for name, entry in there.storage.level()[0].items():
-            if entry.size <= SMALL_BYTES:
-                (Path(copy) / name).write_bytes(there.storage.read(name))
-        yield copy
+    source = S3Path(location)
+    folder = source.parent if source.is_file() else source
+    with temporary(str(folder)) as copy:
+        if folder is source:
+            for name, entry in folder.storage.level()[0].items():
+                if entry.size <= SMALL_BYTES:
+                    (Path(copy) / name).write_bytes(folder.storage.read(name))
+            yield copy
+        else:
+            (Path(copy) / source.name).write_bytes(source.read_bytes())
+            yield os.path.join(copy, source.name)
 
 
 def private_folder(name: str, parent: str | None = None) -> str:
-    """Return a folder of the temporary directory, or of ``parent``, that is this user's alone; it is made if missing.
+    """Return a folder, in ``parent`` or the temporary directory, that only this user can access; make it if missing.
 
-    Everybody may write there, so that the name may be taken: raises `ConfigError` where it is a
-    link, another user's, or open to others.
+    Anybody may have taken the name: raises `ConfigError` for a link, another user's folder, or one with open access.
     """
     path = os.path.join(parent or tempfile.gettempdir(), f"{name}-{os.getuid()}")
     try:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be made ({error.strerror}); set TMPDIR to another folder") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{path} is a link, another user's, or open to others, and what is read from there could be anybody's; "
             "remove it, or set TMPDIR, or for data --data_cache_dir"

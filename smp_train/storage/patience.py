@@ -1,4 +1,4 @@
-"""Repeated attempts after transient errors of a file system: a network file system fails while its server restarts."""
+"""Retries after a file system's transient errors: a network file system fails while its server restarts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TRANSIENT = frozenset(
         errno.ENETDOWN, errno.ENETUNREACH, getattr(errno, "EREMOTEIO", errno.EIO),
     )
 )  # fmt: skip
-"""Error numbers of a file system that does not answer. They are no evidence of damage."""
+"""Error numbers of an unreachable file system. They are no evidence of damage."""
 WAITS = (0.2, 1.0, 3.0, 9.0)
-"""Seconds before each repetition."""
+"""Seconds before each retry."""
 
 
 def patiently(work: Callable[[], T], path: object) -> T:
-    """Return what ``work`` returns; repeat it after transient errors. Raises the OSError of the last attempt.
+    """Return the result of ``work``, which is retried after transient errors. Raises the last attempt's OSError.
 
-    ``work`` opens its files by path: a handle stays stale after the server has restarted.
+    ``work`` must open its files by path, since an open handle stays stale after the server has restarted.
     """
     for attempt, seconds in enumerate(WAITS):
         try:

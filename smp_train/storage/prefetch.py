@@ -1,10 +1,11 @@
-"""Work on items ahead of whoever takes the results."""
+"""Work on coming items in threads, ahead of the consumer."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,19 +15,16 @@ R = TypeVar("R")
 def prefetched(
     work: Callable[[T], R], items: Iterable[T], at_once: int, discard: Callable[[R], object] = lambda result: None
 ) -> Generator[R, None, None]:
-    """Yield ``work(item)`` in the order of the items, at most ``at_once`` being worked on or waiting to be taken.
+    """Yield ``work(item)`` for each item, in order; at most ``at_once`` results are in work or waiting.
 
-    When the iterator is closed, those that nobody has taken go to ``discard``. Raises what ``work`` raised.
+    If the generator is closed early, ``discard`` gets the remaining results. Raises the errors of ``work``.
     """
     waiting: deque[Future[R]] = deque()
     coming = iter(items)
     with ThreadPoolExecutor(at_once, thread_name_prefix="smp-train-s3") as pool:
         try:
             while True:
-                for item in coming:
-                    waiting.append(pool.submit(work, item))
-                    if len(waiting) >= at_once:
-                        break
+                waiting.extend(pool.submit(work, item) for item in islice(coming, at_once - len(waiting)))
                 if not waiting:
                     return
                 yield waiting.popleft().result()

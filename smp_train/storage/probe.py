@@ -1,4 +1,4 @@
-"""Short-lived files that prove that a rank can write to a folder and sees what other ranks write."""
+"""Short-lived files that show whether a rank can write to a folder and sees other ranks' files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smp_train.storage.base import Storage, wait_for
 PROBE = ".probe-"
 """Prefix of the files' names."""
 PROBE_SECONDS = 60.0
-"""A probe older than this belongs to no process."""
+"""A probe older than this was left by a killed process."""
 
 
 def put_probe(folder: Storage) -> str:
@@ -22,13 +22,13 @@ def put_probe(folder: Storage) -> str:
 
 
 def check_probe(folder: Storage, probe: str) -> None:
-    """Raise `CheckpointError` if this rank does not see another rank's probe."""
+    """Raise `CheckpointError` if this rank does not see rank 0's probe."""
     if not wait_for(lambda: folder.exists(probe)):
         raise CheckpointError(f"{folder.location} is not the folder that rank 0 sees; give one that all nodes share")
 
 
 def check_writable(folder: Storage, flag: str) -> None:
-    """Create a folder, which ``flag`` gave, and prove that files can be written there; else `CheckpointError`."""
+    """Create a folder and write a file to it. Raises `CheckpointError`, which names ``flag``, if that fails."""
     try:
         folder.delete(put_probe(folder))
     except (OSError, CheckpointError) as error:

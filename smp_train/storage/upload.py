@@ -1,4 +1,4 @@
-"""A stream into an object of S3: sent in parts while it is being written, so that little of it is held."""
+"""A stream into an S3 object: parts are sent while the next are written, so that memory holds only a few."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from smp_train.storage.client import code_of
 if TYPE_CHECKING:
     from smp_train.storage.s3 import S3Storage
 
+
 class Upload(io.RawIOBase):
-    """The object is there when `complete` has returned, or not at all. What S3 refuses is raised by any method."""
+    """The object appears when `complete` returns, or never. Any method raises the storage's errors."""
 
     def __init__(self, storage: S3Storage, name: str, part_bytes: int) -> None:
         self._storage, self._name, self._part_bytes = storage, name, part_bytes
@@ -25,15 +26,13 @@ class Upload(io.RawIOBase):
         self._parts: list[Future[dict[str, Any]]] = []
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the number of bytes written."""
         return self._size
 
     def write(self, data: Any) -> int:
-        """Take ``data`` in; it may change afterwards. Waits while `AT_ONCE` parts are on their way."""
+        """Copy ``data`` to the buffer. Waits while `AT_ONCE` parts are being sent."""
         with memoryview(data).cast("B") as view:
             done = 0
             while done < len(view):
@@ -60,24 +59,24 @@ class Upload(io.RawIOBase):
         return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
 
     def complete(self) -> None:
-        """Wait until the object is there."""
+        """Send the last part, and wait until the object exists."""
         if self._pool is None:
             self._storage.put(self._name, bytes(self._buffer))
             return
         if self._buffer:
             self._send()
-        parts = {"Parts": [each.result() for each in self._parts]}
+        parts = {"Parts": [part.result() for part in self._parts]}
         self._pool.shutdown()
         try:
             self._storage.request("complete_multipart_upload", self._name, UploadId=self._id, MultipartUpload=parts)
         except self._storage.error as error:
-            # A first try may have done it, and its answer was lost: nobody else writes this object.
-            entry = self._storage.entry(self._name) if code_of(error.__cause__ or error) == "NoSuchUpload" else None
+            # If the answer to a first try was lost, the retry gets NoSuchUpload. Nobody else writes this object.
+            entry = self._storage.entry(self._name) if code_of(error.__cause__) == "NoSuchUpload" else None
             if entry is None or entry.size != self._size:
                 raise
 
     def abort(self) -> None:
-        """Remove what has been sent, without waiting for what is on its way: the next run removes the rest."""
+        """Delete the parts sent so far, without waiting for parts in flight: the next run deletes those."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             with suppress(self._storage.error):

@@ -36,7 +36,7 @@ from smp_train.checkpoints.dcp.trees import (
     saved_entries,
 )
 from smp_train.errors import CheckpointError
-from smp_train.storage import at
+from smp_train.storage import open_storage
 
 TREE = "m-1steps/tree"
 
@@ -52,7 +52,7 @@ def state(fill: bool = True) -> dict[str, Any]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with one tree."""
-    there = at(tmp_path)
+    there = open_storage(tmp_path)
     there.put(f"{TREE}/.begun", b"{}")
     writer = TreeWriter(there, TREE, begun=f"{TREE}/.begun")
     save_state(state(), writer)
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def reader(folder: Path, **sizes: int) -> TreeReader:
-    there = at(folder)
+    there = open_storage(folder)
     files = {name: entry.size for name, entry in there.files(TREE).items()}
     return TreeReader(there, TREE, files | sizes)
 

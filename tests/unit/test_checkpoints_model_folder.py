@@ -44,13 +44,13 @@ AFTER = {**OTHERS, **NEW, **previous(OLD)}
 
 
 def contents(place: Path | str) -> dict[str, bytes]:
-    folder = storage.at(place)
+    folder = storage.open_storage(place)
     return {name: folder.read(name) for name in folder.files()}
 
 
 def fill(place: Path | str, model: dict[str, bytes] = OLD) -> None:
     for name, data in {**model, **OTHERS}.items():
-        storage.at(place).put(name, data)
+        storage.open_storage(place).put(name, data)
 
 
 def write(out: ModelFolder, model: dict[str, bytes] = NEW) -> None:
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"cannot write to {tmp_path}/file"), new_model(tmp_path / "file") as out:
         write(out)
     with pytest.raises(CheckpointError, match=rf"cannot write to {tmp_path}/file: .*; give another --model_dir"):
-        check_writable(storage.at(tmp_path / "file"), "model_dir")
+        check_writable(storage.open_storage(tmp_path / "file"), "model_dir")
 
 
 # --- a process that is killed

@@ -23,7 +23,7 @@ FAILURES = (OSError, CheckpointError)
 
 @pytest.fixture
 def there(place) -> Storage:
-    return storage.at(place)
+    return storage.open_storage(place)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_folder_that_another_process_removes_is_made_again(tmp_path, monkeypat
         mkdir(self, *args, **more)
 
     monkeypatch.setattr(Path, "mkdir", late)
-    storage.at(tmp_path).put("a/b/f", b"x")
+    storage.open_storage(tmp_path).put("a/b/f", b"x")
     assert (tmp_path / "a" / "b" / "f").read_bytes() == b"x"
 
 
@@ -126,7 +126,7 @@ def test_a_file_is_renamed(there):
 
 def test_what_a_killed_writer_left_is_discarded(place, monkeypatch):
     in_small_parts(monkeypatch)
-    there = storage.at(place)
+    there = storage.open_storage(place)
     there.put("keep", b"")
     killed = there.writer("x/left")  # is not left
     killed.__enter__().write(bytes(100_000))
@@ -144,14 +144,14 @@ def test_locations():
     assert storage.normal("s3://b/x//y/") == storage.normal("s3://b//x///y") == "s3://b/x/y"
     for wrong in ("hdfs://x", "s3://"):
         with pytest.raises(ConfigError, match=wrong):
-            storage.at(wrong)
+            storage.open_storage(wrong)
 
 
 # --- a folder
 
 
 def test_links_are_no_files_of_a_folder(tmp_path):
-    there = storage.at(tmp_path)
+    there = storage.open_storage(tmp_path)
     there.put("a/x", b"1")
     (tmp_path / "a" / "link").symlink_to(tmp_path / "a" / "x")
     (tmp_path / "a" / "folder").symlink_to(tmp_path)

@@ -27,9 +27,10 @@ from smp_train.distributed.agree import here
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
 from smp_train.progress import MOVED
-from smp_train.storage import Range, Storage, is_s3, s3, wait_for
+from smp_train.storage import Storage, is_s3, wait_for
 from smp_train.storage.checksum import Checksum, FileRecord, checksum_of
 from smp_train.storage.ranges import RangeFile
+from smp_train.storage.s3 import parts
 
 
 class _Checksummed(io.RawIOBase):
@@ -204,14 +205,10 @@ class TreeReader(Reader):
 
     def _read_spans(self, spans: list[tuple[str, int, int]]) -> Iterator[bytes]:
         """Yield the bytes of each span (file, start, length); a span larger than one part takes several requests."""
-        part = s3.PART_BYTES
-        pieces = self._storage.ranges(
-            Range(posixpath.join(self._folder, file), start + done, min(part, length - done))
-            for file, start, length in spans
-            for done in range(0, length, part)
-        )
-        for _, _, length in spans:
-            yield b"".join(next(pieces) for _ in range(0, length, part))
+        divided = [list(parts(posixpath.join(self._folder, file), start, length)) for file, start, length in spans]
+        pieces = self._storage.ranges(piece for pieces in divided for piece in pieces)
+        for pieces_of_span in divided:
+            yield b"".join(next(pieces) for _ in pieces_of_span)
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         MOVED.done += sinfo.length

@@ -66,7 +66,7 @@ def new_model(location: str | os.PathLike[str], *, overwrite: bool = False) -> I
     moved to a sub-folder ``previous-<n>``. Files that are not part of a model stay. If the context ends with an error,
     the new files are deleted.
     """
-    folder = storage.at(location)
+    folder = storage.open_storage(location)
     with _errors_named(folder.location):
         names = _existing_model(location)
         if names and not overwrite:
