@@ -55,7 +55,7 @@ def respond(run: Run, of: train_utils.Unread, loss: float, grad_norm: float, *, 
     """
     spikes = run.spikes
     limits, held = spikes.limits(of.step), spikes.held or not finite
-    heartbeat.at(heartbeat.SAVE)  # takes as long as it takes
+    heartbeat.enter(heartbeat.SAVE)  # takes as long as it takes
     if spikes.policy == "rollback":
         report_saves(run)  # one under way may be the checkpoint to go back to
     parts = examine(run, of, again=held)

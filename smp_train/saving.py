@@ -35,7 +35,7 @@ def save(run: Run, *, force: bool) -> None:
     progress = run.progress
     if run.saved_step == progress.step:
         return
-    heartbeat.at(heartbeat.SAVE)
+    heartbeat.enter(heartbeat.SAVE)
     meta = {
         "run": {"name": run.start.name, "id": run.id},
         "tokens": progress.tokens,
@@ -95,7 +95,7 @@ def load_best(run: Run, path: str) -> None:
 
 def report_saves(run: Run) -> None:
     """Wait for a save in progress, and log what has been committed; collective."""
-    heartbeat.at(heartbeat.SAVE)
+    heartbeat.enter(heartbeat.SAVE)
     what = f"Finishing the save of step {run.saved_step}, rank 0's part"
     with Progress(what, unit="B", shown=run.runtime.is_main, moved=MOVED):
         finished = run.checkpoints.finish()
@@ -117,7 +117,7 @@ def notify(run: Run, event: str, record: Mapping[str, Any]) -> None:
     """
     if getattr(run.own, event) is None:
         return
-    heartbeat.at(heartbeat.CALLBACK)
+    heartbeat.enter(heartbeat.CALLBACK)
     try:
         with distributed.together(f"calling {event}"):
             if run.runtime.is_main:

@@ -218,7 +218,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     args, progress = run.args, run.progress
     failure: Exception | None = None
     taken = run.train_data.step_samples(progress.consumed)
-    heartbeat.at(heartbeat.DATA, progress.step + 1)
+    heartbeat.enter(heartbeat.DATA, progress.step + 1)
     with run.throughput.data_wait():
         try:
             if run.audit is not None:
@@ -230,7 +230,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
             micro_batches = [collate([], run.train_data.seq_len, size=args.train_batch_size)]
             micro_batches *= args.gradient_accumulation_steps
     while True:
-        heartbeat.at(heartbeat.VOTE)
+        heartbeat.enter(heartbeat.VOTE)
         truncated, truncated_targets = (
             sum(getattr(batch, name) for batch in micro_batches) for name in ("truncated", "truncated_targets")
         )
@@ -251,9 +251,9 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
             max_grad_norm=args.grad_clip, held=held, limits=run.spikes.limits(progress.step + 1),
             hold_spikes=run.spikes.held,
         )  # fmt: skip
-        heartbeat.at(heartbeat.OUTCOME)
+        heartbeat.enter(heartbeat.OUTCOME)
         total = vote.outcome()
-        heartbeat.at(heartbeat.LOG)
+        heartbeat.enter(heartbeat.LOG)
         if not settle(run):
             break
     if total.failed:
@@ -314,7 +314,7 @@ def settle(run: Run) -> bool:
     """
     if run.unread is None:
         return False
-    heartbeat.at(heartbeat.LOG)
+    heartbeat.enter(heartbeat.LOG)
     unread, run.unread = run.unread, None
     loss, grad_norm, beyond, broken = unread.reading.numbers()
     if not (beyond or broken):
@@ -372,7 +372,7 @@ def validate(run: Run) -> bool:
     """
     if run.validation is None:
         raise ConfigError("there is no validation data; give --test_dir")
-    heartbeat.at(heartbeat.VALIDATION)
+    heartbeat.enter(heartbeat.VALIDATION)
     try:
         shown = Progress(f"Validation at step {run.progress.step}", len(run.validation), "batches", run.runtime.is_main)
         with run.throughput.pause(), shown:
@@ -410,7 +410,7 @@ def put_prompt(run: Run, prompt: str) -> None:
 def finish(run: Run) -> None:
     """Write the final model if asked for, and the marker that tells a launcher how the run ended; collective."""
     at, stopped = run.progress.step, run.stopped
-    heartbeat.at(heartbeat.SAVE)
+    heartbeat.enter(heartbeat.SAVE)
     best = None if run.args.evaluate_only else best_checkpoint(run)
     if run.args.load_best_model_at_end and best is not None and not stopped:
         load_best(run, best)

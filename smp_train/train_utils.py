@@ -165,11 +165,11 @@ def train_step(
     total: Tensor | None = None
     figures: Tensor | None = None
     for index, batch in enumerate(micro_batches):
-        heartbeat.at(heartbeat.FORWARD)
+        heartbeat.enter(heartbeat.FORWARD)
         with backend.accumulation(model, last=index == len(micro_batches) - 1):
             loss = loss_sum(backend, model, batch) / tokens
             of_routers = backend.router_loss()
-            heartbeat.at(heartbeat.BACKWARD)
+            heartbeat.enter(heartbeat.BACKWARD)
             if of_routers is None:
                 loss.backward()
             else:
@@ -178,10 +178,10 @@ def train_step(
                 figures = both if figures is None else figures + both
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
-    heartbeat.at(heartbeat.CLIP)
+    heartbeat.enter(heartbeat.CLIP)
     grad_norm = backend.clip_grad_norm(model, max_grad_norm, optimizer)
     judged = _judged(backend, total, grad_norm, limits)
-    heartbeat.at(heartbeat.UPDATE)
+    heartbeat.enter(heartbeat.UPDATE)
     stays = judged[2 if hold_spikes else 3] if held is None else judged[2 if hold_spikes else 3] + held
     # With --cpu_offload 1 the optimizer runs on the host; copying here waits for the value, its own copy would not.
     stays = (stays > 0).float().to(optimizer.param_groups[0]["params"][0].device)

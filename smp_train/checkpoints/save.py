@@ -20,7 +20,7 @@ from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local
 from smp_train.checkpoints.owner import Ownership
 from smp_train.checkpoints.saver import HUGGING_FACE, Records, Saver
 from smp_train.distributed import heartbeat
-from smp_train.distributed.agree import alone, here, rank, unless
+from smp_train.distributed.agree import alone, rank, unless, with_rank
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.hub_state import present
 from smp_train.storage import wait_for
@@ -284,7 +284,7 @@ class CheckpointManager:
         ``records`` returns this rank's file records, or raises this rank's failure, and then nothing is committed.
         """
         folder, path = target.folder, f"{target.folder.location}/{attempt}"
-        shares = gather(f"cannot save {path}", lambda: (here(""), records()))
+        shares = gather(f"cannot save {path}", lambda: (with_rank(""), records()))
 
         def commit() -> None:
             self._check_owner()  # a job that has taken over may have deleted the attempt's files
@@ -346,9 +346,9 @@ class CheckpointManager:
     def staged(self) -> None:
         """Wait until the save under way has copied the state. Call this before each update of the state."""
         if self._pending is not None:
-            heartbeat.at(heartbeat.SAVE)
+            heartbeat.enter(heartbeat.SAVE)
             self._pending.staged()
-            heartbeat.at(heartbeat.UPDATE)
+            heartbeat.enter(heartbeat.UPDATE)
 
     def busy(self) -> bool:
         """Return whether this rank is still writing a save; other ranks may already be done."""

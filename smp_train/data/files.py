@@ -132,9 +132,7 @@ def list_sources(
             filesets = [fileset for fileset in listed if fileset is not None]
             _refuse_duplicates([file for fileset in filesets for file in fileset.files])
             content = pickle.dumps(filesets)
-    # Broadcast the list: gathering it would hold one list of many files per rank in memory.
-    (content,) = distributed.exchange(content)
-    filesets = pickle.loads(content)
+    filesets = pickle.loads(distributed.from_main(content))
     with distributed.together("checking the listed files"):
         if ranks.local_rank == 0:
             check_local_files([file for fileset in filesets for file in fileset.files])

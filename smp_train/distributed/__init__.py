@@ -1,15 +1,14 @@
-"""Ranks: which launcher started them, how they meet, who shares what, and how they agree.
+"""Ranks: their launcher, their meeting, their layout over the dimensions of parallelism, and their agreement.
 
-`detect` reads the launcher's environment; `start` and `stop` make and end the process group; `agree` turns a failure of
-one rank into a failure of all; `degrees` lays ranks out over the dimensions of parallelism. Nothing here imports torch
-at import but `dtensor`.
+`detect` reads the launcher's variables, `start` and `stop` make and end the process group, and `gather` turns a failure
+of one rank into a failure of all. Only `dtensor`, `host_copy` and `to_host` import torch at import.
 """
 
 from smp_train.distributed.agree import (
     ALL_RANKS,
     alone,
     any_rank,
-    exchange,
+    from_main,
     gather,
     largest,
     on_main,
@@ -22,8 +21,7 @@ from smp_train.distributed.group import start, start_attempted, started, stop
 from smp_train.distributed.long_work import finish_together
 
 __all__ = [
-    "ALL_RANKS", "Runtime", "alone", "any_rank", "detect", "exchange", "expand_hostlist",
-    "finish_together", "gather", "is_sagemaker",
-    "largest", "on_main", "rank", "smp_installed", "start", "start_attempted", "started", "stop", "together",
-    "world_size",
+    "ALL_RANKS", "Runtime", "alone", "any_rank", "detect", "expand_hostlist", "finish_together", "from_main", "gather",
+    "is_sagemaker", "largest", "on_main", "rank", "smp_installed", "start", "start_attempted", "started", "stop",
+    "together", "world_size",
 ]  # fmt: skip

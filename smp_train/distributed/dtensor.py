@@ -1,4 +1,4 @@
-"""DTensor under any supported torch, and the elements of a parameter that this rank holds."""
+"""DTensor for all supported versions of torch, and which elements of a parameter this rank holds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["DTensor", "Part", "Shard", "local_tensor", "part_of"]
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Return the local shard of a DTensor; anything else as it is."""
+    """Return the local shard of a DTensor; return other values unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
 class Part:
-    """The elements of a parameter that a rank holds: the product of the given indices of each dimension.
+    """The elements of a parameter that a rank holds: the product of the indices in each dimension.
 
     Attributes:
         shape: shape of the whole parameter.
@@ -41,7 +41,7 @@ class Part:
         return tuple(len(index) for index in self.indices)
 
     def runs(self) -> tuple[Tensor, Tensor]:
-        """Return (starts, offsets): row o, column j is flat element starts[o] + offsets[j]."""
+        """Return (starts, offsets) such that row i, column j is the parameter's flat element starts[i] + offsets[j]."""
         strides = torch.empty(self.shape, device="meta").stride()
         starts = torch.zeros(1, dtype=torch.int64)
         for index, stride in zip(self.indices[:-1], strides[:-1], strict=True):
@@ -51,9 +51,9 @@ class Part:
 
 
 def part_of(param: Tensor) -> Part:
-    """Return the elements of ``param`` that this rank holds (all of a plain tensor's).
+    """Return the elements of ``param`` that this rank holds; all elements of a plain tensor.
 
-    The indices are split as the placements split the tensor, which holds for every layout, `_StridedShard` included.
+    The indices are split just as the placements split the tensor, so that any layout works, also `_StridedShard`.
     """
     indices = [torch.arange(size) for size in param.shape]
     if isinstance(param, DTensor):
@@ -71,7 +71,7 @@ def part_of(param: Tensor) -> Part:
 
 
 def _piece(placement: object, index: Tensor, count: int, position: int) -> Tensor:
-    # Shard is torch.chunk. _StridedShard chunks each of the pieces that a later mesh dimension will take.
+    # Shard splits as torch.chunk does. _StridedShard first chunks for a later mesh dimension, then splits each chunk.
     blocks = torch.chunk(index, getattr(placement, "split_factor", 1))
     pieces = [torch.chunk(block, count) for block in blocks]
     return torch.cat([piece[position] for piece in pieces if position < len(piece)] or [index[:0]])

@@ -1,4 +1,4 @@
-"""The process group: how ranks meet, and which device each has. torch is imported when a group is started."""
+"""The process group: its device, its backends, and the meeting of its ranks. torch is imported when a group starts."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
     import torch
 
 RENDEZVOUS_SECONDS = 600.0
-"""How long ranks may take to find each other, with the time in which a slow node unpacks its container."""
+"""How long ranks may take to find each other; a slow node may still be unpacking its container."""
 ANSWER_SECONDS = 2.0
-"""How long a store may take to answer a rank that fails."""
+"""How long a failing rank waits for an answer of the store."""
 ROUND = "smp_train"
-"""Key in the store: the prefix of the keys of the newest round of meeting, as rank 0 names it."""
+"""Key in the store: the prefix of the keys of the newest round of meeting, which rank 0 chose."""
 CLOSED = "met"
-"""Key in a round: all ranks have met in it, or some never can."""
+"""Key in a round: rank 0 has closed the round, since all ranks have met or never can."""
 MISMATCH = "odd"
-"""Key in a round: why its ranks do not fit together."""
+"""Key in a round: the reason why its ranks cannot form one world."""
 
 _attempted = False
 _serving: dict[tuple[str, int], Any] = {}
-"""Stores that this process serves, by address: ranks may come to meet again while rank 0 still leaves the last time."""
+"""Stores that this process serves, by address. Ranks may already meet again while rank 0 still leaves a group."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of this process's group met: the prefix of their keys in the store, and a way to it."""
+    """Where the ranks of this process's group met: the store, and the prefix of their keys in it."""
 
     runtime: Runtime
     prefix: str
     store: Any
-    """A connection besides the group's own, in which a thread may be waiting. It is made while rank 0 is there: torch
-    logs a page of C++ where a store goes away as it connects, and nothing where it is gone later."""
+    """A second connection, as a thread may be waiting in the group's connection. It is opened early: if the store goes
+    away while torch connects, torch logs a page of C++ frames."""
 
 
 _meeting: Meeting | None = None
@@ -57,10 +57,10 @@ def start(
 ) -> torch.device:  # fmt: skip
     """Choose this process's device and form the process group, also in a world of one.
 
-    On GPUs the group has two backends, NCCL and gloo; without ``mixed`` it has NCCL, and a second group has gloo.
-    `host.prepare` comes first, with ``one_queue``. Ranks have ``rendezvous_seconds`` to find each other (at most
-    ``timeout_seconds``); collectives have ``timeout_seconds`` from then on. Raises `ConfigError` when the device does
-    not exist, and `LostPeerError` when the ranks do not meet.
+    On GPUs the group has two backends, NCCL and gloo; without ``mixed`` it has only NCCL, and a second group has gloo.
+    ``one_queue`` is passed to `host.prepare`. Ranks have ``rendezvous_seconds`` to find each other, but at most
+    ``timeout_seconds``, which is the time-out of collectives. Raises `ConfigError` if the device does not exist, and
+    `LostPeerError` if the ranks do not meet.
     """
     host.prepare(one_queue=one_queue)
     import torch.distributed as dist
@@ -70,14 +70,14 @@ def start(
     device = device_of(runtime, distributed_backend)
     backend = _group_backend(device, distributed_backend)
     backend = backend if mixed else backend.rpartition(":")[2]
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # collectives that the flight recorder keeps, for `watch`
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # collectives in the flight recorder, for `watch`
         newer = hasattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
-    # torch before 2.6, of a group for GPUs: objects go through its backend for the CPU, as they should.
+    # Before 2.6, torch warns that objects go through the group's CPU backend, as they should.
     warnings.filterwarnings("ignore", message="Multiple backends are registered")
     limit = min(rendezvous_seconds, timeout_seconds)
     timeout = timedelta(seconds=timeout_seconds)
-    # The defaults of the groups that a mesh makes, which takes no timeout. One that is set later does not reach gloo.
+    # A mesh takes no time-out: these are the defaults for its groups. A time-out set later does not reach gloo.
     dist.distributed_c10d.default_pg_timeout = timeout
     if dist.distributed_c10d.default_pg_nccl_timeout is not None:
         dist.distributed_c10d.default_pg_nccl_timeout = timeout
@@ -85,15 +85,15 @@ def start(
     try:
         with Progress(waiting, shown=runtime.is_main and runtime.world_size > 1):
             store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
-            # Without device_id: DeviceMesh splits a group that is bound to a device, and torch 2.8 and 2.9 cannot split
-            # one with two backends.
+            # No device_id: DeviceMesh would split the group, and torch 2.8 and 2.9 cannot split a group with two
+            # backends.
             dist.init_process_group(
                 backend, store=store, rank=runtime.rank, world_size=runtime.world_size, timeout=timeout
             )
             agree.host_group = None if mixed else dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError, OSError) as problem:
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-        # A slow or lost node is no mistake in the settings: another start may succeed.
+        # The settings are fine if a node was slow or lost: another start may succeed.
         kind = SmpTrainError if "address already in use" in reason.lower() else LostPeerError
         raise kind(
             f"rank {runtime.rank} of {runtime.world_size} on {runtime.hostname} could not form the process group at "
@@ -104,7 +104,7 @@ def start(
 
 
 def start_attempted() -> bool:
-    """Tell whether this process has tried to meet its peers; before that, all ranks do the same."""
+    """Return whether this process has tried to meet its peers; until then, all ranks do the same."""
     return _attempted
 
 
@@ -116,11 +116,11 @@ def meeting() -> Meeting | None:
 def meet(runtime: Runtime, seconds: float) -> Any:
     """Return the store at master_addr:master_port once all ranks have reported in it; raises `RuntimeError`.
 
-    Under torchrun the agent serves the store, else rank 0 does. An agent's store outlives a restart of its workers,
-    with the keys of the former start, and TORCHELASTIC_RESTART_COUNT does not tell starts apart: an agent whose own
-    worker failed counts the restart, one that only saw another node come back does not. So rank 0 of each start names
-    a new round, and closes it once all ranks have reported in it, or one of another world size has. The others report
-    in the newest round that is not closed, again if rank 0 names another, until one that they reported in is closed.
+    Under torchrun the agent serves the store, otherwise rank 0. An agent's store, with the keys of the earlier start,
+    survives a restart of the workers. TORCHELASTIC_RESTART_COUNT does not identify a start, since only agents whose
+    worker failed count it. So rank 0 of each start opens a new round, and closes it when all ranks have reported in it,
+    or a rank with a different world size. Other ranks report in the newest open round, until a round that they reported
+    in is closed.
     """
     import torch.distributed as dist
 
@@ -135,7 +135,7 @@ def meet(runtime: Runtime, seconds: float) -> Any:
         )  # fmt: skip
     if serves:
         _serving[address] = store
-    deadline, pause = time.monotonic() + seconds, 0.01  # from here on: rank 0 may have started late
+    deadline, pause = time.monotonic() + seconds, 0.01  # the deadline counts from here, as rank 0 may have started late
     everyone = [f"here/{rank}" for rank in range(runtime.world_size)]
     prefix = ""
     if runtime.is_main:
@@ -153,9 +153,9 @@ def meet(runtime: Runtime, seconds: float) -> Any:
         if newest == prefix != "" and joined.check([CLOSED]):
             if joined.check([MISMATCH]):
                 raise RuntimeError(joined.get(MISMATCH).decode())
-            own = dist.TCPStore(*address, None, False, timedelta(seconds=seconds), wait_for_workers=False)
-            own.set_timeout(timedelta(seconds=ANSWER_SECONDS))
-            _meeting = Meeting(runtime, prefix, dist.PrefixStore(prefix, own))
+            connection = dist.TCPStore(*address, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+            connection.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+            _meeting = Meeting(runtime, prefix, dist.PrefixStore(prefix, connection))
             return joined
         time.sleep(pause)
         pause = min(0.05 if runtime.is_main else 0.5, 1.5 * pause)
@@ -165,19 +165,19 @@ def meet(runtime: Runtime, seconds: float) -> Any:
 
 
 def _report(joined: Any, runtime: Runtime) -> None:
-    """Report this rank in a round, and a world size that is not that of the others: a node may lack a GPU."""
+    """Report this rank in a round. World sizes differ, for example, if a node lacks a GPU: record the mismatch."""
     size = str(runtime.world_size)
-    others = joined.compare_set("world", "", size).decode()
-    if others != size:
+    first_size = joined.compare_set("world", "", size).decode()
+    if first_size != size:
         joined.set(
             MISMATCH,
-            f"ranks of {runtime.hostname} are of a world of {size}, others of {others}: start as many on each node",
+            f"ranks of {runtime.hostname} are of a world of {size}, others of {first_size}: start as many on each node",
         )
     joined.set(f"here/{runtime.rank}", runtime.hostname)
 
 
 def device_of(runtime: Runtime, distributed_backend: str) -> torch.device:
-    """Return this process's device, made current if it is a GPU; raises `ConfigError` where it does not exist."""
+    """Return this process's device, and make a GPU the current device. Raises `ConfigError` if it does not exist."""
     import torch
 
     if distributed_backend == "gloo" or not torch.cuda.is_available():
@@ -188,7 +188,7 @@ def device_of(runtime: Runtime, distributed_backend: str) -> torch.device:
             )
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # Slurm may show each task its own GPU only (--gpus-per-task).
+    # With --gpus-per-task, Slurm shows each task only one GPU.
     index = 0 if runtime.launcher == "srun" and count == 1 else runtime.local_rank
     if index >= count or (runtime.local_world_size > count and runtime.launcher != "srun"):
         raise ConfigError(
@@ -217,9 +217,9 @@ def _group_backend(device: torch.device, distributed_backend: str) -> str:
 
 @contextmanager
 def started(runtime: Runtime, **settings: Any) -> Iterator[torch.device]:
-    """Form the process group as `start` does for the body.
+    """Form the process group as `start` does, and end it after the body.
 
-    When the body fails on one of several ranks the group stays: its end would wait for peers that may never come.
+    If the body fails on one of several ranks the group stays, since its end would wait for peers that may never come.
     """
     device = start(runtime, **settings)
     try:
@@ -232,13 +232,13 @@ def started(runtime: Runtime, **settings: Any) -> Iterator[torch.device]:
 
 
 def stop() -> None:
-    """End the process group if there is one; never raises."""
+    """End the process group, if any; never raises."""
     agree.host_group = None
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         if sys.modules["torch"].__version__ < "2.6":
-            # That torch joins the threads of a gloo group while it holds the GIL, which they may need to free the
-            # tensors of the last collective. Nothing shows when they have: give them time.
+            # This torch joins gloo's threads while it holds the GIL, which they need to free the last collective's
+            # tensors. Nothing shows whether they are done, so give them time.
             time.sleep(0.2)
-        with suppress(Exception):  # a peer may be gone already
+        with suppress(Exception):  # a peer may have left already
             dist.destroy_process_group()

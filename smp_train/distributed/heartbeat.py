@@ -1,8 +1,8 @@
-"""What each rank of this node is doing, in memory that its peers on the node read even when it is stopped or dead.
+"""Step and phase of each rank of this node, in memory that the node's ranks share and that outlives a dead rank.
 
 A rank's slot holds its process, step, phase and two times of the node's monotonic clock: when the main thread entered
-the phase, and when the rank's watcher (`distributed.watch`) last ran. `at` is one store into mapped memory, below a
-microsecond; no system call. What measures by phases (`telemetry.step_times`, `telemetry.memory_tracker`) listens to it.
+the phase, and when the rank's watcher (`distributed.watch`) last ran. `enter` is one write to mapped memory, without a
+system call, in less than a microsecond. Telemetry that measures phases listens to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES = (
     "logging", "a callback", "a save", "a validation", "the end",
 )  # fmt: skip
 IN_A_STEP = {DATA, VOTE, FORWARD, BACKWARD, CLIP, UPDATE, OUTCOME, LOG}
-"""Phases that last about as long in every step. Others may last as long as they like."""
+"""Phases with about the same duration in every step. The duration of other phases has no limit."""
 
 SLOT_BYTES = 4096
 _WHO = struct.Struct("<qq")  # rank, process
@@ -38,7 +38,7 @@ _CRASH_BYTES = 1 << 16
 _LOGGED = re.compile(r"^\d{4}-\d\d-\d\d ", re.MULTILINE)
 _PLACE = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 USUAL_STEPS = 33
-"""Steps whose median time is the usual one; at least three must be done."""
+"""The usual time is the median of this many steps; at least three must be done."""
 
 
 class Beat(NamedTuple):
@@ -51,7 +51,7 @@ class Beat(NamedTuple):
     since: float
     tick: float
     answer: dict[str, Any]
-    """What its watcher says of its main thread, once that has stood still for a while."""
+    """The watcher's report about the main thread, once that has not moved for a while."""
 
 
 class Board:
@@ -64,10 +64,10 @@ class Board:
         self._durations: deque[float] = deque(maxlen=USUAL_STEPS)
         _WHO.pack_into(memory, self._offset, rank, os.getpid())
         self.tick(time.monotonic())
-        self.at(START, 0)
+        self.enter(START, 0)
 
-    def at(self, phase: int, step: int | None = None) -> None:
-        """Note that the main thread enters a phase; ``step`` where a step begins."""
+    def enter(self, phase: int, step: int | None = None) -> None:
+        """Record that the main thread enters a phase, and with ``step`` that it begins this step."""
         now = time.monotonic()
         if step is not None:
             if step == self.step + 1 and self._began:
@@ -77,28 +77,28 @@ class Board:
         _BEAT.pack_into(self.memory, self._offset + _AT_BEAT, self.step, phase, now)
 
     def log(self, rank: int) -> Path:
-        """Return the log of a rank, into which `faulthandler` writes its stacks as well."""
+        """Return the path of a rank's log, which also gets the stacks of `faulthandler`."""
         return self.logs / f"rank-{rank}.log"
 
     def usual(self) -> float | None:
-        """Return the seconds that a step takes; None before three are done: the first ones may compile."""
+        """Return the median time of a step in seconds; None before three are done, since the first may compile."""
         durations = list(self._durations)
         return median(durations) if len(durations) >= 3 else None
 
     def tick(self, now: float) -> None:
-        """Note that the watcher runs."""
+        """Record that the watcher runs."""
         _TICK.pack_into(self.memory, self._offset + _AT_TICK, now)
 
     def answer(self, content: dict[str, Any]) -> None:
-        """Leave word of the main thread, for whoever judges."""
+        """Write the watcher's report about the main thread, for the node's leader."""
         room = SLOT_BYTES - _AT_TEXT
         text = json.dumps(content).encode()
-        if len(text) <= room:  # a text that does not fit says nothing
+        if len(text) <= room:  # a part of the JSON would be useless
             self.memory[self._offset + _AT_TEXT : self._offset + SLOT_BYTES] = text.ljust(room, b"\0")
 
     def read(self) -> list[Beat]:
         """Return the beats of this node's ranks that have opened their slots."""
-        found = []
+        beats = []
         for offset in range(0, len(self.memory), SLOT_BYTES):
             rank, pid = _WHO.unpack_from(self.memory, offset)
             step, phase, since = _BEAT.unpack_from(self.memory, offset + _AT_BEAT)
@@ -107,21 +107,21 @@ class Board:
             with suppress(ValueError):
                 answer = json.loads(self.memory[offset + _AT_TEXT : offset + SLOT_BYTES].rstrip(b"\0") or b"{}")
             if pid:
-                found.append(Beat(rank, pid, step, phase, since, tick, answer))
-        return found
+                beats.append(Beat(rank, pid, step, phase, since, tick, answer))
+        return beats
 
 
 _board: Board | None = None
 _listeners: list[Callable[[int], None]] = []
 _at_end: list[Callable[[], None]] = []
 phase = START
-"""The phase that the main thread is in."""
+"""The phase of the main thread."""
 collective: Callable[[], AbstractContextManager[None]] = nullcontext
-"""Takes the time of the collective in its body, one of sharded weights or gradients; of whoever measures it."""
+"""Context that measures a collective of sharded weights or gradients; telemetry sets it."""
 
 
 def open_board(name: str, local_rank: int, local_world_size: int, rank: int, logs: Path | None = None) -> Board:
-    """Map the file ``name`` of this node, made by whichever rank is first, and let `at` write into it.
+    """Map the node's file ``name``, which the first rank creates, and let `enter` write to this rank's slot.
 
     ``logs`` is the folder of the ranks' logs.
     """
@@ -137,7 +137,7 @@ def open_board(name: str, local_rank: int, local_world_size: int, rank: int, log
 
 
 def unlink(name: str) -> None:
-    """Remove the file, which every rank has mapped by now: nothing stays behind, however the run ends."""
+    """Delete the file, which every rank has mapped by now, so that no end of the run leaves it."""
     with suppress(OSError):
         os.unlink(_path(name))
 
@@ -147,74 +147,74 @@ def _path(name: str) -> str:
 
 
 def listen(listener: Callable[[int], None]) -> None:
-    """Let ``listener`` have each phase as the main thread enters it, until `end`."""
+    """Call ``listener`` with each phase that the main thread enters, until `end`."""
     _listeners.append(listener)
 
 
-def at(entered: int, step: int | None = None) -> None:
-    """Note that this rank enters a phase; no slot shows it in a world of one, and once it leaves."""
+def enter(entered: int, step: int | None = None) -> None:
+    """Record that this rank enters a phase. There is no slot in a world of one, and none is written after `end`."""
     global phase
     phase = entered
     for listener in _listeners:
         listener(entered)
     if _board is not None and _board.phase != END:
-        _board.at(entered, step)
+        _board.enter(entered, step)
 
 
 def at_end(work: Callable[[], None]) -> None:
-    """Let ``work`` be done when the heartbeat ends."""
+    """Call ``work`` when the heartbeat ends."""
     _at_end.append(work)
 
 
 def end() -> None:
-    """Note that this rank leaves by itself: from here on nobody takes its end for a crash."""
+    """Record that this rank leaves in an orderly way, so that its end does not count as a crash."""
     global collective
     _listeners.clear()
     collective = nullcontext
-    at(END)
+    enter(END)
     while _at_end:
         _at_end.pop()()
 
 
 def ordered() -> dict[str, Any] | None:
-    """Return the order of this node's watcher that ends its ranks, if there is one."""
+    """Return the leader's order to end this node's ranks, if it has given the order."""
     beats = _board.read() if _board is not None else []
     return next((beat.answer for beat in beats if "end" in beat.answer), None)
 
 
-def killed_here(host: str, heard: Iterable[int] = ()) -> str:
-    """Return which ranks of this node ended without a word, and in which step; ``heard`` have given a sign of life."""
+def killed_here(host: str, alive: Iterable[int] = ()) -> str:
+    """Return which of this node's ranks died without a report, and in which step; ranks in ``alive`` cannot have."""
     if _board is None:
         return ""
-    found = []
+    deaths = []
     for beat in _board.read():
-        if beat.phase != END and beat.rank not in heard and state(beat.pid) == "gone":
+        if beat.phase != END and beat.rank not in alive and state(beat.pid) == "gone":
             crash = crash_of(_board.log(beat.rank))
-            what, at = ("crashed", f", at {crash}") if crash else ("was killed", "")
-            found.append(f"rank {beat.rank} on {host} {what} in step {beat.step}, {PHASES[beat.phase]}{at}")
-    return ", ".join(found)
+            death, line = ("crashed", f", at {crash}") if crash else ("was killed", "")
+            deaths.append(f"rank {beat.rank} on {host} {death} in step {beat.step}, {PHASES[beat.phase]}{line}")
+    return ", ".join(deaths)
 
 
 def crash_of(log: Path) -> str:
-    """Return where a process crashed, and of what, if that is the last that it wrote into its log; else ""."""
+    """Return where and why a process crashed, if its log ends with the crash; else ""."""
     dump = ""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _CRASH_BYTES))
         dump = file.read().decode(errors="replace")
-    _, found, dump = dump.rpartition("Fatal Python error: ")
-    if not found or _LOGGED.search(dump):  # a crash of an earlier start
+    _, crash, dump = dump.rpartition("Fatal Python error: ")
+    if not crash or _LOGGED.search(dump):  # an earlier start crashed
         return ""
     stack = innermost(dump.partition("urrent thread 0x")[2].partition("\n\n")[0])
     return f"{stack or 'no line of Python'} ({dump.partition(chr(10))[0]})"
 
 
 def innermost(dump: str) -> str:
-    """Return the innermost functions of a thread's stack as `faulthandler` writes it."""
+    """Return the innermost two functions of a stack that `faulthandler` wrote."""
     return " < ".join(f"{name} ({os.path.basename(path)}:{line})" for path, line, name in _PLACE.findall(dump)[:2])
 
 
 def state(pid: int) -> str:
-    """Return ``gone``, ``stopped``, ``blocked`` (in the kernel), or "" for a process that may run, or is unknown."""
+    """Return ``gone``, ``stopped`` or ``blocked`` (in the kernel); "" for a process that may run, or is unknown."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

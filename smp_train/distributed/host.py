@@ -1,4 +1,4 @@
-"""What a process asks of its host before torch is used: releases, limits, allocators; a C compiler. No torch."""
+"""The host's side of a process, without torch: releases, cores, limits, allocators, a C compiler, a free port."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from packaging.version import Version
 from smp_train.errors import ConfigError
 
 OPEN_FILES = 1 << 20
-"""Open files that a process asks for at most; some containers allow a thousand times as many."""
+"""Most open files that a process asks for; some containers allow a thousand times as many."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of the settings of CUDA's allocator: since torch 2.9, and before."""
-
+"""Variables with the settings of CUDA's allocator: the first since torch 2.9, the second before."""
 
 OLDEST = {"torch": "2.8", "transformers": "4.50"}
-"""Oldest releases of the native backend; before torch 2.8, FSDP2 averages gradients of replicas that must be summed."""
+"""Oldest releases for the native backend. Before torch 2.8, FSDP2 averages gradients over replicas, which we sum."""
 
 
 def check_native_releases() -> None:
-    """Raise `ConfigError` where torch or transformers is too old for the native backend; imports neither."""
+    """Raise `ConfigError` if torch or transformers is too old for the native backend; imports neither."""
     for package, oldest in OLDEST.items():
         with suppress(importlib.metadata.PackageNotFoundError):
             if older(installed := importlib.metadata.version(package), oldest):
@@ -43,9 +42,9 @@ def older(installed: str, oldest: str) -> bool:
 
 
 def python_path() -> str:
-    """Return PYTHONPATH of a process of this Python that is to import this package."""
-    further = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, further)])
+    """Return PYTHONPATH for a child process that imports this package."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, folders)])
 
 
 def cores() -> int:
@@ -56,24 +55,24 @@ def cores() -> int:
 
 
 def prepare(*, one_queue: bool = False) -> None:
-    """Set what runs need and the user has not set; before the first use of CUDA and of gloo.
+    """Set limits and variables that the user has not set, before the first use of CUDA and gloo.
 
-    - Open files to the hard limit, as each gloo group may connect every rank with every other: 1,023 descriptors per
-      rank and group at 1,024 ranks, where the usual soft limit is 1,024. And gloo connects two ranks when they first
-      exchange something, not all at start.
-    - CUDA memory in segments that grow: less is lost between blocks of different sizes.
-    - One implementation of NCCL's groups on all versions of torch. The default one of torch 2.15 binds the group to the
-      GPU that it derives from LOCAL_RANK or the rank, which is another one where srun deals ranks out by turns.
+    - Open files: the hard limit. Each gloo group may connect every rank with every rank, which takes 1,023 descriptors
+      per rank and group at 1,024 ranks; the usual soft limit is 1,024.
+    - gloo: connect two ranks when they first communicate, not all ranks at the start.
+    - CUDA's allocator: expandable segments, which lose less memory between blocks of different sizes.
+    - NCCL groups: the same implementation on all versions of torch. Torch 2.15 by default binds a group to the GPU that
+      it derives from LOCAL_RANK or the rank, which is the wrong GPU if srun deals ranks out to the nodes in turn.
 
     Args:
-        one_queue: Launch all kernels of a GPU in one hardware queue, as SMP's tensor parallelism needs (its overlap is
-            Megatron's). With FSDP2 it would keep communication from running beside computation.
+        one_queue: Launch all kernels of a GPU in one hardware queue, as SMP's tensor parallelism needs for its overlap,
+            which is Megatron's. FSDP2 could not overlap communication and computation then.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ.update(dict.fromkeys(ALLOCATOR, "expandable_segments:True"))
@@ -83,19 +82,19 @@ def prepare(*, one_queue: bool = False) -> None:
 
 
 def missing_for_kernels() -> str:
-    """Return what is missing to compile kernels, as Triton and inductor do: a C compiler or Python's headers; or ""."""
-    given = os.environ.get("CC")
-    if not any(map(shutil.which, [given] if given else ["gcc", "clang", "cc"])):
-        return f"CC={given} is not found" if given else "no C compiler (gcc or clang)"
+    """Return which of a C compiler and Python's headers is missing, for kernels of Triton and inductor; or ""."""
+    compiler = os.environ.get("CC")
+    if not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang", "cc"])):
+        return f"CC={compiler} is not found" if compiler else "no C compiler (gcc or clang)"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return f"no Python.h in {sysconfig.get_path('include')} (package python3-dev)"
     return ""
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this machine now, outside of the range of ephemeral ports.
+    """Return a TCP port that is free on this machine now.
 
-    Rank 0 listens there seconds later: an ephemeral port (Linux: from 32768 on) may be taken by then.
+    Rank 0 listens on it seconds later, so an ephemeral port (Linux: from 32768 on) might be taken by then.
     """
     while True:
         port = random.SystemRandom().randrange(20000, 32000)

@@ -1,4 +1,4 @@
-"""Copies of a state, nested dictionaries of tensors, in host memory."""
+"""Copies of a state (nested dictionaries of tensors) in host memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from smp_train.distributed.host_memory import pinned_bytes
 
 
 class Stager:
-    """Copies states to host buffers, which it keeps: only the first copy pays for new memory."""
+    """Copies states to host buffers, which it reuses for the next state."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, ...], Tensor] = {}
 
     def begin(self, state: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Return a copy of ``state``, and the function that completes it, which an update must wait for.
+        """Return a copy of ``state``, and a function that completes it: call that before the next optimizer step.
 
-        Tensors that the next forward pass may change, such as buffers of the model, are copied on return. Parameters
-        with optimizer state and that state are copied later: only an optimizer step changes them.
+        Trained parameters and their optimizer state, which only an optimizer step changes, are copied by that function.
+        All other tensors, such as the model's buffers, are copied at once: the next forward pass may change them.
         """
         trained = (state.get("optim") or {}).get("state") or {}
         copy: dict[str, Any] = {}
@@ -62,7 +62,7 @@ def _copy(pairs: list[tuple[Tensor, Tensor]], ready: Any) -> None:
             buffer.copy_(source)
         return
     stream = torch.cuda.Stream(pairs[0][1].device)
-    stream.wait_event(ready)  # the last update may still be in the queue
+    stream.wait_event(ready)  # the last optimizer step may still be running
     with torch.cuda.stream(stream):
         for buffer, source in pairs:
             buffer.copy_(source, non_blocking=True)
@@ -86,7 +86,7 @@ def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def local_bytes(state: dict[str, Any], *, pinned: bool = False) -> int:
-    """Return the bytes of host buffers for this rank's tensors; ``pinned`` counts as for tensors of a GPU."""
+    """Return the bytes of host buffers for this rank's tensors; ``pinned`` counts all tensors as a GPU's."""
     parts = [local_tensor(value) for _, value in leaves(state)]
     tensors = [value for value in parts if isinstance(value, Tensor)]
     return sum(pinned_bytes(t.nbytes) if pinned or t.is_cuda else t.nbytes for t in tensors)

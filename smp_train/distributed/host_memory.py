@@ -1,4 +1,4 @@
-"""Memory of this host: what is left of it for this process, and what page-locked buffers take of it."""
+"""The host memory that is free for this process, and the memory of page-locked buffers."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def free_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Return the host memory that is free or can be freed for this process, None where the system does not tell.
+    """Return the bytes of host memory that this process can get; None if the system does not report them.
 
-    A pod or a Slurm job may take less than what the machine has free: the limits are those of its control group and of
-    all that this one is in. As the kernel does in ``MemAvailable``, files in the page cache count as free.
+    The control groups of a pod or a Slurm job may allow less than the machine has free. As in the kernel's
+    ``MemAvailable``, files in the page cache count as free.
     """
-    found = [free for free in (_of_machine(proc), *_of_groups(proc, cgroups)) if free is not None]
-    return min(found, default=None)
+    limits = [free for free in (_free_on_machine(proc), *_free_in_groups(proc, cgroups)) if free is not None]
+    return min(limits, default=None)
 
 
 def pinned_bytes(size: int) -> int:
-    """Return what a page-locked tensor of ``size`` bytes takes: the next power of two.
+    """Return the bytes that torch allocates for a page-locked tensor of ``size`` bytes: the next power of two.
 
-    So torch allocates them, by either of CUDA's calls (ATen/core/CachingHostAllocator.h, `allocate`), unless
-    ``pinned_max_round_threshold_mb`` of PYTORCH_ALLOC_CONF leaves larger ones as they are.
+    See ATen/core/CachingHostAllocator.h, `allocate`. ``pinned_max_round_threshold_mb`` in PYTORCH_ALLOC_CONF exempts
+    larger tensors.
     """
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def pinned_blocks(size: int) -> list[int]:
-    """Return sizes that `pinned_bytes` leaves as they are: at most four, and in all at most an eighth above ``size``.
+    """Return at most four powers of two, which `pinned_bytes` does not round up, with a sum of at least ``size``.
 
-    Or 511 bytes above it, where that is more.
+    The sum exceeds ``size`` by at most an eighth, or by 511 bytes if that is more.
     """
     step = max(512, pinned_bytes(size + 1) // 16)
     rounded = -(-size // step) * step
     return [1 << bit for bit in reversed(range(rounded.bit_length())) if rounded >> bit & 1]
 
 
-def _of_machine(proc: Path) -> int | None:
+def _free_on_machine(proc: Path) -> int | None:
     try:
         lines = (proc / "meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -46,8 +46,11 @@ def _of_machine(proc: Path) -> int | None:
         return None
 
 
-def _of_groups(proc: Path, cgroups: Path) -> Iterator[int | None]:
-    """Yield what each group that this process is in has left (https://docs.kernel.org/admin-guide/cgroup-v2.html)."""
+def _free_in_groups(proc: Path, cgroups: Path) -> Iterator[int | None]:
+    """Yield the bytes that each control group of this process has left, for versions 1 and 2 of control groups.
+
+    See https://docs.kernel.org/admin-guide/cgroup-v2.html.
+    """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -57,9 +60,9 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[int | None]:
         if kinds and "memory" not in kinds.split(","):
             continue
         top = cgroups / "memory" if kinds else cgroups
-        own = PurePosixPath(path.lstrip("/"))
-        # In a container the path may be the host's, of which only the top is to be seen here.
-        for group in (own, *own.parents):
+        innermost = PurePosixPath(path.lstrip("/"))
+        # In a container the path may be the host's, and only its top folder visible.
+        for group in (innermost, *innermost.parents):
             folder = top / group
             if kinds:
                 yield _left(folder, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
@@ -82,7 +85,7 @@ def _left(folder: Path, limits: tuple[str, ...], usage: str, prefix: str) -> int
 
 
 def _number(file: Path) -> int | None:
-    """Return what a file of a control group says; None where it is not there, or says ``max``: no limit."""
+    """Return the number in a control group's file; None if the file is missing or has ``max``, which is no limit."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

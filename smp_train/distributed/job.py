@@ -15,7 +15,7 @@ from smp_train.distributed.environment import LAUNCH
 KUBERNETES_JOB = "SMP_TRAIN_JOB"
 """Set by our Kubernetes manifests: namespace and name of the job."""
 UNIQUE_JOBS = {"TRAINING_JOB_NAME": "training job", KUBERNETES_JOB: "Kubernetes job"}
-"""Variables with the name of a job of which one start at most lives at any time."""
+"""Variables with the name of a job that runs at most once at any time."""
 SHARED_JOBS = {"SLURM_JOB_ID": "Slurm job", "PBS_JOBID": "PBS job"}
 """Variables with the id of an allocation, which may run several trainings."""
 
@@ -25,11 +25,11 @@ class Job:
     """A job as its scheduler names it.
 
     Attributes:
-        name: such as ``Slurm job 17``; empty for a process that somebody started by hand.
-        restarts: how often the scheduler has started the job again.
-        agent: what starts the processes of this job again when they end, and only then: a unique job, or torchrun or
-            our supervisor by process and run id. Empty where nothing does.
-        process: the process itself; a second training of one program is no restart of the first.
+        name: for example ``Slurm job 17``; empty for a process that was started by hand.
+        restarts: number of times that the scheduler has restarted the job.
+        agent: identifies the program that restarts the processes of this job when they have ended: a unique job, or the
+            process and run id of torchrun or our supervisor. Empty without such a program.
+        process: this process; a second training in the same process is not a restart of the first.
     """
 
     name: str = ""
@@ -39,7 +39,7 @@ class Job:
 
     @classmethod
     def current(cls, environ: Mapping[str, str] | None = None) -> Job:
-        """Return the job of this process from the environment, or of another process from its environment."""
+        """Return this process's job, or the job of the process whose environment is passed."""
         process = identity(os.getpid()) if environ is None else ""
         environ = os.environ if environ is None else environ
         for variable, kind in UNIQUE_JOBS.items():
@@ -58,21 +58,21 @@ class Job:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Job:
-        """Return the job of `dataclasses.asdict`. Raises TypeError and ValueError."""
+        """Return the job from the result of `dataclasses.asdict`. Raises KeyError, TypeError or ValueError."""
         texts = (str(content[key]) for key in ("agent", "process"))
         return cls(str(content["name"]), int(content["restarts"]), *texts)
 
     def is_restart_of(self, earlier: Job) -> bool:
-        """Return whether this is ``earlier``, started again. Two steps of one allocation are not."""
+        """Return whether this is the job ``earlier``, started again; two steps of one allocation are different jobs."""
         if self.agent and self.agent == earlier.agent:
             return not self.process or self.process != earlier.process
         return bool(self.name) and self.name == earlier.name and self.restarts > earlier.restarts
 
 
 def identity(pid: int) -> str:
-    """Return the machine, id and start time of a process; the time is empty if it has ended.
+    """Return the machine, id and start time of a process, separated by spaces; the time is empty if it has ended.
 
-    The machine is this start of the system with its namespace of process ids: containers may share a host name.
+    The machine is the boot id with the namespace of process ids, as several containers may have the same host name.
     """
     try:
         machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
@@ -86,7 +86,7 @@ def identity(pid: int) -> str:
 
 
 def is_alive(process: str) -> bool | None:
-    """Return whether a process, by its `identity`, lives on this machine; None if that cannot be known here."""
+    """Return whether the process with an `identity` lives; None if it is on another machine."""
     machine, _, numbers = process.partition(" ")
     pid, _, started = numbers.partition(" ")
     if not started or machine != identity(os.getpid()).partition(" ")[0]:

@@ -1,8 +1,7 @@
-"""Work that takes some ranks much longer than others: ranks that have finished wait on the store, not in a collective.
+"""Work that takes some ranks much longer than others, such as the conversion of terabytes on one rank.
 
-A collective has a time-out, which a conversion of terabytes on one rank would exceed. The store where the ranks met has
-none. While it works, each rank counts its progress there; rank 0 logs the sum, and ends the wait when a rank no longer
-reports.
+A collective would time out, so ranks that have finished wait on the store where the ranks met, which has no time-out.
+Each working rank writes its progress there. Rank 0 shows the sum, and ends the wait if a rank no longer reports.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from smp_train.progress import Progress
 T = TypeVar("T")
 
 REPORT_SECONDS = 1.0
-"""Interval at which a rank reports progress and looks for failures."""
+"""Interval at which a rank writes its progress and reads whether another rank has failed."""
 LOST_SECONDS = 120.0
-"""A rank that has not reported for this long is lost."""
+"""A rank that has not written for this long is lost."""
 
 _calls = itertools.count()
 
@@ -35,18 +34,18 @@ class Interrupted(Exception):
     """Raised in a rank's work when another rank has failed."""
 
 
-class _Watch:
-    """Progress and failures of all ranks in the store; a thread keeps them up to date."""
+class _SharedProgress:
+    """Progress and failures of all ranks, kept up to date by a thread in the body of its context."""
 
     def __init__(self, store: Any, progress: Progress, total: int) -> None:
         self._store, self._progress, self._total = store, progress, total
         self._done = self._sent = 0
-        self._ended = threading.Event()
-        self.failed = threading.Event()
+        self._beats = dict.fromkeys(range(world_size()), (0, time.monotonic()))
+        """Each rank's last beat, and when it came."""
+        self.failed, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="smp-train-long-work", daemon=True)
-        self._beats: dict[int, tuple[bytes, float]] = {}
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _SharedProgress:
         self._thread.start()
         return self
 
@@ -60,29 +59,25 @@ class _Watch:
         if self.failed.is_set():
             raise Interrupted
 
-    def fail(self, reason: str) -> None:
-        """Tell every rank that this rank has failed; an empty reason is one that `gather` reports."""
+    def fail(self, lost: str = "") -> None:
+        """Interrupt all ranks, because this rank has failed or because of a ``lost`` rank."""
         with suppress(RuntimeError):
-            self._store.set("failed", reason)
+            self._store.set("failed", lost)
         self.failed.set()
 
     def wait(self) -> None:
-        """Return when all ranks have finished, or one has failed. Raises `LostPeerError` when one is lost."""
+        """Return when all ranks have finished or one has failed. Raises `LostPeerError` if a rank is lost."""
         self._store.add("finished", 1)
         pause = 0.01
         while not self.failed.is_set() and self._store.add("finished", 0) < world_size():
             self.failed.wait(pause)
             pause = min(0.5, 1.5 * pause)
-
-    def raise_lost(self) -> None:
-        """Raise `LostPeerError` where a rank is lost: collectives would wait for that rank."""
-        reason = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
-        if reason:
-            raise LostPeerError(reason)
+        if self._store.check(["failed"]) and (lost := self._store.get("failed").decode()):
+            raise LostPeerError(lost)  # a collective would wait for the lost rank
 
     def _run(self) -> None:
         while not self._ended.wait(REPORT_SECONDS):
-            # A slow store is asked again; a dead one fails in `wait`, or in the next collective.
+            # A slow store is asked again; if the store is gone, `wait` or the next collective fails.
             with suppress(RuntimeError):
                 done = self._done
                 total = self._store.add("done", done - self._sent)
@@ -90,50 +85,45 @@ class _Watch:
                 self._store.add(f"beat/{rank()}", 1)
                 if rank() == 0:
                     self._progress.at(total, self._total)
-                    self._look_for_lost_ranks()
+                    self._look_for_lost_ranks(time.monotonic())
                 if self._store.check(["failed"]):
                     self.failed.set()
 
-    def _look_for_lost_ranks(self) -> None:
-        now = time.monotonic()
-        for peer in range(world_size()):
-            beat = self._store.get(f"beat/{peer}") if self._store.check([f"beat/{peer}"]) else b""
-            last, since = self._beats.get(peer, (None, now))
-            self._beats[peer] = (beat, now if beat != last else since)
-            if now - self._beats[peer][1] > LOST_SECONDS:
+    def _look_for_lost_ranks(self, now: float) -> None:
+        for peer, (last_beat, since) in self._beats.items():
+            beat = self._store.add(f"beat/{peer}", 0)
+            if beat != last_beat:
+                self._beats[peer] = beat, now
+            elif now - since > LOST_SECONDS:
                 self.fail(f"rank {peer} has not reported for {LOST_SECONDS:g} s, as seen on {socket.gethostname()}")
 
 
 def finish_together(
-    what: str, work: Callable[[Callable[[int], None]], T], *, progress: Progress, total: int = 0
+    action: str, work: Callable[[Callable[[int], None]], T], *, progress: Progress, total: int = 0
 ) -> list[T]:
-    """Run ``work`` on every rank, however long it takes, and return what each rank returned; collective.
+    """Run ``work`` on every rank, however long it takes, and return all results, by rank; collective.
 
     Args:
-        what: for messages of failures, as in `gather`.
+        action: for messages of failures, which reach all ranks within seconds, as in `gather`.
         work: called with a function to report progress: call it often with the units done since its last call. It
             raises an exception to end this rank's work when another rank has failed. The work holds no collective.
         progress: shows the units of all ranks, on rank 0.
         total: number of these units.
-
-    A failure on one rank is a failure on all within seconds, as in `gather`.
     """
     met = meeting()
     if is_alone() or world_size() == 1 or met is None:
-        return gather(what, partial(work, progress.update))
+        return gather(action, partial(work, progress.update))
     import torch.distributed as dist
 
-    store = dist.PrefixStore(f"long/{next(_calls)}", met.store)
     value: Any = None
     failure: Exception | None = None
-    with _Watch(store, progress, total) as watch:
+    with _SharedProgress(dist.PrefixStore(f"long/{next(_calls)}", met.store), progress, total) as shared:
         try:
-            value = work(watch.report)
+            value = work(shared.report)
         except Interrupted:
             pass
         except Exception as problem:
             failure = problem
-            watch.fail("")
-        watch.wait()
-    watch.raise_lost()
-    return gather(what, partial(unless, failure, value))
+            shared.fail()
+        shared.wait()
+    return gather(action, partial(unless, failure, value))

@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host, which does not wait for them at once."""
+"""Asynchronous copies of numbers from the device to the host."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class ToHost:
-    """A copy of a tensor to the host, queued where the tensor is on a GPU; on a CPU the tensor itself."""
+    """A copy of a GPU's tensor to the host, which runs in the GPU's queue; for a CPU's tensor, the tensor itself."""
 
     def __init__(self, values: Tensor) -> None:
-        """Queue the copy."""
+        """Start the copy."""
         self._host, self._copied = values, None
         if values.is_cuda:
             self._host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
@@ -20,11 +20,11 @@ class ToHost:
             self._copied.record()
 
     def values(self) -> Tensor:
-        """Return the copy; waits for what was queued up to it, not for what came after it."""
+        """Wait for the copy, but not for work queued after it, and return it."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
 
     def tolist(self) -> list[Any]:
-        """Return the numbers; waits as `values` does."""
+        """Return the numbers, after waiting as `values` does."""
         return self.values().tolist()

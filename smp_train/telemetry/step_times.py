@@ -1,6 +1,6 @@
 """Where the time goes, by phase, on every rank, and which rank the others wait for.
 
-The marks are the heartbeat's (`distributed.heartbeat.at`). On a GPU a mark is an event in the device's queue, and the
+The marks are the heartbeat's (`heartbeat.enter`). On a GPU a mark is an event in the device's queue, and the
 time between two of them is the device's: where the host is ahead, reading data takes no time, and where it is not, the
 time that the device stood still for it. So the phases add up to all of the time. An event is read once the device
 has passed it, never waited for. On a CPU a mark is a reading of the clock.

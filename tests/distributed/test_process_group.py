@@ -65,32 +65,30 @@ def agree(failing: dict[int, Exception]) -> Any:
     return outcome
 
 
-def test_together_with_one_failing_rank() -> None:
+TOGETHER: dict[str, tuple[int, dict[int, Exception], tuple[int, str, str]]] = {
+    # world, failing ranks; the rank whose failure is raised, its class and message
+    "one rank": (3, {1: DataError("shard.json:7: broken")}, (1, "DataError", "shard.json:7: broken")),
+    "the lowest of several": (
+        4, {1: CheckpointError("no space"), 3: ConfigError(""), 2: ValueError()}, (1, "CheckpointError", "no space"),
+    ),
+    "a defect": (
+        2, {0: ValueError("what\nnow é")}, (0, "SmpTrainError", "while reading the shards: ValueError: what now é"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOGETHER.values(), ids=TOGETHER)
+def test_a_failure_of_one_rank_is_raised_on_all(case: tuple[int, dict[int, Exception], tuple[int, str, str]]) -> None:
+    world, failing, (first, expected, message) = case
+    for rank, (kind, text, cause, repeats) in enumerate(run(agree, world, failing)):
+        assert (kind, repeats) == (expected, rank != first)
+        assert re.fullmatch(rf"(rank {first} on \S+: )?{re.escape(message)}", text)
+        assert text.startswith("rank ") == repeats
+        assert cause == type(failing.get(rank)).__name__
+
+
+def test_ranks_without_a_failure_go_on_together() -> None:
     assert run(agree, 2, {}) == ["nothing"] * 2
-    first, second, third = run(agree, 3, {1: DataError("shard.json:7: no input_ids")})
-    message = "shard.json:7: no input_ids"
-    assert second == ("DataError", message, "DataError", False)
-    for others in (first, third):
-        kind, text, cause, repeats = others
-        assert (kind, cause, repeats) == ("DataError", "NoneType", True)
-        assert text.startswith("rank 1 on ")
-        assert text.endswith(f": {message}")
-
-
-def test_together_takes_the_lowest_of_several_failures() -> None:
-    failing = {1: CheckpointError("no space"), 3: ConfigError("other"), 2: ValueError("third")}
-    results = run(agree, 4, failing)
-    assert [result[0] for result in results] == ["CheckpointError"] * 4
-    assert results[1][1] == "no space"
-    assert all("rank 1 on " in results[rank][1] for rank in (0, 2, 3))
-    assert [result[2] for result in results] == ["NoneType", "CheckpointError", "ValueError", "ConfigError"]
-
-
-def test_together_turns_a_defect_into_a_clean_stop() -> None:
-    first, second = run(agree, 2, {0: ValueError("what\nnow é")})
-    assert first == ("SmpTrainError", "while reading the shards: ValueError: what now é", "ValueError", False)
-    assert second[0] == "SmpTrainError"
-    assert second[1].endswith(": while reading the shards: ValueError: what now é")
 
 
 def test_together_alone_lets_the_error_through() -> None:
@@ -109,7 +107,7 @@ def values() -> list[Any]:
     seen = [
         distributed.gather("telling", lambda: ("rank", mine)), distributed.on_main("choosing", lambda: f"by {mine}"),
         distributed.any_rank(mine == 1), distributed.any_rank(False), distributed.largest([mine, -mine]),
-        list(distributed.exchange(b"" if mine == 1 else b"abc"[: mine + 1])),
+        distributed.from_main(b"abc"[mine:]), distributed.from_main(b"abc"[:mine]),
     ]  # fmt: skip
     with distributed.alone():
         seen += [distributed.gather("telling", lambda: mine), distributed.any_rank(mine == 1), distributed.rank()]
@@ -117,7 +115,7 @@ def values() -> list[Any]:
 
 
 def test_values_are_known_to_all_ranks_unless_alone() -> None:
-    shared = [[("rank", 0), ("rank", 1), ("rank", 2)], "by 0", True, False, [2, 0], [b"a", b"abc"]]
+    shared = [[("rank", 0), ("rank", 1), ("rank", 2)], "by 0", True, False, [2, 0], b"abc", b""]
     assert run(values, 3) == [[*shared, [rank], rank == 1, 0, rank] for rank in range(3)]
 
 

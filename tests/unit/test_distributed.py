@@ -110,53 +110,47 @@ def without(environ: dict[str, str], *names: str, **changes: str) -> dict[str, s
     return {name: value for name, value in {**environ, **changes}.items() if name not in names}
 
 
-REFUSED: dict[str, tuple[dict[str, str], str]] = {
-    "no LOCAL_RANK": (without(TORCHRUN, "LOCAL_RANK"), "not LOCAL_RANK: torchrun sets all"),
-    "RANK alone": ({"RANK": "0"}, "not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-    "WORLD_SIZE alone": ({"WORLD_SIZE": "2"}, "WORLD_SIZE set but not RANK"),
-    "torchrun without its variables": ({"TORCHELASTIC_RUN_ID": "1"}, "not RANK, WORLD_SIZE"),
-    "RANK is no number": (without(TORCHRUN, RANK="x"), "RANK='x' is not a number"),
-    "rank outside the world": (without(TORCHRUN, RANK="16"), "rank 16 of 16"),
-    "negative rank": (without(TORCHRUN, RANK="-1"), "rank -1 of 16"),
-    "more local than all": (without(TORCHRUN, RANK="1", WORLD_SIZE="2"), "contradicts itself"),
-    "local rank outside": (without(TORCHRUN, LOCAL_RANK="8"), "local rank 8 of 8"),
-    "no local processes": (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), "contradicts itself"),
-    "Open MPI without size": (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"),
-    "OMPI_COMM_WORLD_SIZE is not set, which Open MPI"),
-    "Open MPI without rank": (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK is not set"),
+# What the message must name.
+REFUSED: dict[str, tuple[dict[str, str], list[str]]] = {
+    "no LOCAL_RANK": (without(TORCHRUN, "LOCAL_RANK"), ["not LOCAL_RANK", "torchrun"]),
+    "RANK alone": ({"RANK": "0"}, ["not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR", "unset RANK"]),
+    "WORLD_SIZE alone": ({"WORLD_SIZE": "2"}, ["not RANK", "unset WORLD_SIZE"]),
+    "torchrun without its variables": ({"TORCHELASTIC_RUN_ID": "1"}, ["not RANK, WORLD_SIZE"]),
+    "RANK is no number": (without(TORCHRUN, RANK="x"), ["RANK='x'"]),
+    "rank outside the world": (without(TORCHRUN, RANK="16"), ["torchrun", "rank 16 of 16"]),
+    "negative rank": (without(TORCHRUN, RANK="-1"), ["rank -1 of 16"]),
+    "more local than all": (without(TORCHRUN, RANK="1", WORLD_SIZE="2"), ["rank 1 of 2, local rank 1 of 8"]),
+    "local rank outside": (without(TORCHRUN, LOCAL_RANK="8"), ["local rank 8 of 8"]),
+    "no local processes": (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), ["local rank 1 of 0"]),
+    "Open MPI without size": (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), ["not OMPI_COMM_WORLD_SIZE", "Open MPI"]),
+    "Open MPI without rank": (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), ["not OMPI_COMM_WORLD_RANK"]),
     "Open MPI on nodes without address": (
-        without(OPENMPI, OMPI_COMM_WORLD_LOCAL_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1"),
-        "MASTER_ADDR is not set: mpiexec does not say on which of the 2 nodes",
+        without(OPENMPI, OMPI_COMM_WORLD_LOCAL_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1"), ["MASTER_ADDR", "2 nodes"],
     ),
-    "MPICH without local numbers": (without(HYDRA, "MPI_LOCALNRANKS"),
-    "MPI_LOCALNRANKS or PMI_LOCAL_SIZE is not set"),
-    "bare PMI": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID or PMI_LOCAL_RANK is not set"),
-    "PALS on nodes without address": (without(PALS, "MASTER_ADDR"), "MASTER_ADDR is not set"),
+    "MPICH without local numbers": (without(HYDRA, "MPI_LOCALNRANKS"), ["not MPI_LOCALNRANKS or PMI_LOCAL_SIZE"]),
+    "bare PMI": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["not MPI_LOCALRANKID or PMI_LOCAL_RANK"]),
+    "PALS on nodes without address": (without(PALS, "MASTER_ADDR"), ["MASTER_ADDR", "PALS"]),
     "PALS with a list that is not there": (
-        without(PALS, "MASTER_ADDR", PBS_NODEFILE="/nowhere"),
-        "PBS_NODEFILE=/nowhere: No such file",
+        without(PALS, "MASTER_ADDR", PBS_NODEFILE="/nowhere"), ["PBS_NODEFILE=/nowhere: No such file"],
     ),
-    "srun without nodelist": (without(SRUN, "SLURM_STEP_NODELIST"),
-    "SLURM_STEP_NODELIST is not set, which srun"),
-    "srun without local id": (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID is not set, which srun"),
-    "srun whose counts do not add up": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4(x2)"),
-    "does not fit 7 tasks"),
-    "srun whose counts cannot be read": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4x2"),
-    "is not of the form"),
-    "SageMaker without current host": (without(SAGEMAKER, "SM_CURRENT_HOST"), "SM_CURRENT_HOST is not set"),
-    "SageMaker without hosts": (without(SAGEMAKER, "SM_HOSTS"), "SM_HOSTS is not set"),
-    "SageMaker with a stranger": (without(SAGEMAKER, SM_CURRENT_HOST="algo-9"), "is not among SM_HOSTS"),
-    "SageMaker with hosts that are no list": (without(SAGEMAKER, SM_HOSTS="algo-1"), "is not a JSON list"),
-    "port is no number": (without(SRUN, MASTER_PORT="x"), "MASTER_PORT='x' is not a number"),
+    "srun without nodelist": (without(SRUN, "SLURM_STEP_NODELIST"), ["MASTER_ADDR", "srun"]),
+    "srun without local id": (without(SRUN, "SLURM_LOCALID"), ["not SLURM_LOCALID", "srun"]),
+    "srun whose counts do not add up": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4(x2)"), ["4(x2)", "7 tasks"]),
+    "srun whose counts cannot be read": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4x2"), ["4x2", "7 tasks"]),
+    "SageMaker without current host": (without(SAGEMAKER, "SM_CURRENT_HOST"), ["SM_CURRENT_HOST"]),
+    "SageMaker without hosts": (without(SAGEMAKER, "SM_HOSTS"), ["SM_HOSTS"]),
+    "SageMaker with a stranger": (without(SAGEMAKER, SM_CURRENT_HOST="algo-9"), ["algo-9", "SM_HOSTS"]),
+    "SageMaker with hosts that are no list": (without(SAGEMAKER, SM_HOSTS="algo-1"), ["SM_HOSTS=algo-1", "JSON"]),
+    "port is no number": (without(SRUN, MASTER_PORT="x"), ["MASTER_PORT='x'"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_refused(case: tuple[dict[str, str], str]) -> None:
-    environ, complaint = case
+def test_refused(case: tuple[dict[str, str], list[str]]) -> None:
+    environ, nouns = case
     with pytest.raises(ConfigError) as refused:
         detect(environ)
-    assert complaint in str(refused.value)
+    assert [noun for noun in nouns if noun not in str(refused.value)] == []
     assert "\n" not in str(refused.value)
 
 

@@ -161,7 +161,7 @@ def test_a_snapshot_of_the_first_steps_and_none_without_a_gpu(tmp_path: Path, mo
     for step in range(1, memory_tracker.FIRST_STEPS + 2):
         assert not snapshot.exists()
         for phase in (heartbeat.DATA, heartbeat.FORWARD):
-            heartbeat.at(phase, step)
+            heartbeat.enter(phase, step)
     assert snapshot.exists()
     heartbeat.end()
 

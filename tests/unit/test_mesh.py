@@ -83,7 +83,7 @@ def test_little_work_over_a_network_is_pointed_out() -> None:
         (6, {"tensor": 4}, r"--tensor_parallel_degree 4 does not divide the 6 processes of this run; 1, 2, 3, 6 would"),
         (8, {"context": 3}, r"--context_parallel_degree 3 does not divide the 8 processes"),
         (8, {"tensor": 4, "context": 4}, r"does not divide the 2 ranks left by --tensor_parallel_degree 4"),
-        (12, {"tensor": 4, "expert": 2}, r"4 and --expert_parallel_degree 2 do not divide the 12 processes"),
+        (12, {"tensor": 4, "expert": 2}, r"4 and --expert_parallel_degree 2 does not divide the 12 processes"),
         (8, {"expert": 4, "hybrid_shard_degree": 4}, r"divide the 2 ranks left by --expert_parallel_degree 4"),
         (8, {"hybrid_shard_degree": 2, "context": 4}, r"the shard degree 2 of --hybrid_shard_degree 2; 1, 2 would"),
     ],

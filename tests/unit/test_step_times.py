@@ -81,7 +81,7 @@ def test_phases_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     times = StepTimes(RANKS, torch.device("cpu"))
     times._phase = LOG  # after the start, which is 100 s here
     for phase in (DATA, FORWARD, BACKWARD, LOG, DATA):
-        heartbeat.at(phase)
+        heartbeat.enter(phase)
     shares = gathered(times, monkeypatch)["time_shares"]
     assert {name: 110 * share for name, share in shares.items() if share} == pytest.approx(
         {"data": 1, "forward": 2, "backward": 4, "host": 103}
@@ -93,10 +93,10 @@ def test_collectives_of_a_pass_are_timed_by_the_clock(monkeypatch: pytest.Monkey
     clock = iter([0.0, 2.0, 5.0, 9.0, 10.0])
     monkeypatch.setattr(step_times.time, "perf_counter", lambda: next(clock))
     times._phase, times._since = LOG, 0.0
-    heartbeat.at(FORWARD)
+    heartbeat.enter(FORWARD)
     with heartbeat.collective():
         pass
-    heartbeat.at(VOTE)
+    heartbeat.enter(VOTE)
     with heartbeat.collective():  # of a phase that is not asked about
         pass
     assert times._sums[len(PHASES)] == 3.0
@@ -132,10 +132,10 @@ def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.Mon
     for step in range(50):
         Event.passed = 6000 * step - 7000  # behind the host
         for phase in (DATA, VOTE, FORWARD):
-            heartbeat.at(phase)
+            heartbeat.enter(phase)
         with heartbeat.collective():
             pass
-        heartbeat.at(OUTCOME)
+        heartbeat.enter(OUTCOME)
     assert Event.made < 20
     times._on_gpu = False  # the rest is as on a CPU
     times._read_marks()

@@ -57,8 +57,8 @@ def test_a_slot_shows_step_phase_and_usual_time(tmp_path, monkeypatch) -> None:
     other = heartbeat.Board(board.memory, 2, 6)
     assert board.usual() is None
     for step in range(1, 6):
-        heartbeat.at(DATA, step)
-        heartbeat.at(BACKWARD)
+        heartbeat.enter(DATA, step)
+        heartbeat.enter(BACKWARD)
     assert board.usual() is not None
     heartbeat.unlink("x")
     first, second = other.read()
@@ -67,7 +67,7 @@ def test_a_slot_shows_step_phase_and_usual_time(tmp_path, monkeypatch) -> None:
     other.answer({"end": "why"})
     assert heartbeat.ordered() == {"end": "why"}
     heartbeat.end()
-    heartbeat.at(DATA, 6)
+    heartbeat.enter(DATA, 6)
     assert other.read()[0].phase == heartbeat.END
     assert os.listdir(tmp_path) == []
 
@@ -87,8 +87,8 @@ def test_what_another_leader_has_said_is_not_said_again(
 ) -> None:
     watcher = watch.Watcher(board, detect({}), tmp_path, report_seconds=30, end_seconds=0)
     other = heartbeat.Board(board.memory, 1, 1)
-    heartbeat.at(FORWARD, 1)
-    other.at(DATA, 1)
+    heartbeat.enter(FORWARD, 1)
+    other.enter(DATA, 1)
     beats = board.read()
     other.answer({"said": 1})  # since then
     watcher._lead(beats, time.monotonic(), still=100, limit=30, usual=1)

@@ -23,7 +23,7 @@ from smp_train.checkpoints.dcp import index
 from smp_train.checkpoints.dcp.index import INDEX
 from smp_train.checkpoints.dcp.pickled import unpickle
 from smp_train.checkpoints.format import METADATA
-from smp_train.distributed.agree import here
+from smp_train.distributed.agree import with_rank
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
 from smp_train.progress import MOVED
@@ -103,7 +103,7 @@ class TreeWriter(dcp.FileSystemWriter):
         """Refuse to write if this rank does not see the attempt that rank 0 has begun."""
         if not wait_for(lambda: self._storage.exists(self._begun)):
             unshared = f"the nodes do not share {self._storage.location}; give a --checkpoint_dir that they do"
-            raise CheckpointError(here(f"does not see {self._begun}, which rank 0 made: {unshared}"))
+            raise CheckpointError(with_rank(f"does not see {self._begun}, which rank 0 made: {unshared}"))
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
@@ -124,7 +124,7 @@ class TreeWriter(dcp.FileSystemWriter):
             self.on_stage("checksum")
         except Exception as error:
             # DCP pickles the error for the other ranks. Not every error can be pickled: raise one with only a message.
-            raise CheckpointError(here(self._explained(error))) from error
+            raise CheckpointError(with_rank(self._explained(error))) from error
         return results
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
