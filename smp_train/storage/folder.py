@@ -18,6 +18,7 @@ from smp_train.storage.patience import patiently
 
 SMALL_FILE_BYTES = 64 << 20
 """Largest file that is read whole, so that a stranger's file cannot fill the memory."""
+MAKE_ATTEMPTS = 10
 PARTIAL = ".partial"
 """Suffix of a hidden temporary name, under which a file is written before it is renamed."""
 
@@ -209,11 +210,16 @@ def _is_partial(name: str) -> bool:
 
 def _make(folder: Path) -> None:
     """Make a folder, with the folders around it, and sync their names."""
-    while not folder.is_dir():  # try again: another process may remove a folder while it is empty
+    for attempt in range(MAKE_ATTEMPTS):
+        if folder.is_dir():
+            return
         _make(folder.parent)
-        with suppress(FileNotFoundError):
+        try:
             folder.mkdir(exist_ok=True)
             sync_folder(folder.parent)
+        except FileNotFoundError:  # another process has removed the parent while it was empty
+            if attempt == MAKE_ATTEMPTS - 1:  # or nothing can be made there, as in /proc
+                raise
 
 
 def sync_folder(path: Path) -> None:
