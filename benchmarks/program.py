@@ -64,7 +64,7 @@ def opened(command_line: Sequence[str]) -> Iterator[Run]:
 
     Numbers are read a step later on a CPU too, so that a rehearsal goes the GPU's way.
     """
-    train_lib.READ_LATER.add("cpu")
+    train_lib.ASYNCHRONOUS_DEVICES.add("cpu")
     ranks = distributed.detect()
     resolved = arguments.parse(list(command_line), {})
     arguments.validate(resolved.args, ranks.world_size, ranks.local_world_size)
@@ -105,7 +105,7 @@ def stepping(run: Run) -> Iterator[Callable[[], None]]:
 
     with train_utils.garbage_collected_together():
         yield one
-    train_lib.settle(run)
+    train_lib.finish_pending_step(run)
     batches.close()
 
 

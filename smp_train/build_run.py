@@ -95,7 +95,7 @@ class Run:
     """What a program gave besides flags; without callbacks once one has failed."""
     losses: dict[str, float] = field(default_factory=dict)
     """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
-    unread: train_utils.Unread | None = None
+    pending_step: train_utils.PendingStep | None = None
     spikes: Spikes = field(default_factory=Spikes)
     result: train_utils.StepResult | None = None
     """Result, on the device, of the last completed step of this start."""

@@ -139,7 +139,7 @@ def end_saves(run: Run) -> None:
 
 def save_last(run: Run) -> None:
     """Save the last completed step, unless it is saved, before the run fails for a reason of its own; collective."""
-    if run.spikes.policy == "warn" and run.result is not None and float(run.result.judged[3]) > 0:
+    if run.spikes.policy == "warn" and run.result is not None and float(run.result.not_finite) > 0:
         log.warning("Step %d is not saved: its loss is not a number", run.progress.step, extra=ALL_RANKS)
         end_saves(run)
         return

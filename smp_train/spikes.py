@@ -83,8 +83,8 @@ class Spikes:
         return self._found[1]
 
     @property
-    def held(self) -> bool:
-        """Whether the update of a spike is not made; one that is not finite never is."""
+    def skips_updates(self) -> bool:
+        """Whether a spike's update is skipped. An update that is not finite always is."""
         return self.policy != "warn"
 
     def accept(self, step: int, loss: float, grad_norm: float) -> None:

@@ -243,18 +243,19 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
             truncated_targets=truncated_targets,
         )
         vote = train_utils.Vote(run.backend, ballot)
-        # Where the step before turns out to be left out, this one must not have changed the weights.
-        held = vote.held if run.unread is None else vote.held + divergence.left_out(run, run.unread.result)
+        skip_update = vote.skip_update
+        if run.pending_step is not None:  # if its update is rejected, this step is repeated
+            skip_update = skip_update + run.pending_step.result.rejected
         train_utils.seed_for(run.backend, args, progress.step)
         result = train_utils.train_step(
             run.backend, run.model, run.optimizer, micro_batches, tokens=vote.tokens, lr=run.schedule(progress.step),
-            max_grad_norm=args.grad_clip, held=held, limits=run.spikes.limits(progress.step + 1),
-            hold_spikes=run.spikes.held,
+            max_grad_norm=args.grad_clip, skip_update=skip_update, limits=run.spikes.limits(progress.step + 1),
+            reject_exceeded=run.spikes.skips_updates,
         )  # fmt: skip
         heartbeat.enter(heartbeat.OUTCOME)
         total = vote.outcome()
         heartbeat.enter(heartbeat.LOG)
-        if not settle(run):
+        if not finish_pending_step(run):
             break
     if total.failed:
         save_last(run)
@@ -276,13 +277,13 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     logged = now or progress.step % args.logging_freq == 0
     if logged and run.times is not None:
         run.times.gather()
-    run.unread = train_utils.Unread(
+    run.pending_step = train_utils.PendingStep(
         progress.step, progress.consumed - taken, progress.consumed, progress.tokens,
-        logged, micro_batches, result, train_utils.Reading(result),
+        logged, micro_batches, result, result.to_host(),
     )  # fmt: skip
     validates = args.validation_freq and progress.step % args.validation_freq == 0
-    if now or validates or run.backend.topology.device.type not in READ_LATER:
-        settle(run)
+    if now or validates or run.backend.topology.device.type not in ASYNCHRONOUS_DEVICES:
+        finish_pending_step(run)
     return total.stop > 0
 
 
@@ -303,49 +304,49 @@ def is_last(run: Run) -> bool:
     return run.progress.step == run.total_steps or run.data_ended
 
 
-READ_LATER = {"cuda"}
-"""Types of devices that work behind the host: a step's numbers are read when the next step is queued."""
+ASYNCHRONOUS_DEVICES = {"cuda"}
+"""Device types that run after the host: a step's numbers are read once the next step is queued."""
 
 
-def settle(run: Run) -> bool:
-    """Read the numbers of the step that is not read yet, if there is one, log it, and deal with a spike; collective.
+def finish_pending_step(run: Run) -> bool:
+    """Read and log the pending step's numbers, if a step is pending, and respond to a spike; collective.
 
-    Returns whether the step's update is left out of the weights: what was queued behind it must be repeated.
+    Returns whether the step's update is not in the weights, so that the step queued after it must be repeated.
     """
-    if run.unread is None:
+    if run.pending_step is None:
         return False
     heartbeat.enter(heartbeat.LOG)
-    unread, run.unread = run.unread, None
-    loss, grad_norm, beyond, broken = unread.reading.numbers()
-    if not (beyond or broken):
-        run.spikes.accept(unread.step, loss, grad_norm)
-    if unread.logged:
-        write_log(run, unread, loss, grad_norm)
-    if not broken and (start := run.spikes.diverges(loss)) is not None:
-        divergence.report_divergence(run, unread.step, loss, start)
-    return (beyond or broken) and divergence.respond(run, unread, loss, grad_norm, finite=not broken)
+    pending, run.pending_step = run.pending_step, None
+    numbers = train_utils.StepNumbers.read(pending.copy)
+    if not numbers.exceeded:
+        run.spikes.accept(pending.step, numbers.loss, numbers.grad_norm)
+    if pending.logged:
+        write_log(run, pending, numbers)
+    if not numbers.not_finite and (start := run.spikes.diverges(numbers.loss)) is not None:
+        divergence.report_divergence(run, pending.step, numbers.loss, start)
+    return numbers.exceeded and divergence.respond(run, pending, numbers)
 
 
-def write_log(run: Run, unread: train_utils.Unread, loss: float, grad_norm: float) -> None:
+def write_log(run: Run, pending: train_utils.PendingStep, numbers: train_utils.StepNumbers) -> None:
     """Log a step; collective."""
-    step = unread.step
+    step = pending.step
     record = {
         "step": step,
-        "loss": loss,
-        "perplexity": perplexity(loss),
-        "grad_norm": grad_norm,
+        "loss": numbers.loss,
+        "perplexity": perplexity(numbers.loss),
+        "grad_norm": numbers.grad_norm,
         "lr": run.schedule(step - 1),
-        **unread.reading.of_routers(),
+        **numbers.router,
         **run.throughput.window(),
         "memory_gib": memory_gib(run.backend.topology.device),
-        "tokens": unread.tokens,
-        "consumed": unread.consumed,
+        "tokens": pending.tokens,
+        "consumed": pending.consumed,
         **({"truncated_rows": run.truncated, "truncated_targets": run.truncated_targets} if run.truncated else {}),
         **(run.times.fields() if run.times is not None else {}),
     }
     log.info(batch_line(record))
     record = run.metrics.step(record)
-    run.losses["loss"] = loss
+    run.losses["loss"] = numbers.loss
     next_save = min(run.checkpoints.next_due(step) or run.total_steps, run.total_steps)
     run.screen.figures(record, next_save=next_save, saving=run.checkpoints.busy())
     if run.checkpoints.poll():

@@ -117,8 +117,8 @@ class Vote:
         dist.all_reduce(values)
         self.tokens, self._read = values[0].clamp(min=1), ToHost(values)
         """Divisor of the loss on the device: counted tokens of the global batch, at least 1."""
-        self.held = ((values[2] > 0) | (values[0] == 0)).float()
-        """float32 scalar on the device: 1 where a rank failed or no token counts, and the update is skipped."""
+        self.skip_update = ((values[2] > 0) | (values[0] == 0)).float()
+        """float32 scalar on the device: 1 if a rank failed or no token counts, else 0."""
 
     def outcome(self) -> Ballot:
         """Return the sum of all ballots; waits for the sum, not for the step."""
@@ -127,23 +127,51 @@ class Vote:
 
 @dataclass
 class StepResult:
-    """Results of a step, on the device until they are logged."""
+    """Results of a step: float32 scalars on the device, of all ranks unless noted."""
 
     loss: Tensor
-    """This rank's share of the global mean loss, in nats per token; summed over ranks it is the loss."""
+    """This rank's share of the global mean loss, in nats per token; the shares' sum over ranks is the mean loss."""
+    mean_loss: Tensor
     grad_norm: Tensor
     """Global 2-norm of the gradient before clipping."""
-    judged: Tensor
-    """float32 [4], equal on all ranks up to rounding of the norm: mean loss, gradient norm, > 0 if either exceeds its
-    limit, > 0 if either is not finite."""
-    routers: Tensor | None = None
-    """Router loss and load, means over micro-batches of the figures of `Backend.router_loss`."""
+    exceeded: Tensor
+    """Above 0 if the loss or the gradient norm exceeds its limit or is not finite."""
+    not_finite: Tensor
+    """Above 0 if the loss or the gradient norm is not finite."""
+    rejected: Tensor
+    """Above 0 if this step's own loss or gradient norm forbids its update: `exceeded` or `not_finite`."""
+    router: Tensor | None = None
+    """`RouterTerm.figures`, the mean over micro-batches."""
+
+    def to_host(self) -> ToHost:
+        """Queue the copy of the values of `StepNumbers` to the host."""
+        values = torch.stack([self.mean_loss, self.grad_norm, self.exceeded, self.not_finite])
+        return ToHost(values if self.router is None else torch.cat([values, self.router]))
+
+
+class StepNumbers(NamedTuple):
+    """A step's results on the host."""
+
+    loss: float
+    """Mean loss of the global batch, in nats per token."""
+    grad_norm: float
+    exceeded: bool
+    not_finite: bool
+    router: dict[str, float]
+    """Router loss and expert load by their names in ``metrics.jsonl``; empty for a model without a router loss."""
+
+    @classmethod
+    def read(cls, copy: ToHost) -> StepNumbers:
+        """Return the numbers of `StepResult.to_host`. Waits for the step's backward pass, not for what came after."""
+        loss, grad_norm, exceeded, not_finite, *router = copy.tolist()
+        figures = dict(zip(("router_loss", "expert_load"), router, strict=False))
+        return cls(loss, grad_norm, exceeded > 0, not_finite > 0, figures)
 
 
 def train_step(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Batch], *,
-    tokens: Tensor, lr: float, max_grad_norm: float, held: Tensor | None = None, limits: Limits = NONE,
-    hold_spikes: bool = False,
+    tokens: Tensor, lr: float, max_grad_norm: float, skip_update: Tensor | None = None, limits: Limits = NONE,
+    reject_exceeded: bool = False,
 ) -> StepResult:  # fmt: skip
     """Make one update from this rank's micro-batches of one global batch, the same number on every rank.
 
@@ -155,10 +183,11 @@ def train_step(
         tokens: Number of counted tokens of the *global* batch, a scalar on the device.
         lr: Learning rate of this update.
         max_grad_norm: Clip the global gradient norm to this; 0 does not clip.
-        held: `Vote.held`: > 0 skips the update; so does a non-finite loss or norm.
-        limits: Of loss and gradient norm.
-        hold_spikes: Skip the update also where loss or norm exceeds its limit.
+        skip_update: A scalar on the device; above 0 skips the update. A loss or norm that is not finite always does.
+        limits: Limits of loss and gradient norm.
+        reject_exceeded: Skip the update also if loss or norm exceeds its limit.
     """
+    device = backend.topology.device
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.zero_grad(set_to_none=True)
@@ -167,64 +196,47 @@ def train_step(
     for index, batch in enumerate(micro_batches):
         heartbeat.enter(heartbeat.FORWARD)
         with backend.accumulation(model, last=index == len(micro_batches) - 1):
-            loss = loss_sum(backend, model, batch) / tokens
-            of_routers = backend.router_loss()
+            loss_sum, router = backend.loss(model, batch.to(device))
+            loss = loss_sum / tokens
             heartbeat.enter(heartbeat.BACKWARD)
-            if of_routers is None:
+            if router is None:
                 loss.backward()
             else:
-                share, both = (value / len(micro_batches) for value in of_routers)
-                (loss + share).backward()
-                figures = both if figures is None else figures + both
+                (loss + router.share / len(micro_batches)).backward()
+                term = router.figures / len(micro_batches)
+                figures = term if figures is None else figures + term
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
     heartbeat.enter(heartbeat.CLIP)
     grad_norm = backend.clip_grad_norm(model, max_grad_norm, optimizer)
-    judged = _judged(backend, total, grad_norm, limits)
+    mean_loss, exceeded, not_finite = _compare(backend, total, grad_norm.to(device), limits)
     heartbeat.enter(heartbeat.UPDATE)
-    stays = judged[2 if hold_spikes else 3] if held is None else judged[2 if hold_spikes else 3] + held
-    # With --cpu_offload 1 the optimizer runs on the host; copying here waits for the value, its own copy would not.
-    stays = (stays > 0).float().to(optimizer.param_groups[0]["params"][0].device)
+    rejected = exceeded if reject_exceeded else not_finite
+    skipped = rejected if skip_update is None else rejected + skip_update
     # The attribute that `torch.amp.GradScaler` sets: the fused kernel reads it on the device and skips the update at 1.
-    optimizer.found_inf = stays  # type: ignore[attr-defined]
+    # With --cpu_offload 1 the optimizer runs on the host; copying here waits for the value, its own copy would not.
+    optimizer.found_inf = (skipped > 0).float().to(optimizer.param_groups[0]["params"][0].device)  # type: ignore[attr-defined]
     optimizer.step()
-    return StepResult(loss=total, grad_norm=grad_norm, judged=judged, routers=figures)
+    return StepResult(total, mean_loss, grad_norm, exceeded, not_finite, rejected, figures)
 
 
-def _judged(backend: Backend, loss: Tensor, grad_norm: Tensor, limits: Limits) -> Tensor:
-    """Return `StepResult.judged`; collective, one all-reduce of three numbers, so that all ranks decide alike."""
-    grad_norm = grad_norm.to(loss.device)  # on the host with --cpu_offload 1
-    share = loss if backend.topology.tp_rank == 0 else torch.zeros_like(loss)  # tensor ranks share their tokens
+def _compare(backend: Backend, share: Tensor, grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean loss and the flags `exceeded` and `not_finite` of a `StepResult`; collective.
+
+    One all-reduce of three numbers, so that all ranks decide alike.
+    """
+    if backend.topology.tp_rank > 0:  # tensor ranks have the same tokens
+        share = torch.zeros_like(share)
     # Comparisons that nan fails, too.
     flags = [~(grad_norm <= limits.grad_norm), ~(grad_norm <= NONE.grad_norm)]
     values = torch.stack([share, *(flag.to(share.dtype) for flag in flags)])
     dist.all_reduce(values)
-    total, beyond, broken = values.unbind()
-    return torch.stack([total, grad_norm, beyond + ~(total <= limits.loss), broken + ~(total <= NONE.loss)])
+    mean_loss, above, not_finite = values.unbind()
+    return mean_loss, above + ~(mean_loss <= limits.loss), not_finite + ~(mean_loss <= NONE.loss)
 
 
-class Reading:
-    """Numbers of a step on their way to the host, so that the device need not be waited for at once."""
-
-    def __init__(self, result: StepResult) -> None:
-        """Begin."""
-        self._values = ToHost(result.judged if result.routers is None else torch.cat([result.judged, result.routers]))
-
-    def numbers(self) -> tuple[float, float, bool, bool]:
-        """Return (loss, gradient norm, beyond the limits, not finite).
-
-        Waits for the step's backward pass, not for what was queued after it.
-        """
-        loss, grad_norm, beyond, broken = self._values.tolist()[:4]
-        return loss, grad_norm, beyond > 0, broken > 0
-
-    def of_routers(self) -> dict[str, float]:
-        """Return the figures of a mixture's routers by their names in ``metrics.jsonl``, after `numbers`."""
-        return dict(zip(("router_loss", "expert_load"), self._values.tolist()[4:], strict=False))
-
-
-class Unread(NamedTuple):
-    """A step whose numbers are on their way to the host."""
+class PendingStep(NamedTuple):
+    """A step whose numbers are being copied to the host."""
 
     step: int
     first: int
@@ -235,9 +247,10 @@ class Unread(NamedTuple):
     """Counted tokens up to its end."""
     logged: bool
     batches: Sequence[Batch]
-    """This rank's part."""
+    """This rank's micro-batches."""
     result: StepResult
-    reading: Reading
+    copy: ToHost
+    """The copy that `StepNumbers.read` reads."""
 
 
 COLLECT_EVERY = 50
@@ -287,7 +300,7 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> tu
     try:
         for index, batch in enumerate(batches, 1):
             collect_garbage(index)
-            sums[0] += loss_sum(backend, model, batch).double()
+            sums[0] += backend.loss(model, batch.to(device))[0].double()
             sums[1] += batch.counted_tokens() * _counts_its_rows(backend, among_tensor_ranks=False)
     finally:
         model.train(was_training)
@@ -319,17 +332,3 @@ def _counts_its_rows(backend: Backend, *, among_tensor_ranks: bool = True) -> bo
     """
     topology = backend.topology
     return topology.cp_rank == 0 and (topology.tp_rank == 0 or not among_tensor_ranks)
-
-
-def loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:
-    """Return the summed loss of this rank's micro-batch, copied to the device; see `Backend.loss_sum`."""
-    device = backend.topology.device
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    positions = None if batch.position_ids is None else move(batch.position_ids)
-    documents = None if batch.documents is None else (move(batch.documents[0]), batch.documents[1])
-    ids = move(batch.input_ids)
-    labels = ids if batch.labels is batch.input_ids else move(batch.labels)
-    return backend.loss_sum(model, ids, labels, positions, documents)

@@ -74,12 +74,12 @@ def size(tensor: torch.Tensor) -> int:
 def watch(run: Run, found: dict[str, float]) -> None:
     """Note the peak after the forward pass, the backward pass and the update of the next step."""
     backend, device = run.backend, run.backend.topology.device
-    loss_sum, clip = backend.loss_sum, backend.clip_grad_norm
+    loss, clip = backend.loss, backend.clip_grad_norm
 
     def forward(*args: Any, **more: Any) -> Any:
-        loss = loss_sum(*args, **more)
+        result = loss(*args, **more)
         found["forward"] = max(found.get("forward", 0.0), memory_gib(device))
-        return loss
+        return result
 
     def backward(*args: Any, **more: Any) -> Any:
         found["backward"] = memory_gib(device)
@@ -87,7 +87,7 @@ def watch(run: Run, found: dict[str, float]) -> None:
         found["norm"] = memory_gib(device)
         return norm
 
-    backend.loss_sum = forward  # type: ignore[method-assign]
+    backend.loss = forward  # type: ignore[method-assign]
     backend.clip_grad_norm = backward  # type: ignore[method-assign]
     run.optimizer.register_step_post_hook(lambda *_: found.update(update=memory_gib(device)))
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from smp_train.errors import ConfigError
 from smp_train.losses import Loss
 
 if TYPE_CHECKING:
+    from smp_train.data.batch import Batch
     from smp_train.models.resolve import ModelSpec
 
 
@@ -37,6 +38,15 @@ class Topology:
     cp_size: int
     mesh: dict[str, int]
     """Name and size of every dimension of the mesh, outermost first, for the log and `run.json`."""
+
+
+class RouterTerm(NamedTuple):
+    """What the routers of a mixture of experts add to the mean loss of a micro-batch."""
+
+    share: Tensor
+    """This rank's share of the router loss, a scalar with gradients."""
+    figures: Tensor
+    """float32 [2], of all ranks: the router loss, and the load of the most used expert over an even load."""
 
 
 class Backend(ABC):
@@ -73,28 +83,15 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def loss_sum(
-        self, model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None,
-        documents: tuple[Tensor, int] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Run the forward pass and return this rank's summed loss over its counted tokens, a float32 scalar.
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, RouterTerm | None]:
+        """Run the forward pass and return the summed loss over this rank's counted tokens, a float32 scalar.
+
+        The second value is None without gradients, and for a model without a router loss.
 
         Args:
-            model: What `build` returned.
-            input_ids: int64 ``[batch, seq]`` on the device; padding is on the right, so that no token attends to it.
-            labels: int64 ``[batch, seq]``, not shifted, -100 for tokens without loss.
-            position_ids: int64 ``[batch, seq]``, restarting at 0 for each of several documents packed in a row, which
-                do not attend to each other; None when every row is one document.
-            documents: With ``position_ids``, `Batch.documents` on the device; they say the same.
+            model: The model that `build` returned.
+            batch: A micro-batch of this rank on the device.
         """
-
-    def router_loss(self) -> tuple[Tensor, Tensor] | None:
-        """Return what the last `loss_sum` in training adds to the mean loss, None for a model without a router loss.
-
-        It is this rank's share, which has gradients, and two figures of all ranks: the whole of it, and the load of the
-        most used expert over an even one (`smp_train.parallel.router_loss`).
-        """
-        return None
 
     @abstractmethod
     def accumulation(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:

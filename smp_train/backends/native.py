@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
-from smp_train.backends.base import Backend, Topology
+from smp_train.backends.base import Backend, RouterTerm, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.distributed import rank
 from smp_train.distributed.agree import ALL_RANKS
@@ -47,6 +47,7 @@ from smp_train.progress import Progress
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
+    from smp_train.data.batch import Batch
     from smp_train.distributed import Runtime
     from smp_train.models.resolve import ModelSpec
 
@@ -77,7 +78,7 @@ class NativeBackend(Backend):
                 "not split"
             )
         self.args, self.local_world_size = args, ranks.local_world_size
-        self.loss: losses.Loss | None = None
+        self.custom_loss: losses.Loss | None = None
         self.cpu_offload = args.cpu_offload and device.type != "cpu"
         if args.prompt and (max(args.tensor_parallel_degree, args.context_parallel_degree) > 1 or self.cpu_offload):
             raise ConfigError(
@@ -91,7 +92,6 @@ class NativeBackend(Backend):
         self.mesh = mesh.Mesh(degrees, device.type)
         self.context: context_parallel.ContextSplit | None = None
         self.routers: router_loss.Routers | None = None
-        self._of_routers: tuple[Tensor, Tensor] | None = None
         self.attention: Attention | None = None
         self._loss_group = self.mesh.loss_group()
         self.topology = Topology(
@@ -146,7 +146,7 @@ class NativeBackend(Backend):
 
     def use_loss(self, loss: losses.Loss) -> None:
         """See `Backend.use_loss`."""
-        self.loss = loss
+        self.custom_loss = loss
 
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build on the meta device, apply parallelism, then allocate each rank's part and fill in the weights.
@@ -157,7 +157,7 @@ class NativeBackend(Backend):
         args = self.args
         device = self.topology.device
         degrees = self.mesh.degrees
-        loss_of_routers = router_loss.chosen(args, spec.config)
+        term = router_loss.chosen(args, spec.config)
         if getattr(spec.config, "output_router_logits", False):
             # transformers would keep them too, and compute its loss of this rank's tokens.
             spec = replace(spec, config=copy.deepcopy(spec.config))
@@ -172,13 +172,13 @@ class NativeBackend(Backend):
                 model, device, half=args.bf16, packed=seq_len * (args.short == "pack"), compiled=self.compiled
             )
         experts = self._split(model)
-        if loss_of_routers is not None:
-            self.routers = router_loss.Routers(model, loss_of_routers)
+        if term is not None:
+            self.routers = router_loss.Routers(model, term)
         if args.fp8:
             logger.info("FP8: %d linear layers", float8.apply(layers))
         self._checkpoint_and_compile(layers)
-        chunked = args.chunked_loss and self.loss is None and can_chunk(model)
-        if self.loss is None and chunked != args.chunked_loss:
+        chunked = args.chunked_loss and self.custom_loss is None and can_chunk(model)
+        if self.custom_loss is None and chunked != args.chunked_loss:
             logger.info(
                 "--chunked_loss 1 has no effect: the head of a %s is not known to be one product, so the loss takes "
                 "all logits", spec.config.model_type,
@@ -197,7 +197,7 @@ class NativeBackend(Backend):
         )  # fmt: skip
         tensor = self.mesh.tensor if degrees.tensor > 1 else None
         loss_head.attach(
-            model, chunked=chunked, tensor=tensor, loss=self.loss or losses.cross_entropy_sum,
+            model, chunked=chunked, tensor=tensor, loss=self.custom_loss or losses.cross_entropy_sum,
             kernels=compile.loss_kernels(args.torch_compile_backend) if self.compiled else losses.EAGER,
         )  # fmt: skip
         self._allocate(model)
@@ -237,26 +237,21 @@ class NativeBackend(Backend):
         if not outside and self.compiled:
             compile.apply(layers, backend=args.torch_compile_backend)
 
-    def loss_sum(
-        self, model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None,
-        documents: tuple[Tensor, int] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """See `Backend.loss_sum`."""
-        targets = losses.shift(labels)
-        watched = self.routers is not None and torch.is_grad_enabled()
-        not_padding = router_loss.unpadded(input_ids, labels) if watched else None
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, RouterTerm | None]:
+        """See `Backend.loss`."""
+        input_ids, targets = batch.input_ids, losses.shift(batch.labels)
         if self.context is not None:
             input_ids, targets = self.context.split(input_ids), self.context.split(targets)
             inputs: dict[str, Any] = {"position_ids": self.context.positions(input_ids.device)}
         else:
             assert self.attention is not None
-            inputs = self.attention.inputs(input_ids, position_ids, documents)
-        if self.routers is None or not_padding is None:
-            return model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
+            inputs = self.attention.inputs(input_ids, batch.position_ids, batch.documents)
+        if self.routers is None or not torch.is_grad_enabled():
+            return model.loss_sum(input_ids, targets, **inputs), None  # type: ignore[operator]
+        not_padding = router_loss.unpadded(batch.input_ids, batch.labels)
         self.routers.start()
         loss: Tensor = model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
-        self._of_routers = self.routers.finish(self._seen_by_routers(not_padding))
-        return loss
+        return loss, RouterTerm(*self.routers.finish(self._seen_by_routers(not_padding)))
 
     def _seen_by_routers(self, mask: Tensor) -> Tensor:
         """Return the columns of a mask ``[batch, seq]`` whose tokens pass through this rank's routers."""
@@ -265,11 +260,6 @@ class NativeBackend(Backend):
         if self.mesh.experts is not None:  # with expert parallelism, tensor ranks split the sequence
             mask = mask.chunk(self.topology.tp_size, dim=1)[self.topology.tp_rank]
         return mask
-
-    def router_loss(self) -> tuple[Tensor, Tensor] | None:
-        """See `Backend.router_loss`."""
-        found, self._of_routers = self._of_routers, None
-        return found
 
     @contextmanager
     def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:

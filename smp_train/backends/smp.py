@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from smp_train import losses
 from smp_train.arguments import checkpointing
 from smp_train.backends import smp_choices, smp_model, smp_saver, smp_state
-from smp_train.backends.base import Backend, Topology
+from smp_train.backends.base import Backend, RouterTerm, Topology
 from smp_train.backends.smp_fp8 import Fp8
 from smp_train.checkpoints.saver import Saver
 from smp_train.distributed import ALL_RANKS
@@ -39,6 +39,7 @@ from smp_train.storage import is_s3
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
+    from smp_train.data.batch import Batch
     from smp_train.distributed import Runtime
     from smp_train.models.resolve import ModelSpec
 
@@ -161,25 +162,22 @@ class SmpBackend(Backend):
         """See `Backend.saver`."""
         return self._saver
 
-    def loss_sum(
-        self, model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None,
-        documents: tuple[Tensor, int] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """See `Backend.loss_sum`.
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, RouterTerm | None]:
+        """See `Backend.loss`. SMP's own models add their router loss themselves.
 
         FSDP1 averages gradients over all ranks that do not share matrices, but the loss is a sum: the gradient is
         scaled by their number.
         """
-        targets = losses.shift(labels)
+        input_ids, targets = batch.input_ids, losses.shift(batch.labels)
         if self.topology.cp_size > 1:
             input_ids, targets = self._piece(input_ids), self._piece(targets)
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": None}
-        if position_ids is not None:
-            inputs = {"input_ids": input_ids, **packed_inputs(self._root.module, position_ids)}
+        if batch.position_ids is not None:
+            inputs = {"input_ids": input_ids, **packed_inputs(self._root.module, batch.position_ids)}
         if self.transforms:
             counted = (targets != losses.IGNORE_INDEX).sum()
             if not self._whole_logits:  # a mean over no token is NaN, even times 0
-                inputs["labels"] = torch.where(counted > 0, labels, input_ids)
+                inputs["labels"] = torch.where(counted > 0, batch.labels, input_ids)
             with self._fp8.forward() if self._fp8 is not None else nullcontext():
                 output = model(**inputs)
             if self._whole_logits:
@@ -191,8 +189,7 @@ class SmpBackend(Backend):
         else:
             loss = losses.cross_entropy_sum(model(**inputs, use_cache=False).logits, targets)
         averaged_over = dist.get_world_size() // self.topology.tp_size
-        scaled: Tensor = smp_model.ScaleGradient.apply(loss, float(averaged_over))
-        return scaled
+        return smp_model.ScaleGradient.apply(loss, float(averaged_over)), None
 
     def _piece(self, sequence: Tensor) -> Tensor:
         """Return this rank's part of ``[batch, seq]``: pieces r and 2 * degree - 1 - r of 2 * degree."""

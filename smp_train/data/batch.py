@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,19 @@ class Batch:
     def counted_tokens(self) -> int:
         """Return the number of labels that the loss counts: labels that are not ignored and follow another token."""
         return int((self.labels[:, 1:] != IGNORED).sum())
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch with its tensors on a device. The host does not wait for copies of pinned tensors."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        ids = move(self.input_ids)
+        return replace(
+            self, input_ids=ids, labels=ids if self.labels is self.input_ids else move(self.labels),
+            position_ids=None if self.position_ids is None else move(self.position_ids),
+            documents=None if self.documents is None else (move(self.documents[0]), self.documents[1]),
+        )  # fmt: skip
 
 
 def collate(samples: Sequence[Sample], seq_len: int, *, size: int | None = None, pin_memory: bool = False) -> Batch:

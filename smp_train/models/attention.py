@@ -98,7 +98,7 @@ class Attention:
     def inputs(
         self, input_ids: Tensor, position_ids: Tensor | None, documents: tuple[Tensor, int] | None
     ) -> dict[str, Any]:
-        """Return further arguments of ``forward`` for the inputs of `Backend.loss_sum`. Never waits for the device."""
+        """Return further arguments of ``forward`` for the tensors of a `Batch`. Never waits for the device."""
         config: Any = self.model.config
         rows, seq = input_ids.shape
         windowed = self.by_bounds and (getattr(config, "sliding_window", None) or seq) < seq

@@ -63,7 +63,7 @@ def peaks(
                     tracker.count = counter.add
                 train_utils.train_step(
                     backend, model, optimizer, batches, tokens=torch.ones((), dtype=torch.int64, device=device),
-                    lr=args.lr, max_grad_norm=args.grad_clip, held=torch.zeros((), device=device),
+                    lr=args.lr, max_grad_norm=args.grad_clip, skip_update=torch.zeros((), device=device),
                 )  # fmt: skip
                 tracker.count, tracker.in_backward = None, False
                 tracker.enter((FORWARD, 0))

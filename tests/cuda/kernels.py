@@ -313,6 +313,7 @@ def step(flags: dict[str, Any]) -> None:
 
     from smp_train import arguments
     from smp_train.backends.native import NativeBackend
+    from smp_train.data.batch import Batch
     from smp_train.distributed import Runtime
     from smp_train.models.resolve import resolve
     from smp_train.parallel import fsdp
@@ -340,7 +341,7 @@ def step(flags: dict[str, Any]) -> None:
         if flags.get("short") == "pack":
             positions = torch.zeros_like(ids)
             documents = torch.zeros(9, dtype=torch.int32, device="cuda"), seq // 4
-        loss = backend.loss_sum(model, ids, ids, positions, documents)
+        loss, _ = backend.loss(model, Batch(ids, ids, position_ids=positions, documents=documents))
     loss.backward()  # AOTAutograd copies a graph's constants first, which are no fake tensors
 
 

@@ -179,6 +179,7 @@ def test_bfloat16_follows_float32(backend: str, scratch: Path, tmp_path: Path) -
 def used(backend_name: str) -> Iterator[tuple[str, Any]]:
     """Use a backend on this rank through its interface; yield what it gave, by name."""
     from smp_train import train_utils
+    from smp_train.data.batch import Batch
     from smp_train.distributed.dtensor import local_tensor
 
     if backend_name == "smp":
@@ -196,7 +197,7 @@ def used(backend_name: str) -> Iterator[tuple[str, Any]]:
         def backward(model: Any, optimizer: Any, labels: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
             with backend.accumulation(model, last=True):
-                loss = backend.loss_sum(model, ids, labels)
+                loss, _ = backend.loss(model, Batch(ids, labels))
                 loss.backward()
             return backend.sum_over_data(loss.detach().clone())
 

@@ -21,6 +21,7 @@ def masks(setting: str) -> dict[str, Any]:
     import torch
 
     from smp_train import train_utils
+    from smp_train.data.batch import Batch
 
     with group() as (ranks, device):
         args, backend, spec = built(ranks, device, **SPLIT, activation_checkpointing=setting)
@@ -33,7 +34,7 @@ def masks(setting: str) -> dict[str, Any]:
         train_utils.seed_for(backend, args, 1)
         ids = torch.randint(spec.config.vocab_size, (1, args.max_context_width), generator=torch.Generator())
         for _ in range(2):
-            backend.loss_sum(model, ids, ids).backward()
+            backend.loss(model, Batch(ids, ids))[0].backward()
         return seen
 
 

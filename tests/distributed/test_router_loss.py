@@ -63,7 +63,7 @@ def by_transformers(kind: str) -> dict[str, float]:
         loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="sum") / tokens
         (loss + added).backward()
         norm = backend.clip_grad_norm(model, 0.0, optimizer)
-        ours = train_utils.Reading(result).of_routers()
+        ours = train_utils.StepNumbers.read(result.to_host()).router
         return {"loss": result.loss.item(), "norm": result.grad_norm.item(), "router": ours["router_loss"],
                 "load": ours["expert_load"], "their loss": loss.item(), "their norm": norm.item(),
                 "their router": added.item(), "saved": spec.config.output_router_logits}  # fmt: skip

@@ -23,6 +23,7 @@ from smp_train import arguments
 from smp_train.backends import smp_choices, smp_library
 from smp_train.backends.base import Topology
 from smp_train.backends.smp import SmpBackend, refuse, refuse_model
+from smp_train.data.batch import Batch
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import doctor
 from smp_train.launch.doctor import smp as doctor_smp
@@ -292,7 +293,7 @@ def test_a_mean_over_no_token_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     ids = torch.arange(8)[None]
     for labels, counted in ((torch.full_like(ids, -100), 0), (ids, 7)):
         weight.grad = None
-        loss = backend.loss_sum(model, ids, labels)  # type: ignore[arg-type]
+        loss, _ = backend.loss(model, Batch(ids, labels))  # type: ignore[arg-type]
         loss.backward()
         mean = torch.nn.functional.cross_entropy(weight[ids[0, :-1]], ids[0, 1:])
         torch.testing.assert_close(loss, counted * mean)

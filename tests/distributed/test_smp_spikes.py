@@ -16,25 +16,30 @@ def train_on_smp_with_a_spike(command_line: list[str], held: tuple[int, ...]) ->
     """Train on SMP; the loss of step 5 is nan, or the updates of the steps in ``held`` are held back from outside."""
     from smp_train import train_lib, train_utils
 
-    train_step, loss_sum, open_run = train_utils.train_step, train_utils.loss_sum, train_lib.build_run
+    train_step, open_run = train_utils.train_step, train_lib.build_run
     runs: list[Any] = []
     odd = [False]
 
     def build(*given: Any) -> Any:
         runs.append(open_run(*given))
+        backend = runs[0].backend
+        loss = backend.loss
+
+        def planted(model: Any, batch: Any) -> Any:
+            loss_sum, router = loss(model, batch)
+            return loss_sum * (float("nan") if odd[0] else 1.0), router
+
+        backend.loss = planted
         return runs[0]
 
     def step(*given: Any, **named: Any) -> Any:
         at = runs[0].progress.step + 1
         odd[0] = at == 5 and not held
-        named["held"] = named["held"] + (at in held)
+        named["skip_update"] = named["skip_update"] + (at in held)
         return train_step(*given, **named)
 
-    def planted(*given: Any) -> Any:
-        return loss_sum(*given) * (float("nan") if odd[0] else 1.0)
-
     train_lib.build_run = build
-    train_utils.train_step, train_utils.loss_sum = step, planted  # type: ignore[assignment]
+    train_utils.train_step = step  # type: ignore[assignment]
     train_on_smp(command_line)
 
 

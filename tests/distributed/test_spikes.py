@@ -45,7 +45,7 @@ def train_oddly(command_line: list[str], *, held: tuple[int, ...] = (), later: b
     """
     from smp_train import train_lib, train_utils
 
-    train_step, loss_sum, open_run = train_utils.train_step, train_utils.loss_sum, train_lib.build_run
+    train_step, open_run = train_utils.train_step, train_lib.build_run
     runs: list[Any] = []
     odd = [False]
 
@@ -59,25 +59,28 @@ def train_oddly(command_line: list[str], *, held: tuple[int, ...] = (), later: b
             return forward(hidden) * (float("nan") if odd[0] and not held else 1.0)
 
         mlp.down_proj.forward = planted
-        return run
+        loss = run.backend.loss
 
-    def watched(backend: Any, model: Any, batch: Any) -> Any:
-        odd[0] = bool((batch.input_ids == BAD).any())
-        return loss_sum(backend, model, batch)
+        def watched(model: Any, batch: Any) -> Any:
+            odd[0] = bool((batch.input_ids == BAD).any())
+            return loss(model, batch)
+
+        run.backend.loss = watched
+        return run
 
     def step(*given: Any, **named: Any) -> Any:
         run = runs[0]
         at = run.progress.step + 1
         if at in held:
-            named["held"] = named["held"] + 1
+            named["skip_update"] = named["skip_update"] + 1
         if at == weights and run.runtime.rank == 1:
             run.model.base_model.layers[1].mlp.up_proj.weight.to_local().data.view(-1)[0] = float("nan")
         return train_step(*given, **named)
 
     train_lib.build_run = build
-    train_utils.train_step, train_utils.loss_sum = step, watched  # type: ignore[assignment]
+    train_utils.train_step = step  # type: ignore[assignment]
     if later:
-        train_lib.READ_LATER = {"cpu"}
+        train_lib.ASYNCHRONOUS_DEVICES = {"cpu"}
     return train(command_line)
 
 

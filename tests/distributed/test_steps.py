@@ -57,7 +57,7 @@ def watched(
             return operation(*args, **(kwargs or {}))
 
     found: dict[str, list[tuple[list[str], int]]] = {}
-    step, train_lib.READ_LATER = train_lib.step, {"cpu"}
+    step, train_lib.ASYNCHRONOUS_DEVICES = train_lib.step, {"cpu"}
 
     def noting(*args: Any) -> Any:
         gc.collect()
@@ -192,13 +192,15 @@ def test_a_long_validation_collects_its_garbage(monkeypatch: pytest.MonkeyPatch)
     collected: list[int] = []
     batches = iter(range(120))
     monkeypatch.setattr(gc, "collect", lambda: collected.append(120 - batches.__length_hint__()))
-    monkeypatch.setattr(train_utils, "loss_sum", lambda *_: torch.ones(()))
     topology = SimpleNamespace(device=torch.device("cpu"), cp_rank=0, tp_rank=0)
-    backend: Any = SimpleNamespace(topology=topology, sum_over_data=lambda sums: sums)
+    backend: Any = SimpleNamespace(
+        topology=topology, sum_over_data=lambda sums: sums, loss=lambda model, batch: (torch.ones(()), None)
+    )
+    batch = SimpleNamespace(counted_tokens=lambda: 1, to=lambda device: None)
     with train_utils.garbage_collected_together():
         collected.clear()
         loss, _ = train_utils.evaluate(
-            backend, torch.nn.Identity(), (SimpleNamespace(counted_tokens=lambda: 1) for _ in batches),  # type: ignore[misc]
+            backend, torch.nn.Identity(), (batch for _ in batches),  # type: ignore[misc]
         )
     assert loss == 1
     assert collected == [50, 100]

@@ -53,6 +53,7 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from smp_train.backends import native
+    from smp_train.data.batch import Batch
     from smp_train.models import traits
 
     native.can_chunk = traits.can_chunk
@@ -98,7 +99,7 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
 
         dist.all_reduce = counting
         with backend.accumulation(model, last=index == micro_batches - 1), Watch() as forward:
-            loss = backend.loss_sum(model, ids, ids)
+            loss, _ = backend.loss(model, Batch(ids, ids))
             gathered = [not isinstance(layer.mlp.up_proj.weight, DTensor) for layer in model.model.layers]
             with Watch() as backward:
                 loss.backward()
@@ -221,6 +222,7 @@ def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
     """Return how many layers compute in FP8, whether names and weights are what they are without, and if it trains."""
     import torch
 
+    from smp_train.data.batch import Batch
     from smp_train.parallel import float8
 
     float8.check = lambda device: None  # which asks for a GPU; torch has the product for CPUs too
@@ -233,7 +235,7 @@ def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
         same = all(torch.equal(converted[name].to_local(), plain[name].to_local()) for name in plain)
         count = sum(type(module).__name__ == "Float8Linear" for module in models[1].modules())
         ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(ranks.rank))
-        loss = backend.loss_sum(models[1], ids, ids)
+        loss, _ = backend.loss(models[1], Batch(ids, ids))
         loss.backward()
         finite = all(bool(p.grad.to_local().isfinite().all()) for p in models[1].parameters())
         return count, list(converted) == list(plain), same, bool(loss.isfinite()) and finite

@@ -30,7 +30,7 @@ FLOORS = [
 ]
 NEIGHBOURS = {
     ("__init__", "api"), ("cli", "bench"), ("cli", "launch"), ("launch", "cli"), ("__main__", "cli"),
-    ("planning", "launch"), ("backends", "checkpoints"),
+    ("planning", "launch"), ("backends", "checkpoints"), ("backends", "data"),
 }  # fmt: skip
 
 

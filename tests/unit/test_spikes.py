@@ -35,7 +35,7 @@ def test_the_window_ends_two_steps_before() -> None:
     for step in range(1, LEAST):
         few.accept(step, 1.0, 1.0)
     assert few.limits(100) == NONE
-    assert not few.held
+    assert not few.skips_updates
 
 
 # The demo's model and data with --lr 3.
