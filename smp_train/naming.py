@@ -1,8 +1,8 @@
 """The start of a run: its name, its claim on the checkpoint folders, and the checkpoint that it goes on from.
 
 One rule: a run goes on from its own newest checkpoint; if it has none, it begins from the run or checkpoint that
---resume_from_checkpoint itself is; else at step 0. The name decides whose checkpoints are the run's own. A start that
-gives neither a name nor that flag is a new run, and chooses a name that is free.
+--resume_from_checkpoint itself is; else at step 0. The name decides whose checkpoints are the run's own. A start
+without that flag is a new run, unless it is a restart of the run's job; `launch` always passes the flag.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Start:
     described: Checkpoint | None = None
     """The newest candidate that can be opened, for its metadata."""
     is_named_by_flags: bool = True
-    """Whether the same command goes on with the run; else it needs the name that the start has chosen."""
+    """Whether the same command gives the run the same name."""
     taken_name: str = ""
     """The name that this start would have, if another run did not have it."""
     went_back: bool = False
@@ -136,7 +136,6 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
     pretrained = _pretrained(args)
     args = _with_pretrained(args, pretrained)
     base, is_given = _base_name(resolved, args, asked)
-    goes_on = is_given or asked is not None
     parents = [parent for parent in args.checkpoint_dir if not is_node_local(parent)]
     if args.evaluate_only:
         start = _origin(base, asked, [folder_of_run(parent, base) for parent in parents], asked is not None, None)
@@ -146,7 +145,7 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
         return replace(start, name=name, pretrained=pretrained, described=_newest_readable(start))
     job = Job.current()
     while True:
-        name = base if goes_on else _free_name(args, base, parents, job)
+        name = _free_name(args, base, parents, job, is_given=is_given, asked=asked)
         owner = Ownership([folder_of_run(parent, name) for parent in parents], job)
         for folder in owner.folders:
             check_writable(folder.storage, "checkpoint_dir")
@@ -155,16 +154,16 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
         try:
             owner.acquire(force=args.break_checkpoint_lock, above=above)
         except InUse:
-            if goes_on:
+            if is_given or asked is not None:
                 raise
             continue  # another start has taken the name since
         owners[:] = [owner]
-        if goes_on or owner.restarted or not any(owner.committed):
+        if asked is not None or owner.restarted or not any(owner.committed):
             break
         owner.release()  # another run has taken the name since, and has ended
-    start = _origin(name, asked, owner.folders, goes_on or owner.restarted, owner)
+    start = _origin(name, asked, owner.folders, asked is not None or owner.restarted, owner)
     return replace(
-        start, pretrained=pretrained, generation=owner.generation, is_named_by_flags=goes_on,
+        start, pretrained=pretrained, generation=owner.generation, is_named_by_flags=name == base,
         taken_name=base if name != base else "",
         made_run_folder=not os.path.exists(f"{RUNS}/{name}"), described=_newest_readable(start),
     )  # fmt: skip
@@ -206,9 +205,12 @@ def _with_pretrained(args: Arguments, checkpoint: str | None) -> Arguments:
 
 
 def _base_name(resolved: Resolved, args: Arguments, asked: Location | None) -> tuple[str, bool]:
-    """Return the name by flags or by the model, and whether the user gave it."""
+    """Return the name by flags or by the model, and whether the user gave it.
+
+    A name that a launcher derives (`Arguments.label`) is not the user's.
+    """
     if args.run_name:
-        return args.run_name, True
+        return args.run_name, args.run_name != args.label
     if resolved.given("run_dir") and (name := OutputFolder(args.run_dir).run_name()):
         return name, False
     if asked is not None and not names_model(args):
@@ -235,8 +237,15 @@ def _rounded(parameters: int) -> str:
     return str(parameters)
 
 
-def _free_name(args: Arguments, base: str, parents: Sequence[str], job: Job) -> str:
-    """Return the name of a new run: ``base``, or ``base-2`` and so on if that is taken."""
+def _free_name(
+    args: Arguments, base: str, parents: Sequence[str], job: Job, *, is_given: bool, asked: Location | None
+) -> str:
+    """Return the run's name: ``base``, or ``base-2`` and so on for a new run if a name of ours is taken.
+
+    Raises `ConfigError` for a taken name that the user gave.
+    """
+    if asked is not None:
+        return base
     free = None
     for number in count(1):
         name = base if number == 1 else f"{base}-{number}"
@@ -244,13 +253,19 @@ def _free_name(args: Arguments, base: str, parents: Sequence[str], job: Job) -> 
         former = owner_of(folders)
         if former is not None and job.is_restart_of(former.job):
             return name
-        taken = any(folder_of_run(parent, name).has_committed() for parent in args.checkpoint_dir)
-        in_use = any(look_at_owner(folder, job)[1] is not False for folder in folders)
-        if free is None and not taken and not in_use:
+        tiers = [folder_of_run(parent, name) for parent in args.checkpoint_dir]
+        taken = next((folder for folder in tiers if folder.has_committed()), None)
+        if is_given and taken is not None:
+            raise ConfigError(
+                f"--run_name {name}: is taken by a run at step {taken.committed()[0].step} in {taken.location}; to go "
+                f"on with it, add --resume_from_checkpoint {parents[0]}; for a new run give another --run_name"
+            )
+        in_use = not is_given and any(look_at_owner(folder, job)[1] is not False for folder in folders)
+        if free is None and taken is None and not in_use:
             free = name
-        if free is not None and former is None and not taken:
+        if is_given or (free is not None and former is None and taken is None):
             break
-    return free or base
+    return base if is_given else free or base
 
 
 def _origin(
@@ -305,6 +320,11 @@ def _one_candidate(asked: Location) -> list[Candidate]:
 # --- what the log says
 
 
+def _durable(args: Arguments) -> str:
+    """Return the first --checkpoint_dir that outlives a node."""
+    return next(parent for parent in args.checkpoint_dir if not is_node_local(parent))
+
+
 def output(args: Arguments) -> str:
     """Return a line on where the run writes."""
     run, parents = args.run_dir, ", ".join(args.checkpoint_dir)
@@ -319,8 +339,8 @@ def start_line(args: Arguments, start: Start, found: Checkpoint | None) -> str:
         return f"Run {start.name} evaluates {model} and saves nothing"
     kept = ", ".join(f"the newest {keep}" if keep > 0 else "all" for keep in args.num_kept_checkpoints)
     other = "the same command goes on with it"
-    if not start.is_named_by_flags:
-        other = f"--run_name {start.taken_name or start.name} goes on with {'that run' if start.taken_name else 'it'}"
+    if not start.continues:
+        other = f"--resume_from_checkpoint {_durable(args)} goes on with {'that run' if start.taken_name else 'it'}"
     if found is None:
         begins = f"is new{f' ({start.taken_name} is taken)' if start.taken_name else ''}: it begins at step 0"
     elif start.is_own:
@@ -347,16 +367,16 @@ def other_run_in_folder(args: Arguments, start: Start) -> str:
         return ""
     return (
         f"{args.run_dir} holds records of run {other}, and reports show both runs as one; to go on with that run give "
-        f"--run_name {other}, to keep them apart another --run_dir"
+        f"--run_name {other} --resume_from_checkpoint {args.checkpoint_dir[0]}, to keep them apart another --run_dir"
     )
 
 
 def how_to_resume(resolved: Resolved, start: Start, ranks: Runtime) -> str:
     """Return the command that goes on with this run: the same one, or with flags added."""
     args = resolved.args
-    parent = next(parent for parent in args.checkpoint_dir if not is_node_local(parent))
-    asked = args.resume_from_checkpoint
-    flags = {} if asked is None or normal(asked) == normal(parent) else {"resume_from_checkpoint": parent}
+    parent = _durable(args)
+    asks = normal(args.resume_from_checkpoint or "") == normal(parent)
+    flags = {} if asks else {"resume_from_checkpoint": parent}
     if not start.is_named_by_flags:
         flags["run_name"] = args.run_name
     if not flags:

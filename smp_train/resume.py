@@ -138,8 +138,6 @@ def look_for_checkpoint(
     if checkpoint is None:
         if args.resume_from_checkpoint is not None:
             log.log(logging.WARNING if start.other_runs else logging.INFO, "%s", nothing_found(args, start))
-        else:
-            _log_aws_checkpoints(args)
     elif checkpoint.step < 1:
         raise CheckpointError(
             f"{checkpoint.path} does not say of which step it is; start from it with --finetune 1 "

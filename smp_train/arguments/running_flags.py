@@ -15,8 +15,8 @@ class LoggingArguments:
     """Logging and profiling: what a run writes, and where."""
 
     run_name: str = flag(
-        "", "Name of the run, and of its folders below runs and --checkpoint_dir; a start of the same name "
-        "goes on with it",
+        "", "Name of the run, and of its folders below runs and --checkpoint_dir; with "
+        "--resume_from_checkpoint it goes on with the run of that name",
         shown="model type and number of parameters, such as llama_v2-6.7b")
     run_dir: str = flag(
         "", "Folder for run.json, metrics.jsonl, logs and report", shown="runs/<run_name>; SM_OUTPUT_DATA_DIR",

@@ -9,7 +9,7 @@ import pytest
 
 from smp_train import arguments, distributed, naming
 from smp_train.checkpoints.owner import Ownership
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, ConfigError
 from tests.checkpoint_files import save
 from tests.training import flags
 
@@ -55,5 +55,5 @@ def test_a_name_that_a_finished_run_has_taken_is_passed_over(tmp_path: Path, mon
         owner.release()
 
     assert settled(monkeypatch, run, tmp_path).name.endswith("k-2")
-    given = settled(monkeypatch, run, tmp_path, run_name="given")
-    assert [candidate.step for candidate in given.candidates] == [1], "the start goes on with it"
+    with pytest.raises(ConfigError, match="--run_name given: is taken"):
+        settled(monkeypatch, run, tmp_path, run_name="given")

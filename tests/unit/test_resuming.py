@@ -142,7 +142,10 @@ def test_a_run_is_called_by_its_model_and_begins_at_step_0(parent):
     assert (begun.name, begun.continues, begun.newest, begun.generation) == (OURS, False, None, 1)
     assert (resolved.args.run_name, resolved.args.run_dir) == (OURS, f"runs/{OURS}")
     assert start_line(resolved.args, begun, None).startswith(f"Run {OURS} is new: it begins at step 0")
-    assert f"--run_name {OURS}" in how_to_resume(resolved, begun, RANKS)
+    assert f"--resume_from_checkpoint {parent} goes on with it" in start_line(resolved.args, begun, None)
+    again = how_to_resume(resolved, begun, RANKS)
+    assert f"--resume_from_checkpoint {parent}" in again
+    assert "--run_name" not in again
     ended(begun)
 
 
@@ -151,12 +154,22 @@ def test_a_name_of_ours_that_is_taken_becomes_another_one(parent):
     resolved, second = settled(parent)
     assert (second.name, second.continues, second.is_named_by_flags) == (f"{OURS}-2", False, False)
     assert f"Run {OURS}-2 is new" in start_line(resolved.args, second, None)
-    assert f"--run_name {OURS} goes on with that run" in start_line(resolved.args, second, None)
-    assert f"--run_name {OURS}-2" in how_to_resume(resolved, second, RANKS)
+    assert f"--resume_from_checkpoint {parent} goes on with that run" in start_line(resolved.args, second, None)
+    again = how_to_resume(resolved, second, RANKS)
+    assert f"--resume_from_checkpoint {parent}" in again
+    assert f"--run_name {OURS}-2" in again, "without it the same command goes on with the first run"
     save(parent, second, 1)
     ended(second)
     assert began(parent, saves=1) == Began(f"{OURS}-3")
     assert committed(f"{parent}/{OURS}") == ["llama_v2-4steps"], "the first one's are as they were"
+
+
+def test_the_name_that_a_launcher_derives_counts_as_ours(parent):
+    sized = {"model_size": "7b", "hidden_width": None, "num_layers": None, "num_heads": None, "vocab_size": None,
+             "num_key_value_heads": None, "intermediate_size": None}  # fmt: skip
+    assert began(parent, run_name="llama_v2-7b", saves=4, **sized) == Began("llama_v2-7b")
+    assert began(parent, run_name="llama_v2-7b", **sized) == Began("llama_v2-7b-2")
+    assert began(parent, **sized) == Began("llama_v2-6.7b")
 
 
 def test_a_name_is_taken_by_a_checkpoint_in_any_tier(parent, tmp_path):
@@ -180,8 +193,22 @@ def test_a_name_that_a_living_job_has_reserved_is_taken(parent):
     assert began(parent) == Began(OURS), "neither has saved anything"
 
 
-def test_a_start_with_the_name_of_a_run_goes_on_with_it(parent):
-    command: dict[str, Any] = {"run_name": "mine"}
+def test_a_given_name_that_is_taken_is_refused_with_both_remedies(parent):
+    run(parent, "mine", 3, 6)
+    before = contents(f"{parent}/mine")
+    with pytest.raises(ConfigError) as refused:
+        start(parent, run_name="mine")
+    message = str(refused.value)
+    assert refused.value.exit_code == 2
+    assert "\n" not in message
+    remedies = f"add --resume_from_checkpoint {parent}", "another --run_name"
+    assert all(part in message for part in ("--run_name mine", "step 6", f"{parent}/mine", *remedies))
+    assert contents(f"{parent}/mine") == before
+    assert claims_in(open_folder(f"{parent}/mine")) == [1]
+
+
+def test_the_start_says_what_goes_on_and_how_to_get_the_other(parent):
+    command: dict[str, Any] = {"run_name": "mine", "resume_from_checkpoint": parent}
     assert began(parent, **command, saves=3) == Began("mine")
     assert began(parent, **command, saves=6) == Began("mine", 3, "mine/llama_v2-3steps")
     resolved, begun = settled(parent, **command)
@@ -191,9 +218,9 @@ def test_a_start_with_the_name_of_a_run_goes_on_with_it(parent):
     assert how_to_resume(resolved, begun, RANKS) == "run the same command again to go on"
     ended(begun)
     run(parent, "other", 9)
-    begins = began(parent, run_name="third", resume_from_checkpoint=f"{parent}/other", saves=12)
-    assert begins == Began("third", 9, "other/llama_v2-9steps", own=False)
-    assert began(parent, run_name="third") == Began("third", 12, "third/llama_v2-12steps")
+    third = {"run_name": "third", "resume_from_checkpoint": f"{parent}/other"}
+    assert began(parent, **third, saves=12) == Began("third", 9, "other/llama_v2-9steps", own=False)
+    assert began(parent, **third) == Began("third", 12, "third/llama_v2-12steps")
 
 
 @pytest.mark.parametrize("flag", ["hf_pretrained_model_name_or_dir", "pretrained_checkpoint_file"])
@@ -431,12 +458,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_another_job_without_flag_and_name_is_a_new_run(parent, case):
+def test_another_job_without_the_flag_is_a_new_run(parent, case):
     first, second = OTHERS[case]
     assert began(parent, first, saves=4) == Began(OURS)
     assert began(parent, second) == Began(f"{OURS}-2")
     assert began(parent, first, run_name="mine", saves=4) == Began("mine")
-    assert began(parent, second, run_name="mine") == Began("mine", 4, "mine/llama_v2-4steps"), "the name decides"
+    with pytest.raises(ConfigError, match="is taken by a run at step 4"):
+        start(parent, second, run_name="mine")
 
 
 # --- going back
