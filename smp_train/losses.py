@@ -7,8 +7,7 @@ on how that batch is split over ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smp_train.arguments.own import named
+from smp_train.distributed.device_profile import DeviceProfile, profile_of
 from smp_train.errors import ConfigError, SmpTrainError, one_line
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -113,11 +113,6 @@ def chunk_tokens(vocab_size: int, device_type: str) -> int:
     return max(64, CHUNK_ELEMENTS // vocab_size)
 
 
-def chunk_starts(tokens: int, chunk: int) -> Iterable[int]:
-    """Return the first token of each chunk."""
-    return range(0, tokens, chunk)
-
-
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Return each row's log-sum-exp in float32, of logits ``[tokens, vocab]``."""
     return logits.float().logsumexp(dim=1)
@@ -148,7 +143,7 @@ EAGER = Kernels()
 
 def linear_cross_entropy_sum(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int | None = None,
-    group: dist.ProcessGroup | None = None, kernels: Kernels = EAGER,
+    group: dist.ProcessGroup | None = None, kernels: Kernels = EAGER, profile: DeviceProfile | None = None,
 ) -> Tensor:  # fmt: skip
     """Return what `cross_entropy_sum` returns for ``hidden @ weight.T + bias``, without ever holding all logits.
 
@@ -167,12 +162,16 @@ def linear_cross_entropy_sum(
             rank's part, hidden states and targets are the same on all, and so is the result. The gradient of the
             hidden states is this rank's summand of the true one.
         kernels: Compiled forms of `log_sum_exp` and `softmax`.
+        profile: Of the device; by default, of the hidden states' device.
 
     Returns:
         A scalar float32 tensor.
     """
-    size = chunk or chunk_tokens(weight.shape[0], hidden.device.type)
-    loss: Tensor = _ChunkedHead.apply(hidden.flatten(0, 1), weight, bias, targets.flatten(), size, group, kernels)
+    profile = profile or profile_of(hidden.device)
+    size = chunk or chunk_tokens(weight.shape[0], profile.device_type)
+    loss: Tensor = _ChunkedHead.apply(
+        hidden.flatten(0, 1), weight, bias, targets.flatten(), size, group, kernels, profile
+    )
     return loss
 
 
@@ -180,7 +179,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int,
-        group: dist.ProcessGroup | None, kernels: Kernels,
+        group: dist.ProcessGroup | None, kernels: Kernels, profile: DeviceProfile,
     ) -> Tensor:  # fmt: skip
         first = 0 if group is None else group.rank() * weight.shape[0]
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -188,7 +187,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in chunk_starts(hidden.shape[0], chunk):
+        for start in profile.loss_chunks(hidden.shape[0], chunk):
             part = hidden[start : start + chunk]
             target = targets[start : start + chunk]
             logits = torch.nn.functional.linear(part, weight, bias)
@@ -214,7 +213,7 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(slope, weight, out=grad_hidden[start : start + chunk])
             if grad_weight is not None:
-                _add_product(grad_weight, slope.T, part)
+                _add_product(grad_weight, slope.T, part, profile)
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
@@ -229,7 +228,7 @@ class _ChunkedHead(torch.autograd.Function):
                 value = torch.mul(value, grad, out=value if value.dtype == dtype else value.new_empty(0, dtype=dtype))
             scaled.append(value)
         ctx.gradients = None
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _over_vocabulary(normalizer: Tensor, scores: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -244,25 +243,11 @@ def _over_vocabulary(normalizer: Tensor, scores: Tensor, group: dist.ProcessGrou
     return highest + sums[0].log(), sums[1]
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor, profile: DeviceProfile) -> None:
     """Add ``left @ right`` to ``total``, float32, without rounding the product to the type of its factors."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif _adds_wide(left.dtype, left.device):
+    elif profile.adds_to_float32(left.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
-
-
-@cache
-def _adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether this torch adds a product of ``dtype`` to a float32 tensor on ``device`` in one kernel."""
-    if device.type != "cuda":
-        return False
-    factor = torch.zeros(16, 16, dtype=dtype, device=device)
-    total = torch.zeros(16, 16, device=device)
-    try:  # torch 2.8 has the operation, but takes no float32 summand
-        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except (TypeError, RuntimeError):
-        return False
-    return True

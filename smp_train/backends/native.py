@@ -22,6 +22,7 @@ from smp_train.checkpoints.pretrained import load_weights
 from smp_train.distributed import rank
 from smp_train.distributed.agree import ALL_RANKS
 from smp_train.distributed.degrees import advice_for_nodes, check_model, plan
+from smp_train.distributed.device_profile import DeviceProfile, profile_of
 from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.attention import Attention
@@ -59,8 +60,18 @@ class NativeBackend(Backend):
 
     name = "native"
 
-    def __init__(self, args: Arguments, ranks: Runtime, device: torch.device) -> None:
-        """Create the mesh; collective. Raises `ConfigError` for unsupported settings."""
+    def __init__(
+        self, args: Arguments, ranks: Runtime, device: torch.device, profile: DeviceProfile | None = None
+    ) -> None:  # fmt: skip
+        """Create the mesh; collective. Raises `ConfigError` for unsupported settings.
+
+        Args:
+            args: Of the run.
+            ranks: Of the run.
+            device: Where this rank computes.
+            profile: By default that of ``device``; a plan passes the profile of the device that it plans for.
+        """
+        self.profile = profile or profile_of(device)
         build.check_attention(args.attn_implementation, device)
         if args.fp8:
             float8.check(device)
@@ -125,7 +136,9 @@ class NativeBackend(Backend):
     def _split(self, model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
         """Split a model on meta over the expert and the tensor ranks; return the former's modules by layer."""
         named = build.decoder_layers(model)
-        experts = {} if self.mesh.experts is None else expert_parallel.distribute(named, self.mesh.experts)
+        experts = {} if self.mesh.experts is None else expert_parallel.distribute(
+            named, self.mesh.experts, self.profile
+        )
         if self.mesh.degrees.tensor > 1:
             tensor_parallel.apply(model, named, self.mesh.tensor)
         return experts
@@ -186,7 +199,9 @@ class NativeBackend(Backend):
         if args.sm_activation_offloading:
             horizon = args.activation_loading_horizon
             units = itertools.chain.from_iterable(experts.values())
-            self.offload = activation_offloading.apply(layers, device=device, horizon=horizon, units=units)
+            self.offload = activation_offloading.apply(
+                layers, device=device, horizon=horizon, units=units, profile=self.profile
+            )
             if horizon >= len(layers):
                 logger.info("--activation_loading_horizon %d covers all layers: none is offloaded", horizon)
         fsdp.shard(
@@ -197,7 +212,7 @@ class NativeBackend(Backend):
         )  # fmt: skip
         tensor = self.mesh.tensor if degrees.tensor > 1 else None
         loss_head.attach(
-            model, chunked=chunked, tensor=tensor, loss=self.custom_loss or losses.cross_entropy_sum,
+            model, chunked=chunked, tensor=tensor, profile=self.profile, loss=self.custom_loss or losses.cross_entropy_sum,
             kernels=compile.loss_kernels(args.torch_compile_backend) if self.compiled else losses.EAGER,
         )  # fmt: skip
         self._allocate(model)
@@ -270,7 +285,7 @@ class NativeBackend(Backend):
     def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer) -> Tensor:
         """See `Backend.clip_grad_norm`."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = grad_norm.global_norm(gradients)
+        norm = grad_norm.global_norm(gradients, "cpu" if self.cpu_offload else self.profile.device_type)
         # The attribute that `torch.amp.GradScaler` sets: the fused kernel divides gradients by it.
         optimizer.grad_scale = grad_norm.divisor(max_norm, norm) if max_norm > 0 else None  # type: ignore[attr-defined]
         return norm

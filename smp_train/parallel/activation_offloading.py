@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from smp_train.distributed.device_profile import DeviceProfile, profile_of
 from smp_train.distributed.host_memory import pinned_blocks
 
 MIN_BYTES = 1024
 """A smaller storage stays: copying it costs more than its memory saves."""
-
-PACKABLE = (Tensor, nn.Parameter)
-"""Tensor types that own plain memory; DTensors, fake tensors and other subclasses stay on the device."""
 
 
 class Lane:
@@ -175,13 +173,13 @@ class LayerPass:
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Leave these on the device."""
-        self.staying |= {_storage_id(plain) for plain in map(_plain, tensors) if plain is not None}
+        self.staying |= {_storage_id(plain) for plain in map(self.offload.plain, tensors) if plain is not None}
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
         """Hook for a tensor that autograd saves: register it for offloading, or return it to stay on the device."""
         if isinstance(tensor, DTensor):  # between the blocks of a tensor group; autograd wants its mesh back with it
             return tensor
-        plain = _plain(tensor)
+        plain = self.offload.plain(tensor)
         if not self.away or plain is None or plain.device != self.offload.lane.device:
             return tensor
         storage = plain.untyped_storage()
@@ -225,8 +223,8 @@ class LayerPass:
 class Offload:
     """Offloading of the activations of one model's decoder layers."""
 
-    def __init__(self, lane: Lane, pool: HostPool, *, horizon: int) -> None:
-        self.lane, self.pool, self.horizon = lane, pool, horizon
+    def __init__(self, lane: Lane, pool: HostPool, profile: DeviceProfile, *, horizon: int) -> None:
+        self.lane, self.pool, self.profile, self.horizon = lane, pool, profile, horizon
         self._latest: LayerPass | None = None
         self._running: LayerPass | None = None
 
@@ -253,6 +251,12 @@ class Offload:
 
         return offloaded
 
+    def plain(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensor whose memory holds the values, or None for tensor types that are not offloaded."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        return tensor if type(tensor) in self.profile.offloadable and tensor.layout == torch.strided else None
+
     def keep_parameters(self, module: nn.Module) -> None:
         """Keep on the device the parameters of a part of a layer that are gathered only when it runs."""
         forward = module.forward
@@ -267,7 +271,7 @@ class Offload:
 
 def apply(
     layers: list[nn.Module], *, device: torch.device, horizon: int, lane: Lane | None = None,
-    units: Iterable[nn.Module] = (),
+    units: Iterable[nn.Module] = (), profile: DeviceProfile | None = None,
 ) -> Offload:  # fmt: skip
     """Send the activations of the decoder ``layers`` to host memory between forward and backward pass.
 
@@ -281,21 +285,16 @@ def apply(
             on their way; at least 1. The last ``horizon`` layers' are never sent.
         lane: Where copies run.
         units: Modules inside layers whose parameters are sharded apart from their layer's.
+        profile: Of the device; by default, of ``device``.
     """
-    offload = Offload(lane or Lane(device), HostPool(pin_memory=device.type == "cuda"), horizon=horizon)
+    pool = HostPool(pin_memory=device.type == "cuda")
+    offload = Offload(lane or Lane(device), pool, profile or profile_of(device), horizon=horizon)
     for index, layer in enumerate(layers):
         away = index < len(layers) - horizon
         layer.forward = offload.around(layer, first=index == 0, away=away)
     for module in units:
         offload.keep_parameters(module)
     return offload
-
-
-def _plain(tensor: Tensor) -> Tensor | None:
-    """Return the tensor whose memory holds the values, or None for unknown tensor types."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    return tensor if type(tensor) in PACKABLE and tensor.layout == torch.strided else None
 
 
 def _storage_id(tensor: Tensor) -> int:

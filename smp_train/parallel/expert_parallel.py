@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from smp_train.distributed.device_profile import DeviceProfile
 from smp_train.errors import ConfigError
 from smp_train.parallel import local_parameters
 from smp_train.parallel.sequence import SEQUENCE, gather_hidden, on_hidden_states
@@ -32,7 +33,9 @@ def stacked(layer: nn.Module) -> list[tuple[str, Any]]:
     return [(name, each) for name, each in modules if hasattr(each, "num_experts") and hasattr(each, "is_transposed")]
 
 
-def distribute(layers: Iterable[tuple[str, nn.Module]], mesh: DeviceMesh) -> dict[nn.Module, list[nn.Module]]:
+def distribute(
+    layers: Iterable[tuple[str, nn.Module]], mesh: DeviceMesh, profile: DeviceProfile
+) -> dict[nn.Module, list[nn.Module]]:
     """Distribute the experts of every layer, whole and in order, over the ranks of ``mesh``; return them by layer.
 
     Each rank reads rows of its own (or, with tensor parallelism, its own part of them) and sends each token to the
@@ -41,6 +44,7 @@ def distribute(layers: Iterable[tuple[str, nn.Module]], mesh: DeviceMesh) -> dic
     Args:
         layers: The decoder layers as (qualified name, module), parameters on the meta device.
         mesh: One-dimensional.
+        profile: Of the device.
 
     Raises:
         ConfigError: No layer has experts, or some are not stacked as transformers 5 does.
@@ -53,24 +57,25 @@ def distribute(layers: Iterable[tuple[str, nn.Module]], mesh: DeviceMesh) -> dic
                 check_stacked(experts, experts.num_experts)
             except ValueError as cause:
                 raise ConfigError(f"{given}: {layer_name}.{name} {cause}; use --expert_parallel_degree 1") from cause
-            _distribute(experts, mesh)
+            _distribute(experts, mesh, profile)
             found.setdefault(layer, []).append(experts)
     if not found:
         raise ConfigError(f"{given}: this model has no experts that transformers stacks; leave it at 1")
     return found
 
 
-def _distribute(experts: Any, mesh: DeviceMesh) -> None:
+def _distribute(experts: Any, mesh: DeviceMesh, profile: DeviceProfile) -> None:
     local_parameters.place(experts, mesh, Shard(0))
     experts.num_experts //= mesh.size()
     local_parameters.compute_on_local(experts, None)
-    experts.forward = partial(_exchange, experts.forward, experts.num_experts, mesh.get_group())
+    experts.forward = partial(_exchange, experts.forward, experts.num_experts, mesh.get_group(), profile)
 
 
 @torch.compiler.disable
 def _exchange(
-    compute: Callable[..., Tensor], share: int, group: dist.ProcessGroup, hidden: Tensor, index: Tensor, weights: Tensor
-) -> Tensor:
+    compute: Callable[..., Tensor], share: int, group: dist.ProcessGroup, profile: DeviceProfile, hidden: Tensor,
+    index: Tensor, weights: Tensor,
+) -> Tensor:  # fmt: skip
     """Return the sum over the experts of each token of their weighted outputs, ``[tokens, width]``.
 
     The host waits for the device once, for the numbers of tokens to send and to receive; again where a checkpoint
@@ -81,6 +86,7 @@ def _exchange(
         compute: The forward of this rank's experts, as this function from ``hidden`` on.
         share: Number of experts per rank.
         group: The ranks that have them, in order.
+        profile: Of the device.
         hidden: ``[tokens, width]``.
         index: The experts of each token, int64 ``[tokens, k]``.
         weights: ``[tokens, k]``.
@@ -92,7 +98,7 @@ def _exchange(
     sends.scatter_add_(0, expert, torch.ones_like(expert))
     receives = collectives.wait_tensor(collectives.all_to_all_single(sends, None, None, group))
     per_rank = torch.stack([sends, receives]).view(2, group.size(), share).sum(dim=2)
-    sent, received = read(per_rank, len(expert))
+    sent, received = profile.exchanged_rows(per_rank, len(expert))
     rows = _all_to_all(hidden[order // used], received, sent, group)
     # Rows come by rank, and from each rank by expert.
     own = torch.arange(share, device=index.device).repeat(group.size())
@@ -105,12 +111,6 @@ def _exchange(
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     of_token = returned[back].view(tokens, used, -1) * weights.unsqueeze(-1)
     return of_token.sum(dim=1).to(hidden.dtype)
-
-
-def read(per_rank: Tensor, rows: int) -> list[list[int]]:
-    """Return the rows sent to each rank and received from it, of ``rows`` to be sent; waits for the device."""
-    found: list[list[int]] = per_rank.tolist()
-    return found
 
 
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:

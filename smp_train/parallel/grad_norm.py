@@ -13,12 +13,13 @@ from smp_train.distributed.dtensor import DTensor
 CPU_RUN = 1024
 
 
-def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+def global_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
     """Return the 2-norm of all gradients of the model, a float32 scalar on their device; collective.
 
     Args:
         gradients: Plain tensors, replicated on every rank, and DTensors, each sharded or replicated over the
             dimensions of its own mesh. Squares are summed over the dimensions that shard.
+        device_type: Where the gradients are: on a ``cpu``, norms are summed in float64.
     """
     by_ranks: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
@@ -29,7 +30,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
             by_ranks.setdefault((None, ()), []).append(gradient)
     total: Tensor | None = None
     for (mesh, split), parts in by_ranks.items():
-        squares = _sum_of_squares(parts)
+        squares = _sum_of_squares(parts, device_type)
         for dim in split:
             dist.all_reduce(squares, group=mesh.get_group(dim))  # type: ignore[attr-defined]
         total = squares if total is None else total + squares
@@ -46,9 +47,9 @@ def divisor(max_norm: float, norm: Tensor) -> Tensor:
     return torch.clamp((norm + 1e-6) / max_norm, min=1.0)
 
 
-def _sum_of_squares(parts: list[Tensor]) -> Tensor:
+def _sum_of_squares(parts: list[Tensor], device_type: str) -> Tensor:
     """Return the sum of squares of local tensors as a float64 scalar."""
-    if parts[0].device.type != "cpu":
+    if device_type != "cpu":
         return nn.utils.get_total_norm(parts).double().square()
     # On a CPU torch adds up a whole tensor in one float32 accumulator per lane: 1e-5 off at 100,000 elements, so the
     # norm would depend on the sharding. Norms of short runs, added up in float64, are exact and as fast.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -9,13 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from smp_train import losses
+from smp_train.distributed.device_profile import DeviceProfile
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.parallel.sequence import gather_hidden
 
 
 def attach(
-    model: Any, *, chunked: bool, tensor: DeviceMesh | None, loss: losses.Loss = losses.cross_entropy_sum,
-    kernels: losses.Kernels = losses.EAGER,
+    model: Any, *, chunked: bool, tensor: DeviceMesh | None, profile: DeviceProfile,
+    loss: losses.Loss = losses.cross_entropy_sum, kernels: losses.Kernels = losses.EAGER,
 ) -> None:  # fmt: skip
     """Give ``model`` a method ``loss_sum(input_ids, targets, **inputs)``; call it after sharding.
 
@@ -26,6 +28,7 @@ def attach(
         model: A sharded causal LM.
         chunked: Compute the loss by chunks of tokens (`losses.linear_cross_entropy_sum`).
         tensor: The mesh that the vocabulary is split over, if it is.
+        profile: Of the device.
         loss: Of all logits, where it is not computed by chunks.
         kernels: Of the loss by chunks.
     """
@@ -40,12 +43,11 @@ def attach(
     def of_hidden(hidden: Tensor, targets: Tensor) -> Tensor:
         weight, bias = head.weight, head.bias
         if tensor is None:
-            return losses.linear_cross_entropy_sum(hidden, weight, targets, bias=bias, kernels=kernels)
+            return by_chunk(hidden, weight, targets, bias=bias)
         hidden, weight, bias = gather_hidden(hidden, tensor), local_tensor(weight), local_tensor(bias)
-        return losses.linear_cross_entropy_sum(
-            hidden, weight, targets, bias=bias, group=tensor.get_group(), kernels=kernels
-        )
+        return by_chunk(hidden, weight, targets, bias=bias, group=tensor.get_group())
 
+    by_chunk = partial(losses.linear_cross_entropy_sum, kernels=kernels, profile=profile)
     head = model.get_output_embeddings()
     if chunked:
         head.loss_sum = of_hidden

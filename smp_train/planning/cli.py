@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         if nothing:
             raise ConfigError(nothing)
         return 0
-    with world(devices, per_node, gpu=gpu) as ranks:
+    with world(devices, per_node) as ranks:
         memory = estimate(args, spec, devices=devices, per_node=per_node, seq_len=seq_len, gpu=gpu, ranks=ranks)
         found = described(
             args, spec, memory, devices=devices, per_node=per_node, seq_len=seq_len, there=there,

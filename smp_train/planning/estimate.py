@@ -40,10 +40,10 @@ def estimate(
     fewest = 2 * EDGE + 1 + (args.activation_loading_horizon + 1 if args.sm_activation_offloading else 0)
     small = fewest + (depth - fewest) % period
     large = small + period
-    with world(devices, per_node, gpu=gpu) if ranks is None else nullcontext(ranks) as place:
+    with world(devices, per_node) if ranks is None else nullcontext(ranks) as place:
         if large >= depth or not _repeats(spec, small, period):
-            return step(args, spec, place, seq_len=seq_len)
-        one, two = (step(args, of_depth(spec, layers), place, seq_len=seq_len) for layers in (small, large))
+            return step(args, spec, place, seq_len=seq_len, gpu=gpu)
+        one, two = (step(args, of_depth(spec, layers), place, seq_len=seq_len, gpu=gpu) for layers in (small, large))
     return _deeper(one, two, (depth - small) // period)
 
 

@@ -222,7 +222,7 @@ def workers(space: Space) -> Iterator[ProcessPoolExecutor]:
 def _begin(space: Space) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")
-    opened = world(space.devices, space.per_node, gpu=space.gpu)
+    opened = world(space.devices, space.per_node)
     _open.update(space=space, world=opened, ranks=opened.__enter__())
 
 

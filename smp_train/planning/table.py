@@ -40,7 +40,7 @@ def needed(model_type: str, model_size: str, devices: int) -> int:
     names = [f"--model_type={model_type}", f"--model_size={model_size}"]
     args = parse([*names, f"--train_batch_size={ROWS}", f"--max_context_width={TOKENS}"], {}).args
     check(args)
-    with world(devices, 8, gpu=True) as ranks:
+    with world(devices, 8) as ranks:
         memory = estimate(args, resolve(args), devices=devices, per_node=8, seq_len=TOKENS, ranks=ranks)
     return math.ceil(fitting.needed(args, memory, gpu=True) / GIB)
 

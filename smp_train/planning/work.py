@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,17 +74,14 @@ class Work:
 class WorkCounter:
     """Counts what is dispatched into `Work`."""
 
-    def __init__(self, dimensions: Mapping[tuple[int, ...], str], per_node: int) -> None:
-        """Start counting.
-
-        Args:
-            dimensions: Of the mesh, by the ranks that this rank communicates with along them.
-            per_node: Ranks of a node.
-        """
+    def __init__(self, per_node: int) -> None:
+        """Start counting; ``per_node`` is the number of ranks on a node."""
         self.work = Work()
+        self.dimensions: Mapping[tuple[int, ...], str] = {}
+        """Names of the mesh's dimensions, by the ranks that this rank communicates with along them."""
         self.times = 1
-        """How many micro-batches the one that runs stands for."""
-        self._dimensions, self._per_node = dimensions, per_node
+        """How many micro-batches, or chunks of the loss, the one that runs stands for."""
+        self._per_node = per_node
 
     def add(self, phase: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count one operation on plain tensors."""
@@ -104,6 +101,16 @@ class WorkCounter:
             cost = cost._replace(flops=flops)
         self.work.operations[phase, kind] = self.work.operations[phase, kind].plus(cost, self.times)
 
+    def sampled_chunks(self, tokens: int, chunk: int) -> Iterator[int]:
+        """Yield the starts of at most three chunks; the second stands for all but the first and the last."""
+        starts, times = range(0, tokens, chunk), self.times
+        yield from starts[:1]
+        if len(starts) > 2:
+            self.times = times * (len(starts) - 2)
+            yield starts[1]
+            self.times = times
+        yield from starts[1:][-1:]
+
     def _group(self, args: tuple[Any, ...]) -> tuple[str, int, int]:
         named = [each for each in args if isinstance(each, str)]
         if named:
@@ -112,7 +119,7 @@ class WorkCounter:
             held = next(each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each))
             group = dist.ProcessGroup.unbox(held)
         ranks = tuple(dist.get_process_group_ranks(group))
-        return self._dimensions.get(ranks, "all"), len(ranks), len({rank // self._per_node for rank in ranks})
+        return self.dimensions.get(ranks, "all"), len(ranks), len({rank // self._per_node for rank in ranks})
 
 
 class How(NamedTuple):
@@ -166,17 +173,20 @@ def _flops(operation: Any, name: str) -> Callable[..., tuple[str, float]] | None
     if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
         return functools.partial(_of_attention, backward="backward" in name)
     if name == "_grouped_mm":
-        return lambda args, kwargs, result: (PRODUCTS, 2.0 * args[0].numel() * args[1].shape[-1])
+        return lambda args, kwargs, result: (_class(args[1]), 2.0 * args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(getattr(torch.ops.aten, name.rstrip("_"), None))
     if formula is None:
         return None
 
     def of_products(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[str, float]:
         factors = [each for each in args if isinstance(each, Tensor)]
-        kind = WIDE_PRODUCTS if factors[-1].dtype == torch.float32 else PRODUCTS
-        return kind, float(formula(*(factors if "mm" in name else args), out_val=result))
+        return _class(factors[-1]), float(formula(*(factors if "mm" in name else args), out_val=result))
 
     return of_products
+
+
+def _class(factor: Tensor) -> str:
+    return WIDE_PRODUCTS if factor.dtype == torch.float32 else PRODUCTS
 
 
 def _of_attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, backward: bool) -> tuple[str, float]:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,29 +22,24 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from smp_train import losses
 from smp_train.arguments import Arguments
 from smp_train.backends.native import NativeBackend
 from smp_train.distributed import Runtime
+from smp_train.distributed.device_profile import DeviceProfile
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.distributed.host_copy import local_bytes
 from smp_train.distributed.host_memory import pinned_bytes
 from smp_train.errors import ConfigError, one_line
 from smp_train.models.hub_state import gather_state, present
 from smp_train.models.resolve import ModelSpec
-from smp_train.parallel import activation_offloading, expert_parallel, grad_norm
 from smp_train.planning import stepping
 from smp_train.planning.stepping import UPDATE, Phase
 from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
 from smp_train.planning.work import Work, WorkCounter
 
-try:
-    from transformers.integrations import moe
-except ImportError:  # transformers 4, which stacks no experts
-    moe: Any = SimpleNamespace()  # type: ignore[no-redef]
-
 ON_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
-ADDS_WIDE = torch.ops.aten.addmm.dtype_out
+ADDS_TO_FLOAT32 = torch.ops.aten.addmm.dtype_out
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 
 class FakeMode(FakeTensorMode):
@@ -53,10 +47,19 @@ class FakeMode(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         """Run an operation."""
-        if func is ADDS_WIDE:  # torch 2.11 takes its type for a factor
+        if func is ADDS_TO_FLOAT32:  # torch 2.11 takes its type for a factor
             return (kwargs or {})["out"]
+        if func is GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:  # torch's fake form takes bfloat16 alone
+            return _grouped_product(*args, **(kwargs or {}))
         self.cache_enabled = func not in ON_STORAGES
         return super().dispatch(func, types, args, kwargs or {})
+
+
+def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **options: Any) -> Tensor:
+    """Return a tensor with the shape of a grouped product."""
+    offsets = options.get("offs", offsets)
+    groups = (len(offsets),) if offsets is not None and left.dim() == right.dim() else ()
+    return left.new_empty(*groups, left.shape[-2], right.shape[-1])
 
 
 class FakeBackend(NativeBackend):
@@ -100,33 +103,13 @@ class Memory:
 
 
 @contextmanager
-def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
-    """Act as rank 0 of a group that never communicates; with ``gpu``, the loss takes chunks as on a GPU.
-
-    Tensors stay on the CPU, as FSDP2 would ask a GPU's driver for streams. What depends on the device is replaced here.
-    """
-    packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
-    read, squares = expert_parallel.read, grad_norm._sum_of_squares
-    grouped: Any = getattr(moe, "_grouped_mm", None)  # from transformers 5.3 on
+def world(devices: int, per_node: int) -> Iterator[Runtime]:
+    """Act as rank 0 of a group that never communicates."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
-        activation_offloading.PACKABLE = (*packable, FakeTensor)  # type: ignore[assignment]
-        expert_parallel.read = balanced
-        # Whose fake form takes bfloat16 alone; one expert's product has the shapes, and the work, of that of all.
-        moe._grouped_mm = lambda input, weight, offs: (
-            grouped(input, weight, offs) if weight.dtype == torch.bfloat16 else input @ weight[0]
-        )
-        if gpu:
-            losses.chunk_tokens = lambda vocab_size, device_type: chunk_tokens(vocab_size, "cuda")
-            losses._adds_wide = lambda dtype, device: True  # type: ignore[assignment]
-            grad_norm._sum_of_squares = lambda parts: nn.utils.get_total_norm(parts).double().square()
         nodes = -(-devices // per_node)
         yield Runtime("plan", 0, devices, 0, min(devices, per_node), 0, nodes, "localhost", 0, "localhost", False)
     finally:
-        activation_offloading.PACKABLE = packable
-        expert_parallel.read, moe._grouped_mm = read, grouped
-        losses.chunk_tokens, losses._adds_wide = chunk_tokens, adds_wide
-        grad_norm._sum_of_squares = squares
         dist.destroy_process_group()
 
 
@@ -137,36 +120,21 @@ def balanced(per_rank: Tensor, rows: int) -> list[list[int]]:
     return [[rows // ranks + (rank < rows % ranks) for rank in range(ranks)]] * 2
 
 
-@contextmanager
-def some_chunks(counter: WorkCounter) -> Iterator[None]:
-    """Let the head's loss compute at most three chunks: the second stands for all but the first and the last."""
-    starts = losses.chunk_starts
-
-    def some(tokens: int, chunk: int) -> Iterator[int]:
-        every, times = list(starts(tokens, chunk)), counter.times
-        yield from every[:1]
-        if len(every) > 2:
-            counter.times = times * (len(every) - 2)
-            yield every[1]
-            counter.times = times
-        yield from every[1:][-1:]
-
-    losses.chunk_starts = some
-    try:
-        yield
-    finally:
-        losses.chunk_starts = starts
-
-
-def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int) -> Memory:
+def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int, gpu: bool) -> Memory:
     """Build the model of ``spec`` and take two steps, in a `world`."""
-    backend = FakeBackend(args, ranks, torch.device("cpu"))
+    counter = WorkCounter(ranks.local_world_size)
+    profile = DeviceProfile(
+        "cuda" if gpu else "cpu", adds_to_float32=lambda dtype: gpu, offloadable=(Tensor, nn.Parameter, FakeTensor),
+        loss_chunks=counter.sampled_chunks, exchanged_rows=balanced,
+    )  # fmt: skip
+    # On the CPU: FSDP2 would ask a GPU's driver for streams.
+    backend = FakeBackend(args, ranks, torch.device("cpu"), profile)
     backend.mode = FakeMode(allow_non_fake_inputs=True)
     backend.check(spec, seq_len=seq_len)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=False)
-    counter = WorkCounter(backend.mesh.dimensions(), ranks.local_world_size)
+    counter.dimensions = backend.mesh.dimensions()
     try:
-        with backend.mode, some_chunks(counter):
+        with backend.mode:
             peaks = stepping.peaks(args, backend, model, seq_len=seq_len, counter=counter)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as problem:
         raise ConfigError(

@@ -37,7 +37,7 @@ def updates_of_uneven_parts() -> bool:
         for _ in range(3):
             for parameter, (size, place) in zip(parameters, sizes, strict=True):
                 parameter.grad = distribute_tensor(torch.randn(size, generator=generator), mesh, place)
-            clip(optimizer, grad_norm.global_norm([parameter.grad for parameter in parameters]))
+            clip(optimizer, grad_norm.global_norm([parameter.grad for parameter in parameters], "cpu"))
             optimizer.step()
         return [(p, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]) for p in parameters]
 

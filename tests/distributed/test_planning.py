@@ -94,10 +94,12 @@ def peak_of(memory: Any) -> int:
     return max(sum(memory.on_device(phase).values()) for phase in memory.peaks)
 
 
-def dealt(exchange: Any, compute: Any, share: int, group: Any, hidden: Any, index: Any, weights: Any) -> Any:
+def dealt(
+    exchange: Any, compute: Any, share: int, group: Any, profile: Any, hidden: Any, index: Any, weights: Any
+) -> Any:
     """Exchange tokens whose router uses every expert as much as the others."""
     index = (index.new_ones(index.numel()).cumsum(0) % (share * group.size())).view_as(index)
-    return exchange(compute, share, group, hidden, index, weights)
+    return exchange(compute, share, group, profile, hidden, index, weights)
 
 
 def measured(settings: list[dict[str, Any]]) -> list[Any]:
@@ -134,7 +136,7 @@ def planned(world: int, settings: list[dict[str, Any]]) -> Iterator[tuple[Any, A
     from smp_train.planning.estimate import estimate
     from tests.training import flags
 
-    with worlds.world(world, world, gpu=False) as ranks:
+    with worlds.world(world, world) as ranks:
         for changes in settings:
             args = arguments.parse(flags(Path("unused"), **{**DEEP, **changes}), {}).args
             spec, seq_len = resolve(args), args.max_context_width

@@ -52,7 +52,7 @@ def all_settings() -> dict[str, Any]:
     space = Space(resolved.args, given(resolved), resolve(resolved.args), 4, 4, 2048)
     search = Search(space, 0, machine_of(instances.find(MACHINE)))
     found = {}
-    with world(4, 4, gpu=True) as ranks:
+    with world(4, 4) as ranks:
         for one in space.settings()[0]:
             memory = estimate(
                 space.applied(one), space.spec, devices=4, per_node=4, seq_len=2048, gpu=True, ranks=ranks

@@ -116,19 +116,17 @@ def test_work_is_what_formulas_say(names: list[str]) -> None:
 
 def in_chunks() -> list[Any]:
     """Return memory and work of a step whose loss takes four chunks, as planned and with each of them computed."""
-    from contextlib import nullcontext
-
     from smp_train import arguments
     from smp_train.models.resolve import resolve
-    from smp_train.planning import world
     from smp_train.planning.estimate import estimate
+    from smp_train.planning.work import WorkCounter
     from tests.training import flags
 
     changes = {**DEEP, **NONE, **TP, "vocab_size": 2**19, "train_batch_size": 60, "gradient_accumulation_steps": 3}
     args = arguments.parse(flags(Path("unused"), **changes), {}).args
     found = []
-    for chunks in (world.some_chunks, lambda counter: nullcontext()):
-        world.some_chunks = chunks
+    for chunks in (WorkCounter.sampled_chunks, lambda counter, tokens, chunk: range(0, tokens, chunk)):
+        WorkCounter.sampled_chunks = chunks
         memory = estimate(args, resolve(args), devices=4, per_node=4, seq_len=args.max_context_width)
         found.append((memory.peaks, dict(memory.work.operations), dict(memory.work.collectives)))
     return found

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_train import losses
+from smp_train.distributed.device_profile import DeviceProfile
 from smp_train.parallel import compile
 
 
@@ -69,14 +70,13 @@ def operations_on_a_gpu(tokens: int, vocab: int, width: int, kernels: losses.Ker
         weight = torch.empty(vocab, width, device="meta", dtype=torch.bfloat16, requires_grad=True)
         targets = torch.empty(1, tokens, device="meta", dtype=torch.int64)
         seen.clear()
-        chunk = losses.chunk_tokens(vocab, "cuda")
-        losses.linear_cross_entropy_sum(hidden, weight, targets, kernels=kernels, chunk=chunk)
+        profile = DeviceProfile("cuda", adds_to_float32=lambda dtype: True)
+        losses.linear_cross_entropy_sum(hidden, weight, targets, kernels=kernels, profile=profile)
     return seen
 
 
 @pytest.mark.skipif("dtype_out" not in torch.ops.aten.addmm.overloads(), reason="an operation of torch 2.8")
-def test_what_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_adds_wide", lambda dtype, device: True)
+def test_what_a_gpu_is_asked_for() -> None:
     tokens, vocab, width = 8192, 128256, 4096
     seen = operations_on_a_gpu(tokens, vocab, width, losses.EAGER._replace(fused=True))
     names = [name for name, _ in seen]
@@ -152,6 +152,7 @@ def test_frozen_head_gets_no_gradient() -> None:
 MEASURE = """
 import re, sys, torch
 from smp_train import losses
+from smp_train.distributed.device_profile import DeviceProfile
 torch.set_num_threads(2)
 vocab, tokens, width = 128256, int(sys.argv[2]), 16
 hidden = torch.randn(1, tokens, width, requires_grad=True)
