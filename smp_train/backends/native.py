@@ -212,8 +212,9 @@ class NativeBackend(Backend):
         )  # fmt: skip
         tensor = self.mesh.tensor if degrees.tensor > 1 else None
         loss_head.attach(
-            model, chunked=chunked, tensor=tensor, profile=self.profile, loss=self.custom_loss or losses.cross_entropy_sum,
+            model, chunked=chunked, tensor=tensor, loss=self.custom_loss or losses.cross_entropy_sum,
             kernels=compile.loss_kernels(args.torch_compile_backend) if self.compiled else losses.EAGER,
+            profile=self.profile,
         )  # fmt: skip
         self._allocate(model)
         if spec.lora is not None:  # whose checkpoints hold the adapters alone

@@ -15,8 +15,7 @@ def _all_chunks(tokens: int, chunk: int) -> Iterable[int]:
 
 
 def _read_counts(counts: Tensor, rows: int) -> list[list[int]]:
-    found: list[list[int]] = counts.tolist()
-    return found
+    return counts.tolist()
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,9 @@ class DeviceProfile:
     loss_chunks: Callable[[int, int], Iterable[int]] = _all_chunks
     """Returns the first token of each chunk of the loss to compute, of so many tokens in chunks of this size."""
     exchanged_rows: Callable[[Tensor, int], list[list[int]]] = _read_counts
-    """Returns how many rows to send to each expert rank and to receive from it.
+    """Returns the numbers of rows to send to each expert rank and to receive from each.
 
-    The arguments are these numbers, on the device, and the number of rows to send; training waits for the device.
+    Takes them as a tensor on the device, for which training waits, and the number of all rows to send.
     """
 
 

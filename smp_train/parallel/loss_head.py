@@ -16,8 +16,8 @@ from smp_train.parallel.sequence import gather_hidden
 
 
 def attach(
-    model: Any, *, chunked: bool, tensor: DeviceMesh | None, profile: DeviceProfile,
-    loss: losses.Loss = losses.cross_entropy_sum, kernels: losses.Kernels = losses.EAGER,
+    model: Any, *, chunked: bool, tensor: DeviceMesh | None, loss: losses.Loss = losses.cross_entropy_sum,
+    kernels: losses.Kernels = losses.EAGER, profile: DeviceProfile | None = None,
 ) -> None:  # fmt: skip
     """Give ``model`` a method ``loss_sum(input_ids, targets, **inputs)``; call it after sharding.
 
@@ -28,9 +28,9 @@ def attach(
         model: A sharded causal LM.
         chunked: Compute the loss by chunks of tokens (`losses.linear_cross_entropy_sum`).
         tensor: The mesh that the vocabulary is split over, if it is.
-        profile: Of the device.
         loss: Of all logits, where it is not computed by chunks.
         kernels: Of the loss by chunks.
+        profile: Of the device that the loss by chunks is computed on; by default, of the hidden states' device.
     """
 
     def from_logits(input_ids: Tensor, targets: Tensor, **inputs: Any) -> Tensor:

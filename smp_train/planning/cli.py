@@ -1,4 +1,4 @@
-"""``smp-train plan``: steps the model of a run with fake tensors, and prints what it takes; its flags: `options`."""
+"""``smp-train plan``: prints memory, time and cost of a run, and the flags that lower its memory."""
 
 from __future__ import annotations
 
@@ -8,162 +8,176 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from smp_train.arguments import Arguments
-from smp_train.arguments.chosen import given
+from smp_train.arguments.chosen import given, words
+from smp_train.arguments.remedies import MORE_DEVICES, Uses, remedies
 from smp_train.distributed import degrees
 from smp_train.errors import ConfigError
 from smp_train.launch import instances
-from smp_train.models.hugging_face import trust_code
-from smp_train.models.resolve import ModelSpec, resolve, row_length
-from smp_train.models.state_memory import CHECKPOINT_BYTES
-from smp_train.planning import cost, fitting
-from smp_train.planning.best import search
-from smp_train.planning.best import text as table
+from smp_train.models.traits import number_of_experts
+from smp_train.planning import best, cost
 from smp_train.planning.estimate import estimate
-from smp_train.planning.fitting import gib
-from smp_train.planning.lower import lower
-from smp_train.planning.options import check, machine, read
+from smp_train.planning.memory import STATE, Memory, PlannedRun, count_of_devices, gib, least
+from smp_train.planning.options import Devices, machine, read
 from smp_train.planning.space import Space
+from smp_train.planning.step_memory import Part, Use
 from smp_train.planning.step_time import machine_of, predict
-from smp_train.planning.stepping import BACKWARD, FORWARD, HEAD
-from smp_train.planning.world import Memory, world
 from smp_train.telemetry.logging_utils import setup_logging
+
+MOST_REMEDIES = 4
+"""Limit of the changes of flags that are planned; each takes as long as the plan."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; return the exit code. Raises `ConfigError`, after the plan, where the run does not fit."""
-    with redirect_stdout(sys.stderr):  # where the log goes: stdout has the plan alone
+    """Run the verb; return the exit code. Raises `ConfigError`, after printing the plan, if the run does not fit."""
+    with redirect_stdout(sys.stderr):  # log to stderr: stdout has the plan alone
         setup_logging(0, level="WARNING")
-    own, resolved = read(argv)
+    options, resolved = read(argv)
     args = resolved.args
-    devices, per_node, there, host = machine(own)
+    devices = machine(options)
     gpu = args.distributed_backend != "gloo"
-    compiled = gpu and args.use_torch_compile is not False  # where it is left open, a GPU compiles
-    check(args)
-    trust_code(args.trust_remote_code)
-    spec = resolve(args)
-    seq_len = row_length(args, spec)
-    rates = machine_of(instances.find(own.instance_type)) if own.instance_type and gpu else None
-    if rates is None and own.tokens is not None:
+    run = best.planned_run(args, devices.total, devices.per_node, gpu=gpu)
+    rates = machine_of(instances.find(options.instance_type)) if options.instance_type and gpu else None
+    if rates is None and options.tokens is not None:
         raise ConfigError("plan: --tokens: there is no time on gloo, nor of an instance type whose rates are not known")
-    if own.search or args.auto != "off":
-        on = fitting.devices(devices)
-        print(f"smp-train: searching settings for {on}; a minute or more", file=sys.stderr, flush=True)
-        space = Space(args, given(resolved), spec, devices, per_node, seq_len, gpu, host=host)
-        best, nothing, plans = search(space, there, rates, compiled=compiled, cautious=args.auto == "plan")
-        first = plans[0] if plans else None
-        if first is not None and first.time is not None and rates is not None:
-            size = CHECKPOINT_BYTES * first.memory.trained
-            best |= cost.described(own, first.args, first.time, rates, first.memory, size)
-        print(json.dumps(best) if own.json else table(best), flush=True)
-        if nothing:
-            raise ConfigError(nothing)
-        return 0
-    with world(devices, per_node) as ranks:
-        memory = estimate(args, spec, devices=devices, per_node=per_node, seq_len=seq_len, gpu=gpu, ranks=ranks)
-        found = described(
-            args, spec, memory, devices=devices, per_node=per_node, seq_len=seq_len, there=there,
-            host=host if gpu else None, gpu=gpu,
-        )
-        found["least"] = fitting.least(args, memory, gpu=gpu, compiled=compiled)
-        if there is None or found["needed"] > there:
-            found["lower"] = lower(args, spec, memory, ranks, seq_len=seq_len, gpu=gpu, there=there, host=host)
-    if rates is not None:
-        fast = predict(args, spec, memory, rates, devices=devices, seq_len=seq_len, compiled=compiled)
-        found |= {"time": fast.described(), **cost.described(own, args, fast, rates, memory, found["checkpoint"])}
-    print(json.dumps(found) if own.json else text(found), flush=True)
-    if found["fits"] is False:
-        raise ConfigError(f"does not fit: {complaint(found)}")
+    if options.search or args.auto != "off":
+        count = count_of_devices(run.devices)
+        print(f"smp-train: searching settings for {count}; a minute or more", file=sys.stderr, flush=True)
+        space = Space(run, given(resolved), host=devices.host)
+        result = best.search(space, devices.memory, rates, cautious=args.auto == "plan")
+        report, complaint = result.report, result.complaint
+        if result.plans and rates is not None and (time := result.plans[0].time) is not None:
+            report |= cost.described(options, result.plans[0].run.args, time, rates, result.plans[0].memory)
+        table = best.text
+    else:
+        memory = estimate(run)
+        report, table = described(run, memory, devices), text
+        if devices.memory is None or memory.needed > devices.memory:
+            report["lower"] = lower(run, memory, devices)
+        if rates is not None:
+            speed = predict(run, memory, rates)
+            report |= {"time": speed.described(), **cost.described(options, args, speed, rates, memory)}
+        complaint = f"does not fit: {why_not(report)}" if report["fits"] is False else ""
+    print(json.dumps(report) if options.json else table(report), flush=True)
+    if complaint:
+        raise ConfigError(complaint)
     return 0
 
 
-def described(
-    args: Arguments, spec: ModelSpec, memory: Memory, *, devices: int, per_node: int, seq_len: int,
-    there: int | None, host: int | None, gpu: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the plan as what ``--json`` prints, sizes in bytes."""
-    on_host = fitting.host_needed(args, memory)
-    uses = fitting.uses(args, memory, gpu=gpu)
-    peaks = {phase: sum(each.values()) for phase, each in uses.items()}
-    phase = max(peaks, key=lambda each: peaks[each])
-    at_peak = uses[phase]
-    slack = fitting.slack(peaks[phase], gpu=gpu)
-    needed = peaks[phase] + slack
+def described(run: PlannedRun, memory: Memory, devices: Devices) -> dict[str, Any]:
+    """Return the plan as ``--json`` prints it, sizes in bytes."""
+    args, host = run.args, devices.host if run.gpu else None
+    fits = None
+    if devices.memory is not None:
+        fits = memory.needed <= devices.memory and (host is None or memory.host_needed <= host)
     return {
-        "model": spec.name, "devices": devices, "mesh": vars(degrees.plan(args, devices, per_node, smp=False)),
-        "bf16": args.bf16, "row_tokens": seq_len, "micro_batch": args.train_batch_size,
+        "model": run.spec.name, "devices": run.devices,
+        "mesh": vars(degrees.plan(args, run.devices, run.per_node, smp=False)), "bf16": args.bf16,
+        "row_tokens": run.seq_len, "micro_batch": args.train_batch_size,
         "micro_steps": args.gradient_accumulation_steps, "activation_checkpointing": args.activation_checkpointing,
-        "peak": peaks[phase], "phase": named(phase), "at_peak": at_peak, "slack": slack, "needed": needed,
-        "memory": there, "host_memory": host,
-        "fits": None if there is None else needed <= there and (host is None or on_host <= host),
-        "tight": there is not None and fitting.tight(needed, there, gpu=gpu),
-        "state": memory.state, "host": fitting.on_host(args, memory, gpu=gpu), "host_needed": on_host,
-        "host_while_saving": fitting.while_saving(args, memory, gpu=gpu),
-        "checkpoint": CHECKPOINT_BYTES * memory.trained,
-        "phases": {named(each): size for each, size in peaks.items()},
-        "lower": {},
+        "peak": memory.peak, "phase": phase_text(memory.peak_phase), "at_peak": memory.at_peak, "slack": memory.slack,
+        "needed": memory.needed, "memory": devices.memory, "host_memory": host, "fits": fits,
+        "tight": devices.memory is not None and memory.is_tight(devices.memory), "state": memory.state,
+        "host": memory.host, "host_needed": memory.host_needed, "host_while_saving": memory.host_while_saving,
+        "checkpoint": memory.checkpoint,
+        "phases": {phase_text(phase): sum(uses.values()) for phase, uses in memory.uses.items()}, "lower": {},
+        "least": least(run, memory),
     }  # fmt: skip
 
 
-def named(phase: tuple[str, int]) -> str:
-    """Return a phase as it is printed."""
+def lower(run: PlannedRun, memory: Memory, devices: Devices) -> dict[str, int | None]:
+    """Return the bytes that each device needs after one change of flags, for each planned change that lowers them.
+
+    `remedies` gives the order. Planning stops after `MOST_REMEDIES` changes, or after the first that fits. More devices
+    are suggested without a size.
+    """
+
+    def at_peak(*kinds: str) -> int:
+        return sum(memory.at_peak.get(use, 0) for use in kinds)
+
+    uses = Uses(
+        state=at_peak(*STATE), working=at_peak(Use.ACTIVATIONS, Use.TEMPORARIES), head=at_peak(Use.HEAD),
+        gathered=at_peak(Use.GATHERED, Use.COMMUNICATION),
+    )  # fmt: skip
+    experts, tried, fits = number_of_experts(run.spec.config), 0, False
+    sizes: dict[str, int | None] = {}
+    for flags in remedies(run.args, uses, run.devices, run.per_node, gpu=run.gpu, experts=experts):
+        if flags is None:
+            sizes[MORE_DEVICES] = None
+        elif tried < MOST_REMEDIES and not fits:
+            try:
+                changed = estimate(run.with_flags(flags))
+            except ConfigError:  # a degree that does not divide the model
+                continue
+            tried += 1
+            fits_host = devices.host is None or changed.host_needed <= devices.host
+            if changed.needed < memory.needed and fits_host:
+                sizes[words(flags)] = changed.needed
+                fits = devices.memory is not None and changed.needed <= devices.memory
+    return sizes
+
+
+def phase_text(phase: tuple[str, int]) -> str:
+    """Return a phase as text."""
     part, layer = phase
-    which = {0: "first layer", 1: "second layer", -1: "last layer", -2: "last but one"}.get(layer, "layers between")
-    return f"{part}, {which}" if part in (FORWARD, BACKWARD) else "head and loss" if part == HEAD else part
+    layers = {0: "first layer", 1: "second layer", -1: "last layer", -2: "last but one"}.get(layer, "layers between")
+    return f"{part}, {layers}" if part in (Part.FORWARD, Part.BACKWARD) else Use.HEAD if part == Part.LOSS else part
 
 
-def text(found: dict[str, Any]) -> str:
+def text(report: dict[str, Any]) -> str:
     """Return the plan as a table."""
-    mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items() if size > 1) or "not shared"
-    steps = "" if found["micro_steps"] == 1 else f", {found['micro_steps']} micro-steps"
-    precision = "bf16" if found["bf16"] else "fp32"
+    mesh = " x ".join(f"{name} {size}" for name, size in report["mesh"].items() if size > 1) or "not shared"
+    steps = "" if report["micro_steps"] == 1 else f", {report['micro_steps']} micro-steps"
+    precision = "bf16" if report["bf16"] else "fp32"
+
+    def size_row(name: str, size: int) -> str:
+        return f"  {name:<40}{gib(size):>14}"
+
     rows = [
-        f"{found['model']} on {fitting.devices(found['devices'])} ({mesh}),",
-        f"rows of {found['row_tokens']:,} tokens, {found['micro_batch']} a micro-batch{steps}, "
-        f"activation checkpointing {found['activation_checkpointing']}, {precision}; on each:", "",
+        f"{report['model']} on {count_of_devices(report['devices'])} ({mesh}),",
+        f"rows of {report['row_tokens']:,} tokens, {report['micro_batch']} a micro-batch{steps}, "
+        f"activation checkpointing {report['activation_checkpointing']}, {precision}; on each:", "",
+        *(size_row(use, size) for use, size in sorted(report["at_peak"].items(), key=lambda row: -row[1])
+          if size > 0.001 * report["peak"]),
+        size_row(f"peak: {report['phase']}", report["peak"]),
+        size_row("slack (driver, libraries, fragments)", report["slack"]),
+        size_row("needed", report["needed"]), "",
+        size_row("parameters, gradients and optimizer", sum(report["state"].values())),
+        size_row("host memory, of tensors", report["host"]),
+        size_row("host memory, more while a save runs", report["host_while_saving"]),
+        size_row("checkpoint, of all devices", report["checkpoint"]), "",
     ]  # fmt: skip
-    rows += [f"  {use:<40}{gib(size):>14}" for use, size in sorted(found["at_peak"].items(), key=lambda row: -row[1])
-             if size > 0.001 * found["peak"]]  # fmt: skip
-    rows += [
-        f"  {'peak: ' + found['phase']:<40}{gib(found['peak']):>14}",
-        f"  {'slack (driver, libraries, fragments)':<40}{gib(found['slack']):>14}",
-        f"  {'needed':<40}{gib(found['needed']):>14}", "",
-        f"  {'parameters, gradients and optimizer':<40}{gib(sum(found['state'].values())):>14}",
-        f"  {'host memory, of tensors':<40}{gib(found['host']):>14}",
-        f"  {'host memory, more while a save runs':<40}{gib(found['host_while_saving']):>14}",
-        f"  {'checkpoint, of all devices':<40}{gib(found['checkpoint']):>14}", "",
-    ]  # fmt: skip
-    if found["lower"]:
-        sizes = (("-" if size is None else gib(size), change) for change, size in found["lower"].items())
+    if report["lower"]:
+        sizes = (("-" if size is None else gib(size), change) for change, size in report["lower"].items())
         rows += ["  lower, with one change each:", *(f"  {size:>14}  {change}" for size, change in sizes), ""]
-    rows += cost.text(found)
-    if found["fits"] is not None:
-        rows.append(_verdict(found["needed"], found["memory"], ", tightly: try it before a long run" * found["tight"]))
-        if found["host_memory"]:
-            rows.append(_verdict(found["host_needed"], found["host_memory"], " of host memory"))
+    rows += cost.text(report)
+    if report["fits"] is not None:
+        tightly = ", tightly: try it before a long run" * report["tight"]
+        rows.append(_verdict(report["needed"], report["memory"], tightly))
+        if report["host_memory"]:
+            rows.append(_verdict(report["host_needed"], report["host_memory"], " of host memory"))
     return "\n".join(rows).rstrip()
 
 
-def _verdict(needed: int, there: int, where: str = "") -> str:
-    return f"  {gib(needed)} {'fits' if needed <= there else 'does not fit'} into {gib(there)}{where}"
+def _verdict(needed: int, available: int, remark: str) -> str:
+    return f"  {gib(needed)} {'fits' if needed <= available else 'does not fit'} into {gib(available)}{remark}"
 
 
-def complaint(found: dict[str, Any]) -> str:
-    """Return why it does not fit and what would: the one change that suffices, else all that lower it."""
-    each = f"each of {fitting.devices(found['devices'])}" if found["devices"] > 1 else "the device"
-    if found["needed"] <= found["memory"]:
+def why_not(report: dict[str, Any]) -> str:
+    """Return why a run does not fit, and the remedy: the one change that is enough, else all that lower the need."""
+    devices = f"each of {count_of_devices(report['devices'])}" if report["devices"] > 1 else "the device"
+    if report["needed"] <= report["memory"]:
         return (
-            f"{each} needs {gib(found['host_needed'])} of its host's memory, which has "
-            f"{gib(found['host_memory'])} for each; offload less (--sm_activation_offloading, --cpu_offload), or take "
+            f"{devices} needs {gib(report['host_needed'])} of its host's memory, which has "
+            f"{gib(report['host_memory'])} for each; offload less (--sm_activation_offloading, --cpu_offload), or take "
             "instances with more memory"
         )
-    sizes = {change: size for change, size in found["lower"].items() if size is not None}
-    enough = [change for change, size in sizes.items() if size <= found["memory"]]
+    sizes = {change: size for change, size in report["lower"].items() if size is not None}
+    enough = [change for change, size in sizes.items() if size <= report["memory"]]
     if enough:
         remedy = f"give {enough[0]} ({gib(sizes[enough[0]])})"
     elif sizes:
-        all_of_them = "; ".join(f"{change} ({gib(size)})" for change, size in sizes.items())
-        remedy = f"none of these changes alone is enough: {all_of_them}; combine them, or take more or larger devices"
+        all_changes = "; ".join(f"{change} ({gib(size)})" for change, size in sizes.items())
+        remedy = f"none of these changes alone is enough: {all_changes}; combine them, or take more or larger devices"
     else:
         remedy = "take more or larger devices"
-    return f"{each} needs {gib(found['needed'])} and has {gib(found['memory'])}; {remedy}"
+    return f"{devices} needs {gib(report['needed'])} and has {gib(report['memory'])}; {remedy}"

@@ -1,4 +1,4 @@
-"""Hours and money for a budget of tokens: the steps, the saves, and what failures are expected to cost."""
+"""Hours and money for a budget of tokens: the steps, the saves, and the expected cost of failures."""
 
 from __future__ import annotations
 
@@ -7,64 +7,56 @@ from typing import Any
 
 from smp_train.arguments import Arguments
 from smp_train.errors import ConfigError
-from smp_train.planning.options import short
+from smp_train.planning.memory import Memory
+from smp_train.planning.options import short_number
+from smp_train.planning.step_memory import Use
 from smp_train.planning.step_time import LINKS, Machine, Prediction
-from smp_train.planning.tracker import OPTIMIZER, PARAMETERS
-from smp_train.planning.world import Memory
 
 
 def described(
-    own: argparse.Namespace, args: Arguments, found: Prediction, machine: Machine, memory: Memory, checkpoint: int
+    options: argparse.Namespace, args: Arguments, speed: Prediction, machine: Machine, memory: Memory
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what ``--json`` prints of saves, in seconds, and of a budget of tokens, in hours.
+    """Return what ``--json`` prints about saves, in seconds, and about a budget of tokens, in hours.
 
-    A failure loses half of the steps between two checkpoints, and the time to restart. What it loses is subject to
-    failures, too: the hours without any are divided by one less the part of an hour that is lost.
-
-    Args:
-        own: Flags of `options`.
-        args: Of the run.
-        found: Its speed.
-        machine: Its devices.
-        memory: Of a device.
-        checkpoint: Bytes, of all devices.
+    A failure loses half of the steps between two checkpoints, and the time to restart. Work that is repeated can fail
+    again, so the hours without failures are divided by the share of time that is not lost.
 
     Raises:
-        ConfigError: Failures lose more than there is time.
+        ConfigError: Failures lose more time than passes between them.
     """
-    nodes, every = -(-found.devices // machine.per_node), min(args.checkpoint_freq)
-    spent: dict[str, Any] = {}
+    nodes, interval = -(-speed.devices // machine.per_node), min(args.checkpoint_freq)
+    costs: dict[str, Any] = {}
     blocked = 0.0
-    if own.write_gb_per_s is not None:
-        written = checkpoint / nodes / (own.write_gb_per_s * 1e9)
-        copied = (memory.state[PARAMETERS] + memory.state[OPTIMIZER]) / (LINKS * machine.host)
-        behind = args.checkpoint_type in (None, "async_sharded")
-        blocked = max(copied, written - every * found.step_seconds) if behind else written
-        spent["save"] = {"written": written, "blocked": blocked}
-    if own.tokens is None:
-        return spent
-    steps = own.tokens / found.tokens
-    training, saving = steps * found.step_seconds / 3600, steps / every * blocked / 3600
-    rate = found.devices / own.device_hours_per_failure + nodes * own.interruptions_per_hour
-    each = (every * found.step_seconds + blocked) / 2 / 3600 + own.restart_minutes / 60
-    if rate * each >= 1:
+    if options.write_gb_per_s is not None:
+        written = memory.checkpoint / nodes / (options.write_gb_per_s * 1e9)
+        copied = (memory.state[Use.PARAMETERS] + memory.state[Use.OPTIMIZER]) / (LINKS * machine.host)
+        in_background = args.checkpoint_type in (None, "async_sharded")
+        blocked = max(copied, written - interval * speed.step_seconds) if in_background else written
+        costs["save"] = {"written": written, "blocked": blocked}
+    if options.tokens is None:
+        return costs
+    steps = options.tokens / speed.tokens
+    training, saving = steps * speed.step_seconds / 3600, steps / interval * blocked / 3600
+    rate = speed.devices / options.device_hours_per_failure + nodes * options.interruptions_per_hour
+    lost_per_failure = (interval * speed.step_seconds + blocked) / 2 / 3600 + options.restart_minutes / 60
+    if rate * lost_per_failure >= 1:
         raise ConfigError(
-            f"plan: never done: {rate:.3g} failures per hour lose {each:.3g} hours each; save more often than "
-            f"--checkpoint_freq {every}, or take fewer or steadier instances"
+            f"plan: never done: {rate:.3g} failures per hour lose {lost_per_failure:.3g} hours each; save more often "
+            f"than --checkpoint_freq {interval}, or take fewer or steadier instances"
         )
-    hours = (training + saving) / (1 - rate * each)
-    price = None if own.price_per_hour is None else hours * nodes * own.price_per_hour
-    spent["cost"] = {
-        "tokens": own.tokens, "steps": steps, "training": training, "saving": saving, "failures": rate * hours,
+    hours = (training + saving) / (1 - rate * lost_per_failure)
+    price = None if options.price_per_hour is None else hours * nodes * options.price_per_hour
+    costs["cost"] = {
+        "tokens": options.tokens, "steps": steps, "training": training, "saving": saving, "failures": rate * hours,
         "lost": hours - training - saving, "hours": hours, "price": price,
     }  # fmt: skip
-    return spent
+    return costs
 
 
-def text(found: dict[str, Any]) -> list[str]:
-    """Return the lines about time and cost, where they are predicted."""
+def text(plan: dict[str, Any]) -> list[str]:
+    """Return the lines about time and cost, if they are predicted."""
     rows: list[tuple[str, str]] = []
-    if time := found.get("time"):
+    if time := plan.get("time"):
         shown = [(part, seconds) for part, seconds in time["parts"].items() if seconds > 0.001 * time["step"]]
         rows += [(part, f"{seconds:,.3f} s") for part, seconds in sorted(shown, key=lambda row: -row[1])]
         rows += [
@@ -73,14 +65,14 @@ def text(found: dict[str, Any]) -> list[str]:
              f"{time['tokens_per_second']:,.0f}; {time['tokens_per_second_and_device']:,.0f}"),
             ("MFU", f"{time['mfu']:.1%}"), ("", ""),
         ]  # fmt: skip
-    if save := found.get("save"):
+    if save := plan.get("save"):
         rows += [("writing a checkpoint", f"{save['written']:,.1f} s"),
                  ("training waits for it", f"{save['blocked']:,.1f} s"), ("", "")]  # fmt: skip
-    if cost := found.get("cost"):
+    if cost := plan.get("cost"):
         rows += [
             (f"{cost['steps']:,.0f} steps", f"{cost['training']:,.1f} h"), ("saves", f"{cost['saving']:,.1f} h"),
             (f"{cost['failures']:,.1f} failures, expected", f"{cost['lost']:,.1f} h"),
-            (f"all {short(cost['tokens'])} tokens", f"{cost['hours']:,.1f} h"),
+            (f"all {short_number(cost['tokens'])} tokens", f"{cost['hours']:,.1f} h"),
         ]  # fmt: skip
         if cost["price"] is not None:
             hourly = cost["price"] / cost["hours"]

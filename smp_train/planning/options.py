@@ -1,4 +1,4 @@
-"""The flags of ``smp-train plan``, read and checked without torch, so that help and mistakes need none and no wait."""
+"""The flags of ``smp-train plan``, read and checked without torch: help and mistakes take no time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.validation import check_together, check_values, refuse_natively
@@ -22,17 +23,17 @@ Needs no GPU, no data and no memory: a run on thousands of devices is planned on
 (exit code 2), at most four changes of flags are planned too, none after one that fits.
 """
 HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
-"""Of one device: Llama 3 was interrupted 419 times unexpectedly in 54 days on 16,384 H100 (The Llama 3 Herd of Models,
-2024, table 5)."""
+"""Hours of one device per failure: Llama 3 was interrupted 419 times unexpectedly in 54 days on 16,384 H100 (The Llama
+3 Herd of Models, 2024, table 5)."""
 RESTART_MINUTES = 10.0
-"""From a failure to the next step. An assumption."""
+"""Minutes from a failure to the next step, an assumption."""
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def options() -> argparse.ArgumentParser:
     """Return the parser of this verb's own flags."""
-    found = beside_train("plan", ABOUT, "--model_type, --hybrid_shard_degree")
-    add = found.add_argument
+    parser = beside_train("plan", ABOUT, "--model_type, --hybrid_shard_degree")
+    add = parser.add_argument
     add("--devices", type=int, help="GPUs of the whole run, or with --distributed_backend gloo processes")
     add("--memory_gib", type=float, help="memory of each, in GiB; without it the plan says what is needed")
     add("--instance_type", help="EC2 instance type, such as p5.48xlarge, in place of these two")
@@ -52,24 +53,24 @@ def options() -> argparse.ArgumentParser:
         type=float,
         help="what a node writes of a checkpoint, 10^9 bytes/s; without it saves are free",
     )
-    return found
+    return parser
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, Resolved]:
-    """Return this verb's own flags and the run's. Raises `ConfigError` for what is seen without the model."""
-    own, rest = options().parse_known_args(list(argv))
-    resolved = parse(rest, environ={})
+    """Return this verb's own flags and the run's. Raises `ConfigError` for mistakes that need no model to be seen."""
+    own_flags, train_flags = options().parse_known_args(list(argv))
+    resolved = parse(train_flags, environ={})
     if not names_model(resolved.args):
         raise ConfigError(
             "plan: no model; give --model_type and --model_size, widths such as --hidden_width, or "
             "--hf_pretrained_model_name_or_dir"
         )
     check_native_releases()
-    machine(own)
-    check_cost(own)
-    check(dataclasses.replace(resolved.args))
+    machine(own_flags)
+    check_cost(own_flags)
+    checked(resolved.args)
     settled_flags(resolved.args)  # refuses an unknown preset
-    return own, resolved
+    return own_flags, resolved
 
 
 def number(text: str) -> float:
@@ -78,50 +79,63 @@ def number(text: str) -> float:
     return float(text[:-1]) * unit if unit else float(text)
 
 
-def short(tokens: float) -> str:
-    """Return a number as `number` reads it: 1.5T; in full where it has no unit."""
+def short_number(tokens: float) -> str:
+    """Return a number as `number` reads it: 1.5T; numbers below 1,000 have no unit."""
     unit = max((name for name, size in UNITS.items() if size <= tokens), key=UNITS.__getitem__, default="")
     return f"{tokens / UNITS.get(unit, 1):.4g}{unit}"
 
 
-def check_cost(own: argparse.Namespace) -> None:
-    """Raise `ConfigError` for flags of the cost that cannot be."""
-    above = ("tokens", "price_per_hour", "device_hours_per_failure", "write_gb_per_s")
-    wrong = [name for name in above if (value := getattr(own, name)) is not None and not 0 < value < math.inf]
-    wrong += [name for name in ("interruptions_per_hour", "restart_minutes") if not 0 <= getattr(own, name) < math.inf]
+def check_cost(own_flags: argparse.Namespace) -> None:
+    """Raise `ConfigError` for impossible flags of the cost."""
+    positive = ("tokens", "price_per_hour", "device_hours_per_failure", "write_gb_per_s")
+    values = vars(own_flags)
+    wrong = [name for name in positive if values[name] is not None and not 0 < values[name] < math.inf]
+    wrong += [name for name in ("interruptions_per_hour", "restart_minutes") if not 0 <= values[name] < math.inf]
     if wrong:
-        raise ConfigError(f"plan: --{wrong[0]} {getattr(own, wrong[0]):g}: give a positive number")
-    if own.tokens is None and own.price_per_hour is not None:
+        raise ConfigError(f"plan: --{wrong[0]} {values[wrong[0]]:g}: give a positive number")
+    if own_flags.tokens is None and own_flags.price_per_hour is not None:
         raise ConfigError("plan: --price_per_hour is for a budget; give --tokens")
-    if own.tokens is not None and own.instance_type is None:
+    if own_flags.tokens is not None and own_flags.instance_type is None:
         raise ConfigError("plan: --tokens needs --instance_type: the speed of other devices is not known")
 
 
-def machine(own: argparse.Namespace) -> tuple[int, int, int | None, int | None]:
-    """Return (devices, devices of a node, bytes of each device, bytes of host memory for each), None where unknown."""
-    if (own.devices is None) == (own.instance_type is None):
+class Devices(NamedTuple):
+    """The devices of a run. Bytes are None if they are unknown."""
+
+    total: int
+    per_node: int
+    memory: int | None
+    """Bytes per device."""
+    host: int | None
+    """Bytes of host memory per device."""
+
+
+def machine(own_flags: argparse.Namespace) -> Devices:
+    """Return the devices that the flags describe."""
+    if (own_flags.devices is None) == (own_flags.instance_type is None):
         raise ConfigError(
             "plan: give either --devices, with --memory_gib to learn whether it fits, or --instance_type, and --nodes"
         )
-    if own.instance_type is None:
-        memory = own.memory_gib
-        if own.devices < 1 or own.nodes != 1 or (memory is not None and not 0 < memory < math.inf):
+    if own_flags.instance_type is None:
+        count, gib = own_flags.devices, own_flags.memory_gib
+        if count < 1 or own_flags.nodes != 1 or (gib is not None and not 0 < gib < math.inf):
             raise ConfigError("plan: --devices and --memory_gib are positive, and --nodes goes with --instance_type")
-        return own.devices, min(own.devices, 8), None if memory is None else int(memory * GIB), None
-    instance = instances.find(own.instance_type)
-    if own.nodes < 1 or own.memory_gib is not None:
+        return Devices(count, min(count, 8), None if gib is None else int(gib * GIB), None)
+    instance = instances.find(own_flags.instance_type)
+    if own_flags.nodes < 1 or own_flags.memory_gib is not None:
         raise ConfigError("plan: --nodes must be at least 1, and --memory_gib goes with --devices")
     host = instance.host_memory_gib * GIB // instance.gpus
-    return own.nodes * instance.gpus, instance.gpus, instance.gpu_bytes, host
+    return Devices(own_flags.nodes * instance.gpus, instance.gpus, instance.gpu_bytes, host)
 
 
-def check(args: Arguments) -> None:
-    """Refuse flags that are not planned or contradict each other; select the native backend, without compilation."""
+def checked(args: Arguments) -> Arguments:
+    """Return settings for the native backend without compilation; raise `ConfigError` for those without a plan."""
     if args.backend == "smp":
         raise ConfigError("--backend smp: plan steps the native backend's model; leave it out for an estimate")
     if args.fp8:
         raise ConfigError("--fp8 1: needs a GPU that has it, so there is no plan; --fp8 0 takes no less")
     check_values(args)
-    args.backend, args.use_torch_compile = "native", False
-    refuse_natively(args)
-    check_together(args)
+    native = dataclasses.replace(args, backend="native", use_torch_compile=False)
+    refuse_natively(native)
+    check_together(native)
+    return native

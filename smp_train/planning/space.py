@@ -1,4 +1,4 @@
-"""The settings that a search may choose: degrees, checkpointing, offloading and micro-batch, for one global batch."""
+"""The settings that a search chooses from: degrees, checkpointing, offloading and micro-batch, for one global batch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from smp_train.arguments import Arguments, checkpointing
 from smp_train.arguments.chosen import CHECKPOINTING, CHOSEN, SHARDING
 from smp_train.distributed.degrees import divisors, plan
 from smp_train.errors import ConfigError
-from smp_train.models.resolve import ModelSpec
 from smp_train.parallel import context_parallel, tensor_parallel
+from smp_train.planning.memory import PlannedRun
 
 MODES = (checkpointing.NONE, checkpointing.PER_OPERATION, checkpointing.FULL)
-"""Of activation checkpointing, from the most memory and least time to the least memory."""
+"""Modes of activation checkpointing, by falling memory and rising time."""
+UNDIVIDED = "refused: a step of {rows} rows does not divide among the ranks, or into the given micro-batches"
 SEVERAL_ROWS = "slower: several rows for each context group; fewer context ranks with fewer rows send less"
 
 
 class Setting(NamedTuple):
-    """One combination of what is searched."""
+    """One combination of the flags that are searched."""
 
     tensor: int
     context: int
@@ -32,9 +33,9 @@ class Setting(NamedTuple):
     """Ranks that share parameters, context ranks included: the shard degree of `smp_train.distributed.degrees`."""
     checkpointing: str
     offload: bool
-    """Activations."""
+    """Activations are offloaded."""
     rows: int
-    """Of a micro-batch."""
+    """Rows per micro-batch."""
     micro_steps: int
 
     @property
@@ -44,131 +45,118 @@ class Setting(NamedTuple):
 
     @property
     def share(self) -> float:
-        """A rank's part of the work, in rows of a micro-batch."""
+        """A rank's part of the work, in rows per micro-batch."""
         return self.rows / (self.tensor * self.context)
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched."""
+    """All settings of a run."""
 
-    args: Arguments
-    given: frozenset[str]
-    """The flags of `CHOSEN` that the user has given, and that stay as they are."""
-    spec: ModelSpec
-    devices: int
-    per_node: int
-    seq_len: int
-    gpu: bool = True
+    run: PlannedRun
+    fixed: frozenset[str]
+    """Flags in `CHOSEN` that the user gives; no setting changes them."""
     batch: int | None = None
-    """Rows of a step, over all devices; None for those of the flags on this number of devices."""
+    """Rows per step, over all devices; if None, computed from the flags and the number of devices."""
     host: int | None = None
-    """Bytes of host memory for each GPU; None: unknown, or the devices are CPUs."""
+    """Bytes of host memory per GPU; None if unknown, or if the devices are CPUs."""
 
     @cached_property
     def rows(self) -> int:
-        """Rows of a step, over all devices."""
-        per_rank = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        return self.batch or per_rank * plan(self.args, self.devices, self.per_node, smp=False).data_parallel
+        """Rows per step, over all devices."""
+        run = self.run
+        per_rank = run.args.train_batch_size * run.args.gradient_accumulation_steps
+        return self.batch or per_rank * plan(run.args, run.devices, run.per_node, smp=False).data_parallel
 
     def settings(self) -> tuple[list[Setting], Counter[str]]:
-        """Return the settings to choose from, and how many others are left out, by reason."""
-        left: list[Setting] = []
-        out: Counter[str] = Counter()
-        tensors = self._fixed("tensor_parallel_degree") or divisors(self.devices)
-        for tensor in tensors:
-            for context in self._fixed("context_parallel_degree") or divisors(self.devices // tensor or 1):
-                found = list(self._of_degrees(tensor, context))
-                reason = self._refusal(tensor, context) or ("" if found else self._undivided(tensor * context))
+        """Return the settings to choose from, and the number of all others by reason."""
+        possible: list[Setting] = []
+        excluded: Counter[str] = Counter()
+        devices = self.run.devices
+        for tensor in self._fixed("tensor_parallel_degree") or divisors(devices):
+            for context in self._fixed("context_parallel_degree") or divisors(devices // tensor or 1):
+                settings = list(self._of_degrees(tensor, context))
+                reason = self._refusal(tensor, context) or UNDIVIDED.format(rows=self.rows) * (not settings)
                 if reason:
-                    out[reason] += max(len(found), 1)
+                    excluded[reason] += max(len(settings), 1)
                     continue
-                for each in found:
-                    if self._has_several_rows(each):
-                        out[SEVERAL_ROWS] += 1
-                    else:
-                        left.append(each)
-        return left, out
+                several = [setting for setting in settings if self._has_several_rows(setting)]
+                if several:
+                    excluded[SEVERAL_ROWS] += len(several)
+                possible += [setting for setting in settings if not self._has_several_rows(setting)]
+        return possible, excluded
 
     def _fixed(self, name: str) -> list[Any]:
-        """Return the one value of a flag that is given; [] where the search chooses it."""
-        return [getattr(self.args, name)] if name in self.given else []
+        """Return the one value of a flag that the user gives; [] if the search chooses it."""
+        return [getattr(self.run.args, name)] if name in self.fixed else []
 
     def _of_degrees(self, tensor: int, context: int) -> Iterator[Setting]:
-        ranks = self.devices // tensor
-        modes = [self.args.activation_checkpointing] if {*CHECKPOINTING} & self.given else MODES
-        offload = self._fixed("sm_activation_offloading") or ([False, True] if self.gpu else [False])
-        per_rank, rest = divmod(self.rows, max(ranks // context, 1))
-        if {*SHARDING} & self.given:
+        run = self.run
+        ranks = run.devices // tensor
+        modes = [run.args.activation_checkpointing] if {*CHECKPOINTING} & self.fixed else MODES
+        offload = self._fixed("sm_activation_offloading") or ([False, True] if run.gpu else [False])
+        per_rank, remainder = divmod(self.rows, max(ranks // context, 1))
+        if {*SHARDING} & self.fixed:
             try:
-                degrees = plan(self._with(tensor, context), self.devices, self.per_node, smp=False)
-            except ConfigError:  # which `_refusal` says
+                degrees = plan(self._with(tensor, context), run.devices, run.per_node, smp=False)
+            except ConfigError:  # `_refusal` returns the reason
                 return
             shards = [degrees.sharded]
         else:
-            shards = [each for each in divisors(ranks) if each % context == 0]
-        for rows in [] if rest else self._fixed("train_batch_size") or divisors(per_rank):
-            steps, rest = divmod(per_rank, rows)
-            if rest or steps not in (self._fixed("gradient_accumulation_steps") or [steps]):
+            shards = [degree for degree in divisors(ranks) if degree % context == 0]
+        for rows in [] if remainder else self._fixed("train_batch_size") or divisors(per_rank):
+            steps, remainder = divmod(per_rank, rows)
+            if remainder or steps not in (self._fixed("gradient_accumulation_steps") or [steps]):
                 continue
-            for shard, mode, offloaded in product(shards, modes, offload):
-                yield Setting(tensor, context, shard, mode, offloaded, rows, steps)
+            for shard, mode, offloads in product(shards, modes, offload):
+                yield Setting(tensor, context, shard, mode, offloads, rows, steps)
 
     def _with(self, tensor: int, context: int) -> Arguments:
-        return replace(self.args, tensor_parallel_degree=tensor, context_parallel_degree=context)
+        return replace(self.run.args, tensor_parallel_degree=tensor, context_parallel_degree=context)
 
     def _refusal(self, tensor: int, context: int) -> str:
-        """Return why the program refuses these degrees, "" where it takes them."""
-        args, config = self._with(tensor, context), self.spec.config
-        if not {*SHARDING} & self.given:
+        """Return why the program refuses these degrees; "" if it accepts them."""
+        run, args = self.run, self._with(tensor, context)
+        if not {*SHARDING} & self.fixed:
             args = replace(args, hybrid_shard_degree=None, sharding_strategy="full_shard")
         try:
-            plan(args, self.devices, self.per_node, smp=False)
-            context_parallel.check(context, self.seq_len, args.attn_implementation, config)
-            tensor_parallel.check(config, tensor, self.seq_len // context)
+            plan(args, run.devices, run.per_node, smp=False)
+            context_parallel.check(context, run.seq_len, args.attn_implementation, run.spec.config)
+            tensor_parallel.check(run.spec.config, tensor, run.seq_len // context)
         except ConfigError as problem:
             return refused(problem)
         return ""
 
-    def _undivided(self, peers: int) -> str:
-        ranks = max(self.devices // peers, 1)
-        if self.rows % ranks:
-            return f"refused: a step of {self.rows} rows does not divide among the ranks that read rows"
-        return f"refused: the micro-batch or accumulation that is given does not fit a step of {self.rows} rows"
-
-    def _has_several_rows(self, one: Setting) -> bool:
+    def _has_several_rows(self, setting: Setting) -> bool:
         """Return whether fewer context ranks with fewer rows each do the same with less communication."""
-        free = not {"context_parallel_degree", "train_batch_size", "gradient_accumulation_steps"} & self.given
-        return free and gcd(one.context, one.rows) > 1
+        free = not {"context_parallel_degree", "train_batch_size", "gradient_accumulation_steps"} & self.fixed
+        return free and gcd(setting.context, setting.rows) > 1
 
-    def applied(self, one: Setting) -> Arguments:
-        """Return the run's arguments with a setting."""
+    def applied(self, setting: Setting) -> PlannedRun:
+        """Return the run with a setting."""
         changes: dict[str, Any] = {
-            "tensor_parallel_degree": one.tensor, "context_parallel_degree": one.context,
-            "sm_activation_offloading": one.offload, "train_batch_size": one.rows,
-            "gradient_accumulation_steps": one.micro_steps,
+            "tensor_parallel_degree": setting.tensor, "context_parallel_degree": setting.context,
+            "sm_activation_offloading": setting.offload, "train_batch_size": setting.rows,
+            "gradient_accumulation_steps": setting.micro_steps,
         }  # fmt: skip
-        if not {*SHARDING} & self.given:
-            whole = one.sharing == self.devices
-            changes |= {"sharding_strategy": "full_shard", "hybrid_shard_degree": None if whole else one.shard}
-        if not {*CHECKPOINTING} & self.given:
-            changes["activation_checkpointing"] = one.checkpointing
-        return replace(self.args, **changes)
+        if not {*SHARDING} & self.fixed:
+            whole = setting.sharing == self.run.devices
+            changes |= {"sharding_strategy": "full_shard", "hybrid_shard_degree": None if whole else setting.shard}
+        if not {*CHECKPOINTING} & self.fixed:
+            changes["activation_checkpointing"] = setting.checkpointing
+        return self.run.with_flags(changes)
 
-    def flags(self, one: Setting) -> dict[str, Any]:
-        """Return the flags of a setting that the user has not given, which are to be added to the command."""
-        args = self.applied(one)
-        names = [name for name in CHOSEN if name not in self.given]
-        if {*SHARDING} & self.given:
-            names = [name for name in names if name not in SHARDING]
-        found = {name: getattr(args, name) for name in names}
-        found.pop("selective_checkpointing", None)
-        if found.get("hybrid_shard_degree") is not None:  # from which the strategy follows
-            found.pop("sharding_strategy")
-        quiet = {"tensor_parallel_degree": 1, "context_parallel_degree": 1, "sm_activation_offloading": False}
-        return {
-            name: value for name, value in found.items() if value is not None and value != quiet.get(name, ())
-        }  # fmt: skip
+    def flags(self, setting: Setting) -> dict[str, Any]:
+        """Return the flags to add to the user's command for a setting."""
+        args = self.applied(setting).args
+        names = {*CHOSEN} - self.fixed - {"selective_checkpointing"}
+        if {*SHARDING} & self.fixed:
+            names -= {*SHARDING}
+        elif args.hybrid_shard_degree is not None:  # the strategy follows from it
+            names -= {"sharding_strategy"}
+        defaults = {"tensor_parallel_degree": 1, "context_parallel_degree": 1, "sm_activation_offloading": False}
+        values = {name: getattr(args, name) for name in CHOSEN if name in names}
+        return {name: value for name, value in values.items() if value not in (None, defaults.get(name))}
 
 
 def refused(problem: ConfigError) -> str:

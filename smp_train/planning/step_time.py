@@ -1,7 +1,7 @@
 """The time of a step, from its `Work` and the rates of a machine: a roofline.
 
-Every rate is the vendor's peak times an efficiency that is named here or in ``launch/instances.json``. None is chosen
-for one model or one published row.
+Every rate is the vendor's peak times an efficiency, which is named here or in ``launch/instances.json``. No efficiency
+is chosen for one model or one published row.
 """
 
 from __future__ import annotations
@@ -10,46 +10,32 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from smp_train.arguments import Arguments
 from smp_train.distributed import degrees
 from smp_train.launch import instances
 from smp_train.models.flops import flops_per_token
-from smp_train.models.resolve import ModelSpec
-from smp_train.planning.stepping import BACKWARD, FORWARD, UPDATE
-from smp_train.planning.tracker import PARAMETERS
-from smp_train.planning.work import (
-    ATTENTION,
-    ELEMENTWISE,
-    GATHER,
-    PRODUCTS,
-    REDUCE,
-    SUM,
-    WIDE_PRODUCTS,
-    Collective,
-    Cost,
-    Work,
-)
-from smp_train.planning.world import Memory
+from smp_train.planning.memory import Memory, PlannedRun
+from smp_train.planning.step_memory import Part, Use
+from smp_train.planning.work import Collective, Cost, Operation, Transfer, Work
 from smp_train.telemetry.metrics import peak_flops
 
 BANDWIDTH = 0.8
-"""Share of the peak bandwidth of a GPU's memory that is reached."""
+"""Share of the peak bandwidth of a GPU's memory that operations reach."""
 FUSED = 0.5
-"""Share of the bytes and kernels of memory-bound operations that compilation leaves."""
+"""Share of the bytes and kernels of memory-bound operations that remains after compilation."""
 LINKS = 0.7
 """Share of a link's or network's bandwidth that a collective of large tensors reaches. These three, and `products` and
 `attention` of A100 and H100, are fitted together to the published rows of docs/planning.md."""
 LAUNCH, HOP_WITHIN, HOP_ACROSS = 8.4e-6, 3.4e-6, 14e-6
-"""Seconds of a ring: to start, and each hop within a node and between two. NCCL's own (src/graph/tuning.cc, Simple)."""
+"""Seconds of a ring: its start, a hop within a node, a hop between nodes. NCCL's own (src/graph/tuning.cc, Simple)."""
 HOST_SECONDS = 10e-6
-"""Of the host, for each kernel. An assumption."""
+"""Host time per kernel, an assumption."""
 HOST_MEMORY = 25e9
-"""Bytes per second of the host's memory for each GPU, where the optimizer runs there. An assumption."""
+"""Bytes per second of host memory per GPU, for an optimizer on the host. An assumption."""
 FLOAT32 = 16
-"""How many times slower products in float32, without TF32, are than in bfloat16: A100 19.5, H100 67 TFLOP/s."""
+"""How much slower float32 products without TF32 are than bfloat16: A100 reaches 19.5 TFLOP/s, H100 67."""
 HIDDEN = ("shard", "replicate")
-"""Dimensions whose collectives run beside the computation of a neighbouring layer; what tensor, context and expert
-ranks send is waited for. A name may join several, such as shard_context."""
+"""Dimensions whose collectives overlap with the computation of a neighbouring layer. Computation waits for all other
+collectives. A name may join several dimensions, such as shard_context."""
 UPDATING, COPIES, HOST = "update", "copies to the host and back", "waiting for the host"
 
 
@@ -58,23 +44,23 @@ class Machine:
     """Peak rates of one device, in FLOP/s and bytes/s, and of its node."""
 
     peak: float
-    """Dense products in bfloat16."""
+    """Dense bfloat16 products."""
     products: float
-    """Of the peak, what a model's products reach."""
+    """Share of the peak that a model's products reach."""
     attention: float
-    """The same of attention."""
+    """Share of the peak that attention reaches."""
     memory: float
     link: float
-    """Between the devices of a node, of each in one direction."""
+    """Between the devices of a node, per device and direction."""
     host: float
-    """To the host's memory, in one direction."""
+    """Between a device and host memory, per direction."""
     network: float
-    """Between nodes, of a whole node in one direction."""
+    """Between nodes, per node and direction."""
     per_node: int
 
 
 def machine_of(instance: instances.Instance) -> Machine | None:
-    """Return the rates of an instance type; None where they are not known."""
+    """Return the rates of an instance type; None if they are unknown."""
     gpu, peak = instances.gpu_of(instance), peak_flops(instance.gpu)
     if gpu is None or peak is None:
         return None
@@ -90,18 +76,18 @@ class Prediction:
 
     step_seconds: float
     tokens: int
-    """Of a step, of all devices."""
+    """Tokens of a step, over all devices."""
     devices: int
     mfu: float
-    """Model FLOPs, of `flops_per_token`, of the peak."""
+    """Model FLOPs (`flops_per_token`) as a share of the peak."""
     parts: dict[str, float]
-    """Seconds of a step that add up to it: computation by class, and what is not hidden behind it."""
+    """Seconds that add up to the step: computation by class, and the communication that it does not hide."""
     communication: dict[str, float]
     """Seconds of all collectives by dimension, hidden or not."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.tokens / self.step_seconds
 
     @property
@@ -123,53 +109,42 @@ class Prediction:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def predict(
-    args: Arguments, spec: ModelSpec, memory: Memory, machine: Machine, *, devices: int, seq_len: int, compiled: bool
-) -> Prediction:  # fmt: skip
-    """Return how long a step takes on ``machine``, of the work that `estimate` found.
-
-    Args:
-        args: Of the run.
-        spec: The model.
-        memory: Of `estimate`, for these arguments and devices.
-        machine: Each device.
-        devices: Ranks of the run.
-        seq_len: Tokens of a row.
-        compiled: The layers and the loss are compiled, as they are on a GPU by default.
-    """
-    parts, communication, calls = _device_seconds(memory.work, machine, compiled=compiled)
+def predict(run: PlannedRun, memory: Memory, machine: Machine) -> Prediction:
+    """Return how long a step takes on devices of ``machine``; ``memory`` is the run's `estimate`."""
+    args, work = run.args, memory.work
+    parts, communication, calls = _device_seconds(work, machine, compiled=run.compiled)
     micro_batches = args.gradient_accumulation_steps
-    copied, stepping = 2 * memory.host * micro_batches, sum(parts.values()) - parts[UPDATING]
-    if args.cpu_offload:  # to be gathered, forward and backward, and the gradient
-        copied += 3 * micro_batches * memory.state[PARAMETERS]
-        parts[UPDATING] = memory.work.operations[(UPDATE, 0), ELEMENTWISE].size / HOST_MEMORY
-    parts[COPIES] = max(0.0, copied / (LINKS * machine.host) - stepping)
+    copied, computing = 2 * memory.offloaded * micro_batches, sum(parts.values()) - parts[UPDATING]
+    if args.cpu_offload:  # parameters to the device, forward and backward, and gradients to the host
+        copied += 3 * micro_batches * memory.state[Use.PARAMETERS]
+        parts[UPDATING] = work.operations[(Part.UPDATE, 0), Operation.MEMORY_BOUND].size / HOST_MEMORY
+    parts[COPIES] = max(0.0, copied / (LINKS * machine.host) - computing)
     parts[HOST] = max(0.0, calls * HOST_SECONDS - sum(parts.values()))
-    readers = degrees.plan(args, devices, machine.per_node, smp=False).data_parallel
-    tokens = args.train_batch_size * micro_batches * readers * seq_len
+    readers = degrees.plan(args, run.devices, machine.per_node, smp=False).data_parallel
+    tokens = args.train_batch_size * micro_batches * readers * run.seq_len
     seconds = sum(parts.values())
-    frozen = spec.lora is not None
-    mfu = flops_per_token(spec.config, seq_len, frozen=frozen) * tokens / (seconds * devices * machine.peak)
+    flops = flops_per_token(run.spec.config, run.seq_len, frozen=run.spec.lora is not None) * tokens
     return Prediction(
-        seconds, tokens, devices, mfu, {name: each for name, each in parts.items() if each}, dict(communication)
-    )
+        seconds, tokens, run.devices, flops / (seconds * run.devices * machine.peak),
+        {name: part for name, part in parts.items() if part}, dict(communication),
+    )  # fmt: skip
 
 
 def _device_seconds(
     work: Work, machine: Machine, *, compiled: bool
 ) -> tuple[dict[str, float], dict[str, float], float]:  # fmt: skip
-    """Return seconds by part, seconds of all collectives by dimension, and how many kernels the host starts."""
+    """Return seconds by part, seconds of all collectives by dimension, and the number of kernels."""
     parts: dict[str, float] = defaultdict(float)
     communication: dict[str, float] = defaultdict(float)
     computing: dict[Any, float] = defaultdict(float)
     sending: dict[Any, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     calls = 0.0
     for (phase, kind), cost in work.operations.items():
-        left = FUSED if compiled and kind == ELEMENTWISE and phase[0] != UPDATE else 1.0
-        seconds = operation_seconds(kind, cost, machine) * left
-        calls += cost.calls * left
+        share = FUSED if compiled and kind == Operation.MEMORY_BOUND and phase[0] != Part.UPDATE else 1.0
+        seconds = operation_seconds(kind, cost, machine) * share
+        calls += cost.calls * share
         computing[phase] += seconds
-        parts[UPDATING if phase[0] == UPDATE else kind] += seconds
+        parts[UPDATING if phase[0] == Part.UPDATE else kind] += seconds
     for (phase, collective), cost in work.collectives.items():
         seconds = collective_seconds(collective, cost, machine)
         calls += cost.calls
@@ -181,8 +156,8 @@ def _device_seconds(
             parts[exposed(collective.dimension)] += seconds
     for phase, lanes in sending.items():
         total = sum(lanes.values())
-        # Behind the first gathers and the last reductions there is nothing to compute.
-        alone = phase in ((FORWARD, 0), (BACKWARD, 0), (UPDATE, 0))
+        # No computation overlaps with the first gathers and the last reductions.
+        alone = phase in ((Part.FORWARD, 0), (Part.BACKWARD, 0), (Part.UPDATE, 0))
         shown = total if alone else max(0.0, total - computing[phase])
         for dimension, seconds in lanes.items():
             parts[exposed(dimension)] += shown * seconds / total if total else 0.0
@@ -190,34 +165,35 @@ def _device_seconds(
 
 
 def exposed(dimension: str) -> str:
-    """Return the name of the part that waits for a dimension's collectives."""
+    """Return the name of the time in which computation waits for a dimension's collectives."""
     return f"waiting for {dimension}"
 
 
 def operation_seconds(kind: str, cost: Cost, machine: Machine) -> float:
-    """Return the longer of the times that operations of one class compute and move their bytes."""
+    """Return the seconds of operations of one class: for computing or for moving bytes, if that is longer."""
     rate = {
-        PRODUCTS: machine.peak * machine.products,
-        WIDE_PRODUCTS: machine.peak * machine.products / FLOAT32,
-        ATTENTION: machine.peak * machine.attention,
-        ELEMENTWISE: machine.peak,
+        Operation.PRODUCTS: machine.peak * machine.products,
+        Operation.FLOAT32_PRODUCTS: machine.peak * machine.products / FLOAT32,
+        Operation.ATTENTION: machine.peak * machine.attention,
+        Operation.MEMORY_BOUND: machine.peak,
     }[kind]
     return max(cost.flops / rate, cost.size / (machine.memory * BANDWIDTH))
 
 
 def collective_seconds(collective: Collective, cost: Cost, machine: Machine) -> float:
-    """Return the time of rings over the ranks; a node's network is shared by the groups that cross it beside this one.
+    """Return the time of rings over the ranks.
 
-    All-gather and reduce-scatter move (n - 1) / n of the whole tensor past each rank, an all-reduce twice that.
+    All-gather and reduce-scatter move (n - 1) / n of the whole tensor past each rank, an all-reduce twice as much. The
+    groups that cross a node share its network.
     """
     _, _, ranks, nodes = collective
     if ranks < 2 or not cost.calls:
         return 0.0
-    rounds = 2 if collective.kind == SUM else 1
+    rounds = 2 if collective.kind == Transfer.SUM else 1
     rate = machine.link
     if nodes > 1:
         rate = min(rate, machine.network * (ranks / nodes) / machine.per_node)
     hops = rounds * ((ranks - nodes) * HOP_WITHIN + (nodes - 1) * HOP_ACROSS)
-    if collective.kind not in (GATHER, REDUCE, SUM):
+    if collective.kind not in (Transfer.GATHER, Transfer.REDUCE, Transfer.SUM):
         hops = HOP_ACROSS if nodes > 1 else HOP_WITHIN
     return cost.calls * (LAUNCH + hops) + rounds * cost.size * (ranks - 1) / ranks / (LINKS * rate)

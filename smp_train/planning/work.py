@@ -1,4 +1,4 @@
-"""What a step computes, moves and sends: FLOPs and bytes of each operation, and collectives, by phase of the step."""
+"""The work of a step on one rank: FLOPs and bytes of its operations, and its collectives, by phase."""
 
 from __future__ import annotations
 
@@ -14,90 +14,96 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import flop_registry
 
-PRODUCTS, WIDE_PRODUCTS = "products", "products in float32"
-ATTENTION, ELEMENTWISE = "attention", "memory-bound"
-GATHER, REDUCE, SUM, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
-KINDS = {"allgather": GATHER, "all_gather": GATHER, "reduce_scatter": REDUCE, "allreduce": SUM, "all_reduce": SUM,
-         "all_to_all": EXCHANGE, "alltoall": EXCHANGE}  # fmt: skip
-"""Of a collective, by the beginning of its operation's name."""
 FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "resize_",
                   "set_", "lift_fresh", "record_stream", "scatter_"})  # fmt: skip
-"""Beside views: what moves nothing; `scatter_` writes one element of each row of the logits."""
+"""Operations besides views that move no bytes; `scatter_` writes one element of each row of the logits."""
 LOOK_UPS = frozenset({"embedding", "gather", "index_select", "index"})
-"""They read what they write, not all that they are given."""
+"""Operations that read as many bytes as they write, rather than all of their arguments."""
 OVERWRITES = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_"})
-"""They do not read what they write to."""
+"""Operations that do not read the argument they write to."""
+
+
+class Operation:
+    """Classes of operations."""
+
+    PRODUCTS, FLOAT32_PRODUCTS = "products", "products in float32"
+    ATTENTION, MEMORY_BOUND = "attention", "memory-bound"
+
+
+class Transfer:
+    """Kinds of collectives."""
+
+    GATHER, REDUCE, SUM, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
+    KINDS = GATHER, REDUCE, SUM, EXCHANGE
 
 
 class Cost(NamedTuple):
-    """Of operations of one kind in one phase, on one device; of collectives, of the whole group's tensor."""
+    """FLOPs, bytes and number of operations on one device; of a collective, the bytes of the group's whole tensor."""
 
     flops: float = 0
     size: float = 0
     """Bytes."""
     calls: float = 0
 
-    def plus(self, other: Cost, times: float = 1) -> Cost:
-        """Return the sum with another, that one so many times."""
-        return Cost(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+    def plus(self, addend: Cost, times: float = 1) -> Cost:
+        """Return the sum with ``times`` the addend."""
+        return Cost(*(value + times * more for value, more in zip(self, addend, strict=True)))
 
 
 class Collective(NamedTuple):
-    """One kind of collective: what it does, and between whom."""
+    """A kind of collective among the ranks of one dimension."""
 
     kind: str
     dimension: str
-    """Of the mesh."""
+    """Name of the mesh dimension, or several joined: ``shard_context``."""
     ranks: int
     nodes: int
-    """That these ranks lie on."""
+    """Number of nodes that the ranks are on."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does on rank 0, all micro-batches together."""
+    """The work of one step on rank 0, over all micro-batches."""
 
     operations: dict[tuple[Any, str], Cost] = field(default_factory=lambda: defaultdict(Cost))
-    """By phase and class."""
+    """By phase and class of operation."""
     collectives: dict[tuple[Any, Collective], Cost] = field(default_factory=lambda: defaultdict(Cost))
 
-    def grown(self, other: Work, times: float) -> Work:
-        """Return this and ``times`` the difference to ``other``: of a model that is so many repetitions deeper."""
+    def grown(self, deeper: Work, times: float) -> Work:
+        """Return this work plus ``times`` its difference to a deeper model's work."""
 
-        def sums(mine: Mapping[Any, Cost], theirs: Mapping[Any, Cost]) -> dict[Any, Cost]:
-            each = {key: (mine.get(key, Cost()), theirs.get(key, Cost())) for key in {*mine, *theirs}}
-            return {key: one.plus(two.plus(one, -1), times) for key, (one, two) in each.items()}
+        def sums(costs: Mapping[Any, Cost], larger: Mapping[Any, Cost]) -> dict[Any, Cost]:
+            pairs = {key: (costs.get(key, Cost()), larger.get(key, Cost())) for key in {**costs, **larger}}
+            return {key: cost.plus(more.plus(cost, -1), times) for key, (cost, more) in pairs.items()}
 
-        return Work(sums(self.operations, other.operations), sums(self.collectives, other.collectives))
+        return Work(sums(self.operations, deeper.operations), sums(self.collectives, deeper.collectives))
 
 
 class WorkCounter:
-    """Counts what is dispatched into `Work`."""
+    """Adds up the `Work` of dispatched operations."""
 
     def __init__(self, per_node: int) -> None:
-        """Start counting; ``per_node`` is the number of ranks on a node."""
+        """Start counting; ``per_node`` is the number of ranks per node."""
         self.work = Work()
         self.dimensions: Mapping[tuple[int, ...], str] = {}
-        """Names of the mesh's dimensions, by the ranks that this rank communicates with along them."""
+        """Names of the mesh's dimensions, by the ranks of this rank's group in each."""
         self.times = 1
-        """How many micro-batches, or chunks of the loss, the one that runs stands for."""
+        """Number of micro-batches, or chunks of the loss, that the running one stands for."""
         self._per_node = per_node
 
     def add(self, phase: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count one operation on plain tensors."""
-        how = _how(operation)
-        if how is None:
+        rule = _rule(operation)
+        if rule is None:
             return
-        if how.collective:
-            size = max(map(_bytes, (*args, result)))
-            collective = Collective(how.collective, *self._group(args))
-            self.work.collectives[phase, collective] = self.work.collectives[phase, collective].plus(
-                Cost(0, size, 1), self.times
-            )
+        if rule.collective:
+            cost = Cost(0, max(map(_bytes, (*args, result))), 1)
+            collective = Collective(rule.collective, *self._group(args))
+            self.work.collectives[phase, collective] = self.work.collectives[phase, collective].plus(cost, self.times)
             return
-        kind, cost = ELEMENTWISE, Cost(0, how.moved(args, kwargs, result), 1)
-        if how.flops is not None:
-            kind, flops = how.flops(args, kwargs, result)
+        kind, cost = Operation.MEMORY_BOUND, Cost(0, rule.moved(args, kwargs, result), 1)
+        if rule.flops is not None:
+            kind, flops = rule.flops(args, kwargs, result)
             cost = cost._replace(flops=flops)
         self.work.operations[phase, kind] = self.work.operations[phase, kind].plus(cost, self.times)
 
@@ -112,26 +118,27 @@ class WorkCounter:
         yield from starts[1:][-1:]
 
     def _group(self, args: tuple[Any, ...]) -> tuple[str, int, int]:
-        named = [each for each in args if isinstance(each, str)]
-        if named:
-            group = _resolve_process_group(named[-1])  # type: ignore[arg-type]
+        """Return the dimension, the number of ranks and the number of nodes of a collective's group."""
+        names = [arg for arg in args if isinstance(arg, str)]
+        if names:
+            group = _resolve_process_group(names[-1])  # type: ignore[arg-type]
         else:
-            held = next(each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each))
-            group = dist.ProcessGroup.unbox(held)
+            boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg))
+            group = dist.ProcessGroup.unbox(boxed)
         ranks = tuple(dist.get_process_group_ranks(group))
         return self.dimensions.get(ranks, "all"), len(ranks), len({rank // self._per_node for rank in ranks})
 
 
-class How(NamedTuple):
-    """What is counted of an operation."""
+class Rule(NamedTuple):
+    """How an operation is counted."""
 
     name: str
     collective: str
     flops: Callable[..., tuple[str, float]] | None
     written: frozenset[int | str]
-    """Positions and names of the arguments that it writes to."""
+    """Positions and names of the arguments that the operation writes to."""
     unread: frozenset[int | str]
-    """Those of them that it does not read."""
+    """The written arguments that it does not read."""
 
     def moved(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         """Return the bytes that are read and written, each tensor as a whole."""
@@ -140,69 +147,70 @@ class How(NamedTuple):
         if self.name == "all_gather_copy_in":  # into this rank's part of the second argument
             return 2 * _bytes(args[0])
         total = 0
-        for place, value in (*enumerate(args), *kwargs.items()):
-            total += _bytes(value) * ((place not in self.unread) + (place in self.written))
+        for key, value in (*enumerate(args), *kwargs.items()):
+            total += _bytes(value) * ((key not in self.unread) + (key in self.written))
         return total if self.written else total + _bytes(result)
 
 
 @functools.cache
-def _how(operation: Any) -> How | None:
-    """Return what is counted of an operation; None where it moves nothing."""
+def _rule(operation: Any) -> Rule | None:
+    """Return how an operation is counted; None if it moves no bytes."""
     schema = getattr(operation, "_schema", None)
     if schema is None:
         return None
     namespace, _, name = schema.name.partition("::")
     if namespace in ("c10d", "_c10d_functional"):
-        kind = next((kind for start, kind in KINDS.items() if name.lstrip("_").startswith(start)), "")
-        return How(name, kind, None, frozenset(), frozenset()) if kind else None
+        plain = name.replace("_", "")  # _allgather_base_ or all_gather_into_tensor
+        kind = next((kind for kind in Transfer.KINDS if plain.startswith(kind.replace("-", ""))), "")
+        return Rule(name, kind, None, frozenset(), frozenset()) if kind else None
     written, unread = set(), set()
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            place: int | str = argument.name if argument.kwarg_only else position
-            written.add(place)
+            key: int | str = argument.name if argument.kwarg_only else position
+            written.add(key)
             if argument.is_out or argument.name == "out" or name in OVERWRITES:
-                unread.add(place)
-    view = not written and any(each.alias_info is not None for each in schema.returns)
+                unread.add(key)
+    view = not written and any(result.alias_info is not None for result in schema.returns)
     if namespace in ("prim", "profiler") or name in FREE or (view and name != "all_gather_copy_in"):
         return None
-    return How(name, "", _flops(operation, name), frozenset(written), frozenset(unread))
+    return Rule(name, "", _flops(operation, name), frozenset(written), frozenset(unread))
 
 
 def _flops(operation: Any, name: str) -> Callable[..., tuple[str, float]] | None:
-    """Return what gives an operation's class and FLOPs; of attention, of what the kernel computes."""
+    """Return the function that computes an operation's class and FLOPs; None for memory-bound operations."""
     if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
-        return functools.partial(_of_attention, backward="backward" in name)
+        return functools.partial(_attention, backward="backward" in name)
     if name == "_grouped_mm":
         return lambda args, kwargs, result: (_class(args[1]), 2.0 * args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(getattr(torch.ops.aten, name.rstrip("_"), None))
     if formula is None:
         return None
 
-    def of_products(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[str, float]:
-        factors = [each for each in args if isinstance(each, Tensor)]
+    def product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[str, float]:
+        factors = [arg for arg in args if isinstance(arg, Tensor)]
         return _class(factors[-1]), float(formula(*(factors if "mm" in name else args), out_val=result))
 
-    return of_products
+    return product
 
 
 def _class(factor: Tensor) -> str:
-    return WIDE_PRODUCTS if factor.dtype == torch.float32 else PRODUCTS
+    return Operation.FLOAT32_PRODUCTS if factor.dtype == torch.float32 else Operation.PRODUCTS
 
 
-def _of_attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, backward: bool) -> tuple[str, float]:
-    """Two products of scores and values; backward, the scores once more and four, as in FlashAttention-2.
+def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, backward: bool) -> tuple[str, float]:
+    """Return the FLOPs that a kernel computes: two products forward; backward five, as in FlashAttention-2.
 
-    Under a causal mask kernels leave out what is not seen; under any other they compute all.
+    Kernels skip the masked half of a causal matrix. They compute all of any other mask.
     """
     query, key, value = args[backward : backward + 3]
     rows, heads, queries, size = query.shape
     keys = key.shape[2]
-    causal = kwargs.get("is_causal", any(each is True for each in args))
+    causal = kwargs.get("is_causal", any(arg is True for arg in args))
     if not causal and queries < keys and kwargs.get("attn_mask") is not None and kwargs["attn_mask"].dim() == 2:
-        causal = True  # the last of the keys, as `causal_lower_right` has it
+        causal = True  # the queries are the last positions, as in `causal_lower_right`
     seen = queries * (keys - (queries - 1) / 2) if causal and queries <= keys else queries * keys
     per_pair = 3 * size + 2 * value.shape[3] if backward else size + value.shape[3]
-    return ATTENTION, 2.0 * rows * heads * seen * per_pair
+    return Operation.ATTENTION, 2.0 * rows * heads * seen * per_pair
 
 
 def _bytes(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""`--auto`: what it chooses is what training takes, and a resume keeps it."""
+"""`--auto`: training uses the choice, and a resume keeps it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ with workers(SimpleNamespace(devices=2, per_node=2, gpu=False)) as pool:
 
 @pytest.mark.slow
 def test_nothing_is_left_of_a_search_that_is_killed() -> None:
-    """Nobody else has the other end of the pipe: it ends with the last of the workers."""
+    """Only the search and its workers have the other end of the pipe, so its end shows that all have ended."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", WORKERS], stdin=pipe, stdout=pipe, text=True) as search:
         assert search.stdout is not None
@@ -84,7 +84,7 @@ def test_a_search_ends_with_its_rank(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": str(harness.free_port())}  # fmt: skip
     asks = request(arguments.parse(flags(tmp_path, max_context_width=8192, num_layers=24), {}), 2**40)
-    command = [sys.executable, "-m", "smp_train.planning.choice", "1"]
+    command = [sys.executable, "-m", "smp_train.planning.best", "1"]
     with subprocess.Popen(command, env={**os.environ, **ranks}, stdin=subprocess.PIPE, text=True) as child:
         child.communicate(json.dumps(asks) + "\n", timeout=300)
         assert child.returncode == 1

@@ -1,4 +1,4 @@
-"""What `smp-train plan` says a step takes, against what the tensors of real ranks take."""
+"""`smp-train plan` against the memory of real ranks' tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ WORLDS = [[name for name, (ranks, _) in SETTINGS.items() if ranks == world] for 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", core([CORE, *WORLDS], lambda names: names is CORE))
-def test_a_step_takes_what_is_planned(names: Sequence[str]) -> None:
+def test_planned_memory_is_that_of_real_ranks(names: Sequence[str]) -> None:
     """All settings of one world in one group of ranks: starting one takes as long as several settings."""
     (ranks,) = {SETTINGS[name][0] for name in names}
     changes = [SETTINGS[name][1] for name in names]
@@ -90,26 +90,22 @@ def test_a_step_takes_what_is_planned(names: Sequence[str]) -> None:
     }
 
 
-def peak_of(memory: Any) -> int:
-    return max(sum(memory.on_device(phase).values()) for phase in memory.peaks)
-
-
 def dealt(
     exchange: Any, compute: Any, share: int, group: Any, profile: Any, hidden: Any, index: Any, weights: Any
 ) -> Any:
-    """Exchange tokens whose router uses every expert as much as the others."""
+    """Exchange tokens as if the router used all experts equally."""
     index = (index.new_ones(index.numel()).cumsum(0) % (share * group.size())).view_as(index)
     return exchange(compute, share, group, profile, hidden, index, weights)
 
 
-def measured(settings: list[dict[str, Any]]) -> list[Any]:
-    """Return of each setting what rank 0's tensors took, in bytes: on the device, on the host, and saved from a GPU."""
+def measured(settings: list[dict[str, Any]], live: Any = None) -> list[Any]:
+    """Return the bytes of rank 0's tensors for each setting: on the device, on the host, and saved from a GPU."""
     from smp_train import train_utils
     from smp_train.distributed.host_copy import local_bytes
     from smp_train.models.hub_state import gather_state, present
     from smp_train.parallel import expert_parallel
-    from smp_train.planning import stepping
-    from smp_train.planning.world import Memory
+    from smp_train.planning import step_memory
+    from smp_train.planning.memory import Memory
 
     expert_parallel._exchange = partial(dealt, expert_parallel._exchange)
     found: list[Any] = []
@@ -117,31 +113,28 @@ def measured(settings: list[dict[str, Any]]) -> list[Any]:
         for changes in settings:
             args, backend, spec = built(ranks, device, **{**DEEP, **changes})
             model = backend.build(spec, seed=args.seed, seq_len=args.max_context_width)
-            memory = Memory(stepping.peaks(args, backend, model, seq_len=args.max_context_width), 0)
+            memory = Memory(step_memory.peaks(args, backend, model, seq_len=args.max_context_width, live=live), 0)
             state = gather_state(model, train_utils.build_optimizer(args, backend, model))
-            found.append((peak_of(memory), memory.host, local_bytes(present(state), pinned=True)))
+            found.append((memory.peak, memory.offloaded, local_bytes(present(state), pinned=True)))
     return found
 
 
 def estimated(world: int, settings: list[dict[str, Any]]) -> list[Any]:
-    """Return of each setting what the plan says, in bytes: on the device, on the host, and saved from a GPU."""
-    return [(peak_of(memory), memory.host, memory.saved) for _, memory, *_ in planned(world, settings)]
+    """Return the planned bytes of each setting: on the device, on the host, and saved from a GPU."""
+    return [(memory.peak, memory.offloaded, memory.saved) for _, memory in planned(world, settings)]
 
 
-def planned(world: int, settings: list[dict[str, Any]]) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Yield of each setting its arguments, its memory, its model and the world that it is planned in."""
+def planned(world: int, settings: list[dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Yield each setting's run and its memory."""
     from smp_train import arguments
-    from smp_train.models.resolve import resolve
-    from smp_train.planning import world as worlds
+    from smp_train.planning.best import planned_run
     from smp_train.planning.estimate import estimate
     from tests.training import flags
 
-    with worlds.world(world, world) as ranks:
-        for changes in settings:
-            args = arguments.parse(flags(Path("unused"), **{**DEEP, **changes}), {}).args
-            spec, seq_len = resolve(args), args.max_context_width
-            memory = estimate(args, spec, devices=world, per_node=world, seq_len=seq_len, gpu=False, ranks=ranks)
-            yield args, memory, spec, ranks
+    for changes in settings:
+        args = arguments.parse(flags(Path("unused"), **{**DEEP, **changes}), {}).args
+        run = planned_run(args, world, world, gpu=False)
+        yield run, estimate(run)
 
 
 LIMITED = ["llama fsdp 2 none", "gpt2 fsdp 2 bf16 none", "mixtral ep 2", "llama tp 2", "llama fsdp 2 all logits"]
@@ -149,8 +142,8 @@ LIMITED = ["llama fsdp 2 none", "gpt2 fsdp 2 bf16 none", "mixtral ep 2", "llama 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITED)
-def test_what_is_said_to_fit_does_and_what_is_said_not_to_does_not_but_for_the_slack(name: str) -> None:
-    """The same step runs in the memory that the plan says is enough, and out of it in less than that by the slack."""
+def test_a_step_needs_the_planned_memory_without_its_slack(name: str) -> None:
+    """A step runs in the memory that the plan needs, and runs out of memory in less than that without the slack."""
     world, changes = SETTINGS[name]
     needed, slack = harness.run(verdict, 1, world, changes)[0]
     harness.run(limited, world, changes, needed)
@@ -159,29 +152,24 @@ def test_what_is_said_to_fit_does_and_what_is_said_not_to_does_not_but_for_the_s
 
 
 def verdict(world: int, changes: dict[str, Any]) -> tuple[int, int]:
-    """Return the bytes that a setting is said to need, and those of them that are slack."""
-    from smp_train.planning import fitting
-
-    ((args, memory, *_),) = planned(world, [changes])
-    needed = fitting.needed(args, memory, gpu=False)
-    return needed, needed - peak_of(memory)
+    """Return the bytes that a setting needs, and how many of them are slack."""
+    ((_, memory),) = planned(world, [changes])
+    return memory.needed, memory.slack
 
 
 def limited(changes: dict[str, Any], limit: int) -> None:
     """Take two steps on a device of ``limit`` bytes."""
     import torch
 
-    from smp_train.planning import stepping
-    from smp_train.planning.tracker import LiveMemory, on_device
+    from smp_train.planning.step_memory import LiveMemory, on_device
 
     class Device(LiveMemory):
-        def _note_peak(self) -> None:
-            super()._note_peak()
+        def note_peak(self) -> None:
+            super().note_peak()
             if on_device(self.live) > limit:
                 raise torch.OutOfMemoryError
 
-    stepping.LiveMemory = Device
-    measured([changes])
+    measured([changes], Device())
 
 
 LARGEST = {
@@ -192,11 +180,11 @@ LARGEST = {
     "state": {"sharding_strategy": "no_shard"},
     "experts": {**OF["mixtral"], "num_local_experts": 8, "max_context_width": 16, "intermediate_size": 640},
 }
-"""What one use of memory is the largest of, by that use."""
+"""Settings in which one use of memory is the largest, by use."""
 
 
 @pytest.mark.slow
-def test_every_suggestion_lowers_what_real_ranks_take() -> None:
+def test_every_suggestion_lowers_the_memory_of_real_ranks() -> None:
     suggested = harness.run(suggestions, 1, 2, list(LARGEST.values()))[0]
     settings = {(use, None): changes for use, changes in LARGEST.items()}
     for use, flags in zip(LARGEST, suggested, strict=True):
@@ -218,13 +206,12 @@ def read(words: str) -> dict[str, Any]:
 
 
 def suggestions(world: int, settings: list[dict[str, Any]]) -> list[list[str]]:
-    """Return what is said to lower each setting."""
-    from smp_train.planning.lower import lower
+    """Return the suggestions for each setting."""
+    from smp_train.planning.cli import lower
+    from smp_train.planning.options import Devices
 
-    return [
-        list(lower(args, spec, memory, ranks, seq_len=args.max_context_width, gpu=False, there=None))
-        for args, memory, spec, ranks in planned(world, settings)
-    ]
+    devices = Devices(world, world, memory=None, host=None)
+    return [list(lower(run, memory, devices)) for run, memory in planned(world, settings)]
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
@@ -233,14 +220,14 @@ CELLS = [("scratch 7b", 8), ("mixtral 8x7b", 64), ("falcon 40b", 16), ("scratch 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "devices"), CELLS)
-def test_the_page_of_what_models_need_is_current(model: str, devices: int) -> None:
-    from smp_train.planning import table
+def test_docs_memory_is_current(model: str, devices: int) -> None:
+    from benchmarks import memory_table as table
 
     head, *rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     assert head[2:] == [*map(str, table.DEVICES[:-1]), f"{table.DEVICES[-1]} GPUs"]
     assert [row[0] for row in rows] == [" ".join(each) for each in table.MODELS]
-    (said,) = (row[2 + table.DEVICES.index(devices)] for row in rows if row[0] == model)
-    assert harness.run(table.needed, 1, *model.split(), devices) == [int(said)], "smp_train.planning.table makes it"
+    (documented,) = (row[2 + table.DEVICES.index(devices)] for row in rows if row[0] == model)
+    assert harness.run(table.needed, 1, *model.split(), devices) == [int(documented)], "run benchmarks.memory_table"
 
 
 MIB = 2**20
@@ -250,7 +237,7 @@ LLAMA = ["--model_type", "llama_v2", "--model_size", "7b", "--max_context_width"
 @pytest.mark.slow
 @pytest.mark.core
 def test_the_verb(tmp_path: Path) -> None:
-    """Of 7 B parameters: 16 bytes each over two devices are 50 GiB, over eight 13 GiB."""
+    """A model of 7 B parameters: 16 bytes each are 50 GiB on each of two devices, 13 GiB on each of eight."""
     with warm(tmp_path, "plan", *LLAMA, "--instance_type", "ml.p5.48xlarge", "--tokens", "1T", "--price_per_hour", "2",
               "--json", "--trust_remote_code", "1") as command:  # fmt: skip
         assert command.code() == 0
@@ -260,7 +247,7 @@ def test_the_verb(tmp_path: Path) -> None:
     assert found["needed"] == found["peak"] + found["slack"] < found["memory"] == 80 * 10**9
     assert sum(found["state"].values()) == pytest.approx(16 * 6_738_415_616 / 8, rel=1e-3)
     assert found["checkpoint"] == 12 * 6_738_415_616
-    # Of an eighth in float32, attention's matrices take 8 MiB, the feed-forward layer's 21.5, the embedding's 62.5.
+    # An eighth in float32: attention's matrices take 8 MiB, the feed-forward layer's 21.5, the embedding's 62.5.
     blocks = 32 * (4 * 8 + 3 * 32) * MIB + 2 * 64 * MIB + (2 * 32 + 1) * 4 * 4096 // 8
     assert found["host_while_saving"] == 3 * blocks
     assert sum(found["at_peak"].values()) == found["peak"] == max(found["phases"].values())
@@ -285,8 +272,8 @@ def test_the_verb(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_host_has_no_memory_for_does_not_fit(tmp_path: Path) -> None:
-    """A g5.xlarge has 16 GiB, and the state of 7 B parameters takes 100; beside 8 GPUs, 96 for each."""
+def test_a_run_that_needs_more_host_memory_does_not_fit(tmp_path: Path) -> None:
+    """A g5.xlarge has 16 GiB, and the state of 7 B parameters takes 100; a g5.48xlarge has 96 GiB for each GPU."""
     with warm(tmp_path, "plan", *LLAMA, "--instance_type", "g5.xlarge", "--cpu_offload", "1", "--json") as command:
         assert command.code() == 2
         (line,) = command.err.splitlines()

@@ -63,11 +63,10 @@ def predicted(names: list[str]) -> list[float]:
     """Return the tokens per second of each device."""
     from smp_train import arguments
     from smp_train.launch import instances
-    from smp_train.models.resolve import resolve
+    from smp_train.planning.best import planned_run
     from smp_train.planning.estimate import estimate
-    from smp_train.planning.options import check
     from smp_train.planning.step_time import machine_of, predict
-    from smp_train.planning.work import GATHER, Work
+    from smp_train.planning.work import Transfer, Work
 
     h100, a100 = (machine_of(instances.find(name)) for name in ("p5.48xlarge", "p4de.24xlarge"))
     assert h100 is not None
@@ -81,24 +80,21 @@ def predicted(names: list[str]) -> list[float]:
     for name in names:
         machine, devices, flags, compiled, _ = PUBLISHED[name]
         args = arguments.parse(flags, {}).args
-        check(args)
-        spec, seq_len = resolve(args), args.max_context_width
-        assert seq_len is not None
-        memory = estimate(args, spec, devices=devices, per_node=8, seq_len=seq_len)
+        run = replace(planned_run(args, devices, 8, gpu=True), compiled=compiled)
+        memory = estimate(run)
         if machine.startswith("fms"):  # it reduces gradients in bfloat16: half of our bytes
             sent: Any = {
-                key: cost if key[1].kind == GATHER else cost._replace(size=cost.size / 2)
+                key: cost if key[1].kind == Transfer.GATHER else cost._replace(size=cost.size / 2)
                 for key, cost in memory.work.collectives.items()
             }
             memory = replace(memory, work=Work(memory.work.operations, sent))
-        fast = predict(args, spec, memory, machines[machine], devices=devices, seq_len=seq_len, compiled=compiled)
-        found.append(round(fast.tokens_per_device, 1))
+        found.append(round(predict(run, memory, machines[machine]).tokens_per_device, 1))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", core([CORE, [*PUBLISHED]], lambda names: names is CORE))
-def test_speed_is_what_others_published(names: list[str]) -> None:
+def test_published_speed(names: list[str]) -> None:
     found = dict(zip(names, harness.run(predicted, 1, names)[0], strict=True))
     print({name: (PUBLISHED[name][4], speed, round(speed / PUBLISHED[name][4], 2)) for name, speed in found.items()})
     assert found == {name: pytest.approx(PUBLISHED[name][4], rel=0.15) for name in names}
@@ -120,14 +116,13 @@ MEMORY = {
 
 
 def reserved(names: list[str]) -> list[float]:
-    """Return what the allocator holds of each GPU, in GiB: tensors, and our share for fragments."""
+    """Return the GiB that the allocator reserves on each GPU: tensors, and our share for fragments."""
     from smp_train import arguments
     from smp_train.models import state_memory
-    from smp_train.models.resolve import resolve
     from smp_train.parallel import activation_checkpointing
-    from smp_train.planning import fitting
+    from smp_train.planning import memory
+    from smp_train.planning.best import planned_run
     from smp_train.planning.estimate import estimate
-    from smp_train.planning.options import check
 
     contexts = activation_checkpointing.create_selective_checkpoint_contexts
     activation_checkpointing.create_selective_checkpoint_contexts = lambda policy: contexts(every_second(policy))
@@ -135,11 +130,8 @@ def reserved(names: list[str]) -> list[float]:
     for name in names:
         devices, flags, _ = MEMORY[name]
         args = arguments.parse(flags, {}).args
-        check(args)
-        assert args.max_context_width is not None
-        memory = estimate(args, resolve(args), devices=devices, per_node=8, seq_len=args.max_context_width)
-        tensors = sum(fitting.at_peak(args, memory, gpu=True).values())
-        found.append(round((1 + fitting.SHARE_SLACK) * tensors / state_memory.GIB, 1))
+        tensors = estimate(planned_run(args, devices, 8, gpu=True)).peak
+        found.append(round((1 + memory.SHARE_SLACK) * tensors / state_memory.GIB, 1))
     return found
 
 
@@ -161,7 +153,7 @@ def every_second(policy: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MEMORY)
-def test_memory_is_what_others_published(name: str) -> None:
+def test_published_memory(name: str) -> None:
     """One setting a process: what torch keeps of one world does not hold in the next."""
     ((found,),) = harness.run(reserved, 1, [name])
     print(name, found, MEMORY[name][2])

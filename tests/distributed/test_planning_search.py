@@ -40,24 +40,18 @@ def all_settings() -> dict[str, Any]:
     from smp_train.arguments import parse
     from smp_train.arguments.chosen import given, words
     from smp_train.launch import instances
-    from smp_train.models.resolve import resolve
+    from smp_train.planning.best import planned_run
     from smp_train.planning.estimate import estimate
     from smp_train.planning.search import Search
     from smp_train.planning.space import Space
     from smp_train.planning.step_time import machine_of
-    from smp_train.planning.world import world
 
     resolved = parse(FLAGS, {})
-    resolved.args.backend, resolved.args.use_torch_compile = "native", False
-    space = Space(resolved.args, given(resolved), resolve(resolved.args), 4, 4, 2048)
+    space = Space(planned_run(resolved.args, 4, 4, gpu=True), given(resolved))
     search = Search(space, 0, machine_of(instances.find(MACHINE)))
     found = {}
-    with world(4, 4) as ranks:
-        for one in space.settings()[0]:
-            memory = estimate(
-                space.applied(one), space.spec, devices=4, per_node=4, seq_len=2048, gpu=True, ranks=ranks
-            )  # fmt: skip
-            plan = search._plan(one, memory)
-            assert plan.time is not None
-            found[words(space.flags(one))] = (plan.needed, plan.time.step_seconds)
+    for setting in space.settings()[0]:
+        plan = search.plan(setting, estimate(space.applied(setting)))
+        assert plan.time is not None
+        found[words(space.flags(setting))] = (plan.memory.needed, plan.time.step_seconds)
     return found

@@ -35,15 +35,15 @@ def counted(settings: list[tuple[int, dict[str, Any]]]) -> list[Any]:
     """Return of each setting (FLOPs by class, model FLOPs without and with attention, collectives, parameters)."""
     from smp_train import arguments
     from smp_train.models.flops import count_parameters, flops_per_token
-    from smp_train.models.resolve import resolve
+    from smp_train.planning.best import planned_run
     from smp_train.planning.estimate import estimate
     from tests.training import flags
 
     found: list[Any] = []
     for ranks, changes in settings:
         args = arguments.parse(flags(Path("unused"), **{**DEEP, **changes}), {}).args
-        spec, seq_len = resolve(args), args.max_context_width
-        work = estimate(args, spec, devices=ranks, per_node=4, seq_len=seq_len).work
+        run = planned_run(args, ranks, 4, gpu=True)
+        spec, seq_len, work = run.spec, run.seq_len, estimate(run).work
         classes = Counter[str]()
         for (_, kind), cost in work.operations.items():
             classes[kind] += cost.flops
@@ -69,7 +69,7 @@ KEYS = 2 * 64 * 2 * 16 * 2
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", core([CORE, [*SETTINGS]], lambda names: names is CORE))
-def test_work_is_what_formulas_say(names: list[str]) -> None:
+def test_work_equals_formulas(names: list[str]) -> None:
     for name, found in zip(names, harness.run(counted, 1, [SETTINGS[name] for name in names])[0], strict=True):
         (ranks, changes), (classes, products, attention, sent, parameters) = SETTINGS[name], found
         if name == "llama recomputed":  # a layer's recomputation ends before its last product, which nothing needs
@@ -83,7 +83,7 @@ def test_work_is_what_formulas_say(names: list[str]) -> None:
         if "attention" in classes:
             # Half of the matrix with its diagonal, S (S + 1) / 2; backward, the scores once more: 14 for 12.
             causal = attention * parts * (64 + 1) / (12 * 2 * 64)
-            # transformers 4.53 to 4.57 make a dense mask of fake tensors, where real ones need none.
+            # transformers 4.53 to 4.57 make a dense mask of fake tensors, but none of real tensors.
             assert classes["attention"] in ({causal} if TRANSFORMERS_5 else {causal, attention * parts / 12}), name
         else:  # one head of keys and a mask: no kernel takes both
             assert name == "falcon"
@@ -100,7 +100,7 @@ def test_work_is_what_formulas_say(names: list[str]) -> None:
                 if dimension.startswith("shard") and size > 100:
                     assert among == (shards or ranks // degree)
                     by_kind[kind] += size
-            # In bfloat16, twice, but for the last layer and the rest; in float32, once.
+            # Gathered twice in bfloat16, except the last layer and the remaining parameters; reduced once in float32.
             assert by_kind["all-gather"] == 2 * times * ((2 * LAYERS - 1) * layer + rest), name
             assert by_kind["reduce-scatter"] == 4 * times * (LAYERS * layer + rest), name
             if shards:
@@ -117,7 +117,7 @@ def test_work_is_what_formulas_say(names: list[str]) -> None:
 def in_chunks() -> list[Any]:
     """Return memory and work of a step whose loss takes four chunks, as planned and with each of them computed."""
     from smp_train import arguments
-    from smp_train.models.resolve import resolve
+    from smp_train.planning.best import planned_run
     from smp_train.planning.estimate import estimate
     from smp_train.planning.work import WorkCounter
     from tests.training import flags
@@ -127,14 +127,14 @@ def in_chunks() -> list[Any]:
     found = []
     for chunks in (WorkCounter.sampled_chunks, lambda counter, tokens, chunk: range(0, tokens, chunk)):
         WorkCounter.sampled_chunks = chunks
-        memory = estimate(args, resolve(args), devices=4, per_node=4, seq_len=args.max_context_width)
+        memory = estimate(planned_run(args, 4, 4, gpu=True))
         found.append((memory.peaks, dict(memory.work.operations), dict(memory.work.collectives)))
     return found
 
 
 @pytest.mark.slow
 def test_one_chunk_of_the_loss_stands_for_those_between_the_first_and_the_last() -> None:
-    """Of 3,840 tokens 1,024 at a time, with the collectives of a vocabulary that two ranks share."""
+    """The loss takes 3,840 tokens, 1,024 at a time, with the collectives of a vocabulary that two ranks share."""
     ((planned, every),) = harness.run(in_chunks, 1)
     assert planned[0] == every[0]
     for some, all_of_them in zip(planned[1:], every[1:], strict=True):

@@ -1,4 +1,4 @@
-"""The choice of `--auto`: kept or made again, and judged by all ranks."""
+"""The choice of `--auto`: kept by later starts, or made again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smp_train.arguments.chosen import given
 from smp_train.arguments.own import Own
 from smp_train.distributed import Runtime, detect
 from smp_train.errors import ConfigError
-from smp_train.planning import choice
+from smp_train.planning import best
 from smp_train.planning import search as searching
 from smp_train.telemetry.metrics import peak_flops
 from smp_train.telemetry.run_folder import RunFolder
@@ -28,7 +28,7 @@ RANKS = Runtime("torchrun", 0, 4, 0, 4, 0, 1, "localhost", 0, "localhost", False
 
 def asked(*words: str, ranks: Runtime = RANKS, gpu: str = H100, memory: float = 79.2) -> dict[str, Any]:
     resolved = parse([*LLAMA, "--auto", *words], {})
-    return auto.asked(resolved.args, given(resolved), ranks, gpu, int(memory * GIB))
+    return auto.question(resolved.args, given(resolved), ranks, gpu, int(memory * GIB))
 
 
 def started(folder: Path, asked: dict[str, Any]) -> RunFolder:
@@ -38,36 +38,31 @@ def started(folder: Path, asked: dict[str, Any]) -> RunFolder:
     return found
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"ranks": dataclasses.replace(RANKS, world_size=2)}, {"ranks": dataclasses.replace(RANKS, local_world_size=2)},
-     {"gpu": "NVIDIA A100-SXM4-80GB"}, {"memory": 139.8}, {"gpu": ""}],
-)  # fmt: skip
-def test_a_choice_for_another_machine_is_made_again(tmp_path: Path, changes: dict[str, Any]) -> None:
-    assert auto._kept(started(tmp_path, asked()), asked(**changes)) is None
+def test_a_choice_for_another_machine_or_other_flags_is_made_again(tmp_path: Path) -> None:
+    assert auto.earlier_choice(RunFolder(tmp_path), asked()) is None
+    folder = started(tmp_path, asked())
+    machines: list[dict[str, Any]] = [
+        {"ranks": dataclasses.replace(RANKS, world_size=2)}, {"ranks": dataclasses.replace(RANKS, local_world_size=2)},
+        {"gpu": "NVIDIA A100-SXM4-80GB"}, {"memory": 139.8}, {"gpu": ""},
+    ]  # fmt: skip
+    flags = ["--train_batch_size=1", "--num_layers=4", "--max_context_width=64", "--bf16=0", "--chunked_loss=0",
+             "--lora_rank=4", "--cpu_offload=1"]  # fmt: skip
+    questions = [asked(**machine) for machine in machines] + [asked(flag) for flag in flags]
+    assert [auto.earlier_choice(folder, question) for question in questions] == [None] * len(questions)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["--train_batch_size=1"], ["--num_layers=4"], ["--max_context_width=64"], ["--bf16=0"], ["--chunked_loss=0"],
-     ["--lora_rank=4"], ["--cpu_offload=1"]],
-)  # fmt: skip
-def test_a_choice_for_other_flags_is_made_again(tmp_path: Path, words: list[str]) -> None:
-    assert auto._kept(started(tmp_path, asked()), asked(*words)) is None
-
-
-def test_a_choice_is_kept_where_what_it_depends_on_is_the_same(tmp_path: Path) -> None:
-    place = "--hf_pretrained_model_name_or_dir=s3://bucket/model?signature=1"  # which run.json leaves out
-    before = started(tmp_path, asked(place))
-    other = ("--max_steps=9", "--logging_freq=2", "--training_dir=elsewhere", "--seed=1", "--run_dir=elsewhere")
-    kept = auto._kept(before, asked(place, *other, memory=79.3))
-    assert kept is not None
-    assert (kept["kept"], kept["flags"]) == (True, {"tensor_parallel_degree": 2})
+def test_a_choice_is_kept_while_its_question_is_the_same(tmp_path: Path) -> None:
+    model = "--hf_pretrained_model_name_or_dir=s3://bucket/model?signature=1"  # run.json has no signature
+    folder = started(tmp_path, asked(model))
+    unrelated = ("--max_steps=9", "--logging_freq=2", "--training_dir=elsewhere", "--seed=1", "--run_dir=elsewhere")
+    choice = auto.earlier_choice(folder, asked(model, *unrelated, memory=79.3))
+    assert choice is not None
+    assert (choice["kept"], choice["flags"]) == (True, {"tensor_parallel_degree": 2})
     on_cpu = started(tmp_path, asked(gpu="", memory=20))
-    assert auto._kept(on_cpu, asked(gpu="", memory=9)) is not None
+    assert auto.earlier_choice(on_cpu, asked(gpu="", memory=9)) is not None
 
 
-def test_a_plan_takes_all_logits_for_a_loss_of_ones_own(
+def test_a_plan_takes_all_logits_for_a_programs_own_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[bool] = []
@@ -76,7 +71,7 @@ def test_a_plan_takes_all_logits_for_a_loss_of_ones_own(
         found.append(args.chunked_loss)
         return {"flags": {}}
 
-    monkeypatch.setattr(auto, "_planned", seen)
+    monkeypatch.setattr(auto, "search", seen)
     for loss in (None, lambda logits, targets: logits.sum()):
         resolved = parse([*LLAMA, "--auto", "--use_synthetic_data"], {})
         resolved.own = Own(loss=loss)
@@ -85,25 +80,21 @@ def test_a_plan_takes_all_logits_for_a_loss_of_ones_own(
     assert found == [True, False]
 
 
-def test_nothing_is_kept_of_a_run_without_one(tmp_path: Path) -> None:
-    assert auto._kept(RunFolder(tmp_path), asked()) is None
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [(["--use_synthetic_data"], "--model_type"), ([*LLAMA, "--fp8"], "--fp8")],
 )
-def test_what_cannot_be_planned_is_refused(tmp_path: Path, flags: list[str], named: str) -> None:
+def test_settings_without_a_plan_are_refused(tmp_path: Path, flags: list[str], named: str) -> None:
     resolved = parse([*flags, "--auto"], {})
     if "--fp8" in flags:
         with pytest.raises(ConfigError, match=named):
-            choice.choose(request(resolved, GIB))
+            best.choose(request(resolved, GIB))
         return
     with pytest.raises(ConfigError, match=f"--auto plan.*{named}"):
-        auto._planned(resolved.args, asked(), GIB, None, RunFolder(tmp_path))
+        auto.search(resolved.args, asked(), GIB, None, RunFolder(tmp_path))
 
 
-def test_the_backend_that_nothing_plans_is_refused_before_a_launch() -> None:
+def test_smp_is_refused_before_a_launch() -> None:
     words = [*LLAMA, "--use_synthetic_data", "--backend=smp"]
     validate(parse(words, {}).args, 4)
     with pytest.raises(ConfigError, match=r"--auto plan.*--backend native"):
@@ -113,7 +104,7 @@ def test_the_backend_that_nothing_plans_is_refused_before_a_launch() -> None:
 def planned(folder: Path, *words: str) -> dict[str, Any]:
     run = RunFolder(folder)
     run.create()
-    return auto._planned(parse(["--auto", *words], {}).args, asked(gpu=""), GIB, None, run)
+    return auto.search(parse(["--auto", *words], {}).args, asked(gpu=""), GIB, None, run)
 
 
 def test_a_search_ends_before_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
@@ -142,10 +133,10 @@ def request(resolved: Any, memory: int) -> dict[str, Any]:
 def test_the_answer_names_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "estimate", pretended)
     resolved = parse([*LLAMA, "--auto"], {})
-    found = choice.choose(request(resolved, 24 * GIB))
+    found = best.choose(request(resolved, 24 * GIB))
     assert found["rows"] == 16
     assert found["flags"] == found["plan"]["flags"]
-    assert "nothing fits" in choice.choose(request(resolved, GIB))["error"]
+    assert "nothing fits" in best.choose(request(resolved, GIB))["error"]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +144,9 @@ def test_the_answer_names_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     [("NVIDIA H100 80GB HBM3", 79, "H100"), ("NVIDIA A100-SXM4-40GB", 39, "A100"), ("NVIDIA H200", 139, "H200")],
 )
 def test_a_gpu_outside_of_ec2_has_the_rates_of_the_same_in_the_table(gpu: str, gib: int, peak: str) -> None:
-    machine = choice.rates_of(gpu, gib * GIB, space_of(devices=4, per_node=4))
+    one_node = space_of(devices=4, per_node=4).run
+    machine = best.machine_with(gpu, gib * GIB, one_node)
     assert machine is not None
     assert (machine.peak, machine.per_node) == (peak_flops(peak), 4)
-    assert choice.rates_of(gpu, gib * GIB, space_of(devices=16, per_node=8)) is None  # its network is not known
-    assert choice.rates_of("NVIDIA T4", 15 * GIB, space_of(devices=4, per_node=4)) is None
+    assert best.machine_with(gpu, gib * GIB, space_of(devices=16, per_node=8).run) is None  # its network is not known
+    assert best.machine_with("NVIDIA T4", 15 * GIB, one_node) is None

@@ -1,4 +1,4 @@
-"""What `smp-train plan` says of a run that does not fit, and of its host's memory."""
+"""`smp-train plan`: its complaint about a run that does not fit, host memory, and mistakes without a wait."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from typing import Any
 
 import pytest
 
-from smp_train.arguments import Arguments
-from smp_train.planning import cli, fitting
-from smp_train.planning.cli import complaint, main
+from smp_train.planning import best
+from smp_train.planning.cli import main, why_not
+from smp_train.planning.memory import Memory
+from smp_train.planning.step_memory import Part, Use
 from smp_train.planning.step_time import Prediction
-from smp_train.planning.stepping import UPDATE
-from smp_train.planning.tracker import GRADIENTS, OPTIMIZER, PARAMETERS
-from smp_train.planning.world import Memory
 
 GIB = 2**30
 A, B = "--chunked_loss 1", "--cpu_offload 1"
 
 
 @pytest.mark.parametrize(
-    ("lower", "said", "unsaid"),
+    ("lower", "included", "excluded"),
     [
         ({A: 30 * GIB, B: 19 * GIB, "more devices": None}, "; give --cpu_offload 1 (19.00 GiB)", A),
         ({A: 30 * GIB, B: 26 * GIB, "more devices": None}, "none of these changes alone is enough", "give"),
@@ -32,39 +30,37 @@ A, B = "--chunked_loss 1", "--cpu_offload 1"
         ({}, "; take more or larger devices", "alone"),
     ],
 )
-def test_only_a_change_that_is_enough_is_told_to_be_given(
-    lower: dict[str, int | None], said: str, unsaid: str
+def test_a_complaint_names_the_change_that_is_enough(
+    lower: dict[str, int | None], included: str, excluded: str
 ) -> None:
     found: dict[str, Any] = {"devices": 8, "needed": 31 * GIB, "memory": 20 * GIB, "lower": lower}
-    line = complaint(found)
+    line = why_not(found)
     assert line.startswith("each of 8 devices needs 31.00 GiB and has 20.00 GiB; ")
-    assert said in line
-    assert unsaid not in line
+    assert included in line
+    assert excluded not in line
 
 
-def test_a_host_that_is_too_small_is_named() -> None:
+def test_a_complaint_names_a_host_that_is_too_small() -> None:
     found = {"devices": 1, "needed": 7 * GIB, "memory": 20 * GIB, "host_needed": 9 * GIB, "host_memory": 8 * GIB}
-    assert complaint(found).startswith("the device needs 9.00 GiB of its host's memory, which has 8.00 GiB")
+    assert why_not(found).startswith("the device needs 9.00 GiB of its host's memory, which has 8.00 GiB")
 
 
 @pytest.mark.parametrize(
     ("cpu_offload", "gpu", "on_host", "while_saving"),
     [(False, True, 0, 24), (True, True, 16 + 10, 15), (False, False, 0, 15), (True, False, 0, 15)],
 )
-def test_what_is_page_locked_is_counted_by_blocks(
+def test_page_locked_memory_is_counted_by_blocks(
     cpu_offload: bool, gpu: bool, on_host: int, while_saving: int
 ) -> None:
-    state = Counter({PARAMETERS: 5, GRADIENTS: 5, OPTIMIZER: 10})
-    memory = Memory({(UPDATE, 0): state}, 1, pinned=16, saved=24)
-    args = Arguments(cpu_offload=cpu_offload)
-    assert fitting.on_host(args, memory, gpu=gpu) == on_host
-    assert fitting.while_saving(args, memory, gpu=gpu) == while_saving
+    state = Counter({Use.PARAMETERS: 5, Use.GRADIENTS: 5, Use.OPTIMIZER: 10})
+    memory = Memory({(Part.UPDATE, 0): state}, 1, pinned=16, saved=24, gpu=gpu, state_on_host=cpu_offload and gpu)
+    assert (memory.host, memory.host_while_saving) == (on_host, while_saving)
 
 
 TINY = ["--hidden_width=64", "--num_layers=2", "--num_heads=2", "--vocab_size=256", "--max_context_width=1024"]
 
 
-def test_a_search_prices_the_first_of_its_table(
+def test_a_search_prices_its_best_setting(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {
@@ -72,13 +68,13 @@ def test_a_search_prices_the_first_of_its_table(
         "best": [{"words": "", "needed": GIB, "tight": False}],
     }  # fmt: skip
 
-    def search(space: Any, *_: Any, **more: Any) -> tuple[Any, ...]:
+    def search(space: Any, *_: Any, **more: Any) -> best.Best:
         assert "searching settings for 8 devices" in capsys.readouterr().err, "before it begins"
         time = Prediction(5.0, 1000, 8, 0.5, {}, {})
-        plan = SimpleNamespace(args=space.args, time=time, memory=SimpleNamespace(trained=1))
-        return found, "", [plan]
+        plan: Any = SimpleNamespace(run=space.run, time=time, memory=None)
+        return best.Best([plan], found, "")
 
-    monkeypatch.setattr(cli, "search", search)
+    monkeypatch.setattr(best, "search", search)
     costs = ["--tokens=720K", "--price_per_hour=3", "--device_hours_per_failure=1e30"]
     assert main([*TINY, "--instance_type=p5.48xlarge", "--search", *costs]) == 0  # 720 steps of 5 s
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -87,7 +83,7 @@ def test_a_search_prices_the_first_of_its_table(
 
 
 def test_help_and_mistakes_need_neither_torch_nor_numpy() -> None:
-    """In a process of its own: this one has imported both."""
+    """In a subprocess, because this process has imported both."""
     commands = [
         ["plan", "--help"], ["prepare", "--help"], ["plan", "--modl=x"], ["plan", "--model_size=8b", "--devices=1"],
         ["plan", "--model_size=7b", "--instance_type=p5.48xlarge", "--tokens=-5"],
@@ -104,5 +100,5 @@ def test_help_and_mistakes_need_neither_torch_nor_numpy() -> None:
     helped, helped_too, flag, code, size, another, tokens, last = done.stderr.splitlines()
     assert (helped, helped_too, code, another, last) == ("0", "0", "2", "2", "2")
     assert "--modl; did you mean --model" in flag
-    assert "--model_type llama_v3 has 8b" in size
+    assert "--model_size 8b" in size
     assert "--tokens -5:" in tokens

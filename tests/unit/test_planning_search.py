@@ -1,7 +1,8 @@
-"""What a search may choose, and whether it finds the best of that without stepping all of it."""
+"""The settings that a search chooses from, and the best of them, found without stepping all."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -12,17 +13,15 @@ from smp_train.arguments.chosen import given, words
 from smp_train.arguments.flag import show
 from smp_train.distributed.degrees import plan
 from smp_train.launch import instances
-from smp_train.models.resolve import resolve
 from smp_train.models.state_memory import GIB
 from smp_train.planning import search as searching
-from smp_train.planning.best import search, text
-from smp_train.planning.fitting import HOST_SLACK
+from smp_train.planning.best import planned_run, search, text
+from smp_train.planning.memory import HOST_SLACK, Memory, PlannedRun
 from smp_train.planning.search import Plan, Search, kind
-from smp_train.planning.space import Setting, Space
+from smp_train.planning.space import Space
+from smp_train.planning.step_memory import Use
 from smp_train.planning.step_time import machine_of
-from smp_train.planning.tracker import ACTIVATIONS, BACKWARD, GRADIENTS, HOST, OPTIMIZER, PARAMETERS
-from smp_train.planning.work import ELEMENTWISE, GATHER, PRODUCTS, SUM, Collective, Cost, Work
-from smp_train.planning.world import Memory
+from smp_train.planning.work import Collective, Cost, Operation, Transfer, Work
 
 LLAMA = ["--model_type=llama_v2", "--hidden_width=512", "--num_layers=8", "--num_heads=8", "--num_key_value_heads=8",
          "--vocab_size=1024", "--max_context_width=128"]  # fmt: skip
@@ -31,26 +30,24 @@ KEPT = {"none": 4.0, "selective:op": 2.0, "full": 0.3}
 OPERATIONS = {"none": 6.0, "selective:op": 6.3, "full": 8.0}
 
 
-def space_of(*flags: str, devices: int = 16, per_node: int = 8, **known: Any) -> Space:
+def space_of(*flags: str, devices: int = 16, per_node: int = 8, gpu: bool = True, **known: Any) -> Space:
     resolved = parse([*LLAMA, *flags], {})
-    resolved.args.backend = "native"
-    return Space(resolved.args, given(resolved), resolve(resolved.args), devices, per_node, 128, **known)
+    return Space(planned_run(resolved.args, devices, per_node, gpu=gpu), given(resolved), **known)
 
 
-def test_every_choice_is_a_run_of_the_same_global_batch() -> None:
+def test_all_settings_have_the_same_global_batch() -> None:
     space = space_of("--train_batch_size=4", "--gradient_accumulation_steps=2")
     with_less = space_of("--train_batch_size=4")
     assert (space.rows, with_less.rows) == (128, 64)
     settings, _ = with_less.settings()
     assert len(settings) == len(set(settings)) > 20
-    for one in settings:
-        args = with_less.applied(one)
+    for setting in settings:
+        args = with_less.applied(setting).args
         degrees = plan(args, 16, 8, smp=False)
-        assert (degrees.tensor, degrees.context, degrees.sharded) == (one.tensor, one.context, one.shard)
+        assert (degrees.tensor, degrees.context, degrees.sharded) == (setting.tensor, setting.context, setting.shard)
         assert args.train_batch_size * args.gradient_accumulation_steps * degrees.data_parallel == 64
-        again = parse([*LLAMA, "--train_batch_size=4", *words(with_less.flags(one)).split()], {}).args
-        args.backend = again.backend
-        assert again == args
+        again = parse([*LLAMA, "--train_batch_size=4", *words(with_less.flags(setting)).split()], {}).args
+        assert dataclasses.replace(again, backend=args.backend, use_torch_compile=False) == args
 
 
 @pytest.mark.parametrize(
@@ -59,16 +56,16 @@ def test_every_choice_is_a_run_of_the_same_global_batch() -> None:
      ["--activation_checkpointing=none"], ["--selective_checkpointing=2"], ["--sm_activation_offloading=0"],
      ["--train_batch_size=1"], ["--gradient_accumulation_steps=2"], ["--context_parallel_degree=2"]],
 )  # fmt: skip
-def test_what_is_given_stays(flags: list[str]) -> None:
+def test_given_flags_stay(flags: list[str]) -> None:
     space = space_of(*flags)
     settings, _ = space.settings()
     name, _, value = flags[0][2:].partition("=")
     assert settings
-    assert {show(getattr(space.applied(one), name)) for one in settings} == {value}
+    assert {show(getattr(space.applied(one).args, name)) for one in settings} == {value}
     assert not any(name in space.flags(one) for one in settings)
 
 
-def test_refusals_are_those_of_the_program_and_counted() -> None:
+def test_refused_settings_are_counted_with_the_programs_reason() -> None:
     heads = {"--num_heads=6", "--num_key_value_heads=6", "--hidden_width=384"}
     settings, out = space_of(*heads).settings()
     assert {one.tensor for one in settings} == {1, 2}
@@ -80,41 +77,47 @@ def test_refusals_are_those_of_the_program_and_counted() -> None:
     assert any("16 rows" in each for each in out)
 
 
-def pretended(args: Any, spec: Any, *, devices: int, per_node: int, **_: Any) -> Memory:
-    """A model of which everything is known: nothing of the proportions that a search uses, but how they come about."""
-    degrees = plan(args, devices, per_node, smp=False)
+def pretended(run: PlannedRun) -> Memory:
+    """Return the memory and the work of an invented model, by formulas that the search only approximates."""
+    args, per_node = run.args, run.per_node
+    degrees = plan(args, run.devices, per_node, smp=False)
     mode, steps = args.activation_checkpointing, args.gradient_accumulation_steps
     tokens = args.train_batch_size * 128 / (degrees.tensor * degrees.context)
     state = PARAMETER_BYTES / degrees.sharing
     fixed = 2 * GIB / degrees.tensor
-    peak: Counter[str] = Counter({PARAMETERS: int(state), GRADIENTS: int(state), OPTIMIZER: int(2 * state)})
+    peak: Counter[str] = Counter(
+        {Use.PARAMETERS: int(state), Use.GRADIENTS: int(state), Use.OPTIMIZER: int(2 * state)}
+    )
     stays = mode == "selective:op" or not args.sm_activation_offloading
     saved = KEPT[mode] * tokens * TOKEN_BYTES * (1.0 if stays else 0.1)
     away = KEPT[mode] * tokens * TOKEN_BYTES - saved
-    back = Counter({ACTIVATIONS: int(saved), HOST: int(away), BACKWARD: int(0.5 * tokens * TOKEN_BYTES + fixed)})
+    back = Counter(
+        {Use.ACTIVATIONS: int(saved), Use.HOST: int(away), Use.TEMPORARIES: int(0.5 * tokens * TOKEN_BYTES + fixed)}
+    )
     phase, update = ("backward", -3), ("update", 0)
     work = Work()
     flops = OPERATIONS[mode] * tokens * steps * 2e12
-    work.operations[phase, PRODUCTS] = Cost(flops, 1, 1e3 * steps)
-    work.operations[phase, ELEMENTWISE] = Cost(0, (tokens + 64) * steps * 1e9, 1e3 * steps)
-    work.operations[update, ELEMENTWISE] = Cost(0, 7 * state, 1)
+    work.operations[phase, Operation.PRODUCTS] = Cost(flops, 1, 1e3 * steps)
+    work.operations[phase, Operation.MEMORY_BOUND] = Cost(0, (tokens + 64) * steps * 1e9, 1e3 * steps)
+    work.operations[update, Operation.MEMORY_BOUND] = Cost(0, 7 * state, 1)
 
     def sent(name: str, what: str, ranks: int, stride: int, size: float, calls: float) -> None:
         if ranks > 1:
             nodes = min(-(-ranks * stride // per_node), ranks)
             work.collectives[phase, Collective(what, name, ranks, nodes)] = Cost(0, size, calls)
 
-    whole = tokens * degrees.tensor
-    sent("shard", GATHER, degrees.sharded, degrees.tensor, 3 * PARAMETER_BYTES / degrees.tensor * steps, 24 * steps)
-    sent("replicate", SUM, degrees.replicate, degrees.sharing, state, 8)
-    sent("tensor", GATHER, degrees.tensor, 1, whole * steps * 4e8, 64 * steps)
-    sent("context", GATHER, degrees.context, degrees.tensor, whole * degrees.context * steps * 1e8, 16 * steps)
-    return Memory({phase: peak + back, update: peak}, 10**9, work)
+    whole, gather = tokens * degrees.tensor, Transfer.GATHER
+    gathered = 3 * PARAMETER_BYTES / degrees.tensor * steps
+    sent("shard", gather, degrees.sharded, degrees.tensor, gathered, 24 * steps)
+    sent("replicate", Transfer.SUM, degrees.replicate, degrees.sharing, state, 8)
+    sent("tensor", gather, degrees.tensor, 1, whole * steps * 4e8, 64 * steps)
+    sent("context", gather, degrees.context, degrees.tensor, whole * degrees.context * steps * 1e8, 16 * steps)
+    return Memory({phase: peak + back, update: peak}, 10**9, work, gpu=run.gpu)
 
 
 @pytest.mark.parametrize(("gib", "host"), [(4, None), (6, None), (12, None), (40, None), (12, 5)])
 @pytest.mark.parametrize("flags", [[], ["--train_batch_size=8"], ["--sm_activation_offloading=0"]])
-def test_a_search_finds_what_trying_all_finds(
+def test_a_search_finds_the_best_of_all_settings(
     gib: int, host: int | None, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(searching, "estimate", pretended)
@@ -122,15 +125,18 @@ def test_a_search_finds_what_trying_all_finds(
     space = space_of("--gradient_accumulation_steps=1", **known) if not flags else space_of(*flags, **known)
     machine = machine_of(instances.find("p5.48xlarge"))
     found = Search(space, gib * GIB, machine)
-    best = found.run()
+    best = found.best()
 
     every = Search(space, gib * GIB, machine)
     settings, _ = space.settings()
-    plans = [every._plan(one, pretended(space.applied(one), None, devices=16, per_node=8)) for one in settings]
-    fitting = [each for each in plans if each.needed <= gib * GIB and (host is None or each.host <= host * GIB)]
+    plans = [every.plan(one, pretended(space.applied(one))) for one in settings]
+    fitting = [
+        each for each in plans
+        if each.memory.needed <= gib * GIB and (host is None or each.memory.host_needed <= host * GIB)
+    ]  # fmt: skip
     assert bool(best) == bool(fitting)
     assert len(found.stepped) < max(0.5 * len(settings), 12)
-    assert sum(found.lost.values()) == len(settings) + sum(space.settings()[1].values()) - len(best)
+    assert sum(found.rejected.values()) == len(settings) + sum(space.settings()[1].values()) - len(best)
     if not best:
         return
 
@@ -144,40 +150,38 @@ def test_a_search_finds_what_trying_all_finds(
     assert seconds(best[0]) <= min(map(seconds, fitting)) / searching.ALIKE
 
 
-def test_what_the_host_has_no_memory_for_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_needs_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "estimate", pretended)
     machine = machine_of(instances.find("p5.48xlarge"))
-    found = {
-        host: search(space_of(host=host), 6 * GIB, machine, compiled=True)[:2] for host in (None, HOST_SLACK, GIB)
-    }
+    found = {host: search(space_of(host=host), 6 * GIB, machine) for host in (None, HOST_SLACK, GIB)}
     offloaded = {
-        host: [plan["flags"].get("sm_activation_offloading", False) for plan in plans["best"]]
-        for host, (plans, _) in found.items()
+        host: [plan["flags"].get("sm_activation_offloading", False) for plan in result.report["best"]]
+        for host, result in found.items()
     }
     assert any(offloaded[None])
     assert offloaded[HOST_SLACK]
     assert not any(offloaded[HOST_SLACK])
-    assert found[HOST_SLACK][0]["lost"][searching.NO_HOST] > 0
-    assert "others more than the 1.00 GiB of host memory" in found[GIB][1]
+    assert found[HOST_SLACK].report["lost"][searching.NO_HOST] > 0
+    assert "others more than the 1.00 GiB of host memory" in found[GIB].complaint
 
 
-def test_nothing_fits_is_said_with_what_would_be_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_a_fitting_setting_names_the_least_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "estimate", pretended)
     space = space_of("--sm_activation_offloading=0")
-    found, complaint, *_ = search(space, GIB, machine_of(instances.find("p5.48xlarge")), compiled=True)
-    assert found["best"] == []
-    assert "nothing fits 16 devices of 1.00 GiB" in complaint
-    assert "does not fit" in text(found)
+    found = search(space, GIB, machine_of(instances.find("p5.48xlarge")))
+    assert found.plans == []
+    assert "nothing fits 16 devices of 1.00 GiB" in found.complaint
+    assert "does not fit" in text(found.report)
 
 
-def test_what_takes_nearly_all_of_a_gpu_is_marked_and_a_cautious_search_leaves_it(
+def test_a_cautious_search_leaves_a_tenth_of_the_gpu_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(searching, "estimate", pretended)
     machine, space = machine_of(instances.find("p5.48xlarge")), space_of()
 
     def found(there: int, cautious: bool) -> dict[str, Any]:
-        return search(space, there, machine, compiled=True, cautious=cautious)[0]
+        return search(space, there, machine, cautious=cautious).report
 
     most = found(12 * GIB, False)["best"][0]["needed"]
     there = int(most / 0.95)
@@ -189,27 +193,18 @@ def test_what_takes_nearly_all_of_a_gpu_is_marked_and_a_cautious_search_leaves_i
     assert not any(plan["tight"] for plan in careful["best"])
     assert "*" not in text(careful)
 
-    every = Search(space, there, machine)
     settings, _ = space.settings()
-    least = min(
-        every._plan(one, pretended(space.applied(one), None, devices=16, per_node=8)).needed for one in settings
-    )
+    least = min(pretended(space.applied(one)).needed for one in settings)
     assert {plan["needed"] for plan in found(least, True)["best"]} == {least}  # nothing fits nine tenths
 
 
 def test_without_times_the_rule_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "estimate", pretended)
     space = space_of(devices=4, per_node=4, gpu=False)
-    found, *_ = search(space, 24 * GIB, None, compiled=False)
-    first = found["best"][0]
+    first = search(space, 24 * GIB, None).report["best"][0]
     assert "step_seconds" not in first
-    # 32 GiB of state over two and 2 GiB beside it; the activations of a row take 4.5 GiB.
+    # 32 GiB of state on two devices, 2 GiB of other memory on each; a row's activations take 4.5 GiB.
     assert first["flags"] == {
         "hybrid_shard_degree": 2, "activation_checkpointing": "none", "train_batch_size": 1,
         "gradient_accumulation_steps": 2,
     }  # fmt: skip
-
-
-def test_a_setting_is_a_choice_of_seven() -> None:
-    one = Setting(2, 1, 4, "none", False, 2, 3)
-    assert (one.sharing, one.share) == (8, 1.0)

@@ -15,24 +15,23 @@ from smp_train.models.flops import flops_per_token
 from smp_train.models.resolve import resolve
 from smp_train.planning import cost, options
 from smp_train.planning import step_time as st
-from smp_train.planning.stepping import BACKWARD, FORWARD, UPDATE
-from smp_train.planning.tracker import HOST, OPTIMIZER, PARAMETERS
-from smp_train.planning.work import ELEMENTWISE, EXCHANGE, GATHER, PRODUCTS, REDUCE, SUM, Collective, Cost, Work
-from smp_train.planning.world import Memory
+from smp_train.planning.memory import Memory, PlannedRun
+from smp_train.planning.step_memory import Part, Use
+from smp_train.planning.work import Collective, Cost, Operation, Transfer, Work
 
 MACHINE = st.Machine(
     peak=1e15, products=0.5, attention=0.25, memory=1e12, link=100e9, host=50e9, network=80e9, per_node=8
 )
-FIRST, MIDDLE, LAST, END = (FORWARD, 0), (FORWARD, -3), (BACKWARD, 0), (UPDATE, 0)
+FIRST, MIDDLE, LAST, END = (Part.FORWARD, 0), (Part.FORWARD, -3), (Part.BACKWARD, 0), (Part.UPDATE, 0)
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "nodes", "hops", "moved", "rate"),
     [
-        (GATHER, 8, 1, 7 * st.HOP_WITHIN, 7 / 8, 100e9),
-        (REDUCE, 16, 2, 14 * st.HOP_WITHIN + st.HOP_ACROSS, 15 / 16, 80e9),
-        (SUM, 4, 4, 6 * st.HOP_ACROSS, 2 * 3 / 4, 80e9 / 8),  # one rank of each node: its part of the network
-        (EXCHANGE, 4, 1, st.HOP_WITHIN, 3 / 4, 100e9),
+        (Transfer.GATHER, 8, 1, 7 * st.HOP_WITHIN, 7 / 8, 100e9),
+        (Transfer.REDUCE, 16, 2, 14 * st.HOP_WITHIN + st.HOP_ACROSS, 15 / 16, 80e9),
+        (Transfer.SUM, 4, 4, 6 * st.HOP_ACROSS, 2 * 3 / 4, 80e9 / 8),  # one rank of each node
+        (Transfer.EXCHANGE, 4, 1, st.HOP_WITHIN, 3 / 4, 100e9),
     ],
 )
 def test_a_collective_is_a_ring(kind: str, ranks: int, nodes: int, hops: float, moved: float, rate: float) -> None:
@@ -48,41 +47,42 @@ FLAGS = [
 
 def predicted(work: Work, *flags: str, compiled: bool = False, host: int = 0) -> st.Prediction:
     args = parse([*FLAGS, *flags], {}).args
-    memory = Memory({END: Counter({PARAMETERS: 10**9, HOST: host})}, 10, work)
-    return st.predict(args, resolve(args), memory, MACHINE, devices=8, seq_len=64, compiled=compiled)
+    memory = Memory({END: Counter({Use.PARAMETERS: 10**9, Use.HOST: host})}, 10, work)
+    return st.predict(PlannedRun(args, resolve(args), 8, 8, 64, compiled=compiled), memory, MACHINE)
 
 
 def test_what_a_layer_sends_hides_behind_what_it_computes() -> None:
     second = Cost(0.5e15, 0, 1)
-    one_ring = Collective(GATHER, "shard", 8, 1)
+    one_ring = Collective(Transfer.GATHER, "shard", 8, 1)
     sent = Cost(0, 0.5 * st.LINKS * 100e9 * 8 / 7, 0.001)  # half a second, and next to no latency
     work = Work(
-        {(phase, PRODUCTS): second for phase in (FIRST, MIDDLE, LAST)} | {(END, ELEMENTWISE): Cost(0, 0.8e12, 1)},
+        {**{(phase, Operation.PRODUCTS): second for phase in (FIRST, MIDDLE, LAST)},
+         (END, Operation.MEMORY_BOUND): Cost(0, 0.8e12, 1)},
         {(phase, one_ring): sent for phase in (FIRST, MIDDLE, LAST)},
-    )
+    )  # fmt: skip
     found = predicted(work)
-    assert found.parts == pytest.approx({PRODUCTS: 3, "update": 1, "waiting for shard": 1}, rel=1e-4)
+    assert found.parts == pytest.approx({Operation.PRODUCTS: 3, "update": 1, "waiting for shard": 1}, rel=1e-4)
     assert found.communication == {"shard": pytest.approx(1.5, rel=1e-4)}
     assert found.step_seconds == pytest.approx(5, rel=1e-4)
-    assert found.bound == PRODUCTS
+    assert found.bound == Operation.PRODUCTS
     assert found.tokens_per_device == pytest.approx(2 * 64 / 5, rel=1e-4)
     flops = flops_per_token(resolve(parse(FLAGS, {}).args).config, 64)
     assert found.mfu == pytest.approx(flops * 2 * 64 / (5 * 1e15), rel=1e-4)
     slower = Work(dict(work.operations), {(MIDDLE, one_ring): sent.plus(sent, 3)})  # two seconds beside one
     assert predicted(slower).parts["waiting for shard"] == pytest.approx(1, rel=1e-3)
-    tensor = Work(dict(work.operations), {(MIDDLE, Collective(GATHER, "tensor", 8, 1)): sent})
+    tensor = Work(dict(work.operations), {(MIDDLE, Collective(Transfer.GATHER, "tensor", 8, 1)): sent})
     assert predicted(tensor).parts["waiting for tensor"] == pytest.approx(0.5, rel=1e-3)
 
 
 def test_compilation_offloading_and_the_host() -> None:
-    moved = {(MIDDLE, ELEMENTWISE): Cost(0, st.BANDWIDTH * 1e12, 1)}
-    assert predicted(Work(moved)).parts == pytest.approx({ELEMENTWISE: 1})
-    assert predicted(Work(moved), compiled=True).parts == pytest.approx({ELEMENTWISE: st.FUSED})
-    many = Work({(MIDDLE, ELEMENTWISE): Cost(0, 0, 1000)})
+    moved = {(MIDDLE, Operation.MEMORY_BOUND): Cost(0, st.BANDWIDTH * 1e12, 1)}
+    assert predicted(Work(moved)).parts == pytest.approx({Operation.MEMORY_BOUND: 1})
+    assert predicted(Work(moved), compiled=True).parts == pytest.approx({Operation.MEMORY_BOUND: st.FUSED})
+    many = Work({(MIDDLE, Operation.MEMORY_BOUND): Cost(0, 0, 1000)})
     assert predicted(many).parts == pytest.approx({"waiting for the host": 1000 * st.HOST_SECONDS})
     away = predicted(Work(moved), "--gradient_accumulation_steps=2", host=int(st.LINKS * 50e9))
     assert away.parts["copies to the host and back"] == pytest.approx(4 - 1)
-    work = Work({**moved, (END, ELEMENTWISE): Cost(0, st.HOST_MEMORY, 1)})
+    work = Work({**moved, (END, Operation.MEMORY_BOUND): Cost(0, st.HOST_MEMORY, 1)})
     offloaded = predicted(work, "--cpu_offload=1")
     assert offloaded.parts["update"] == pytest.approx(1)
 
@@ -102,8 +102,8 @@ def spent(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     args: Any = SimpleNamespace(checkpoint_freq=[720, 5000], checkpoint_type=own.pop("checkpoint_type"))
     speed = st.Prediction(5.0, 1000, 16, 0.5, {}, {})
-    memory: Any = SimpleNamespace(state={PARAMETERS: 35 * 10**9, OPTIMIZER: 70 * 10**9})
-    return cost.described(SimpleNamespace(**own), args, speed, MACHINE, memory, 10**12)  # type: ignore[arg-type]
+    memory: Any = SimpleNamespace(state={Use.PARAMETERS: 35 * 10**9, Use.OPTIMIZER: 70 * 10**9}, checkpoint=10**12)
+    return cost.described(SimpleNamespace(**own), args, speed, MACHINE, memory)  # type: ignore[arg-type]
 
 
 def test_a_budget() -> None:
@@ -131,7 +131,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="never done"):
         spent(interruptions_per_hour=1.0)
     assert (options.number("1T"), options.number("15e12"), options.number("300b")) == (1e12, 15e12, 300e9)
-    assert [*map(options.short, (1e12, 1.5e13, 3e11, 500))] == ["1T", "15T", "300B", "500"]
+    assert [*map(options.short_number, (1e12, 1.5e13, 3e11, 500))] == ["1T", "15T", "300B", "500"]
     good = {"tokens": None, "price_per_hour": None, "device_hours_per_failure": 1.0, "write_gb_per_s": None,
             "interruptions_per_hour": 0.0, "restart_minutes": 1.0, "instance_type": None}  # fmt: skip
     options.check_cost(SimpleNamespace(**good))  # type: ignore[arg-type]
