@@ -14,6 +14,10 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "evaluate", "generate", "load_model", "train"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -136,6 +136,8 @@ TRANSLATED: tuple[Alias, ...] = (
           lambda text: {"distributed_timeout_minutes": read_float(text) / 60}),
     Alias("disable_tqdm", ("trainer",), ("progress_bar",), "1: no progress line",
           lambda text: {"progress_bar": not read_bool(text)}, switch=True),
+    Alias("packing", ("trainer",), ("short",), "1: pack",
+          lambda text: {"short": "pack"} if read_bool(text) else {}, switch=True),
     Alias("eval_strategy", ("trainer",), ("validation_freq",), "steps (of --eval_steps) or no", EVAL),
     Alias("evaluation_strategy", ("trainer",), ("validation_freq",), "as --eval_strategy", EVAL),
 )  # fmt: skip
@@ -177,6 +179,9 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
     "ddp_bucket_cap_mb": (COUNT, "gradients are reduced layer by layer", ""),
     "low_cpu_mem_usage": (ANY, "weights are streamed into each rank's part", BOOLEAN),
     "ddp_find_unused_parameters": (OFF, "0: there are none", "every parameter of a decoder-only model is used"),
+    "use_peft": (OFF, "0: no adapters", "--lora_rank N trains adapters"),
+    "pipeline_parallel_degree": (("1",), "1: there are no pipelines",
+                                 "--tensor_parallel_degree and sharding split a model"),
     "torch_dtype": (("float32", "auto"), "float32 or auto: weights are float32",
                     "weights stay in float32; --bf16 1 computes in bfloat16"),
     "push_to_hub": (OFF, "0: nothing is uploaded", "--save_final_model 1 writes a folder, which `hf upload` sends"),

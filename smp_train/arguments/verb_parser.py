@@ -43,7 +43,12 @@ class VerbParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` whose errors are `ConfigError`: one line and exit code 2, as for any other mistake."""
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Add an argument; a switch, whose choices are 0 and 1, is 1 where nothing follows it."""
+        """Add an argument.
+
+        A switch, whose choices are 0 and 1, is 1 where nothing follows it. A list that is given twice has all values.
+        """
+        if options.get("nargs") == "+":
+            options = {"action": "extend", **options}
         if options.get("choices") == (0, 1):
             options = {"nargs": "?", "const": 1, **options}
         return super().add_argument(*names, **options)

@@ -90,6 +90,7 @@ TRANSLATED: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("shard_grad_op offload", {"sharding_strategy": "shard_grad_op", "cpu_offload": True}),
     "ddp_timeout": ("600", {"distributed_timeout_minutes": 10.0}),
     "disable_tqdm": ("True", {"progress_bar": False}),
+    "packing": ("True", {"short": "pack"}),
     "eval_strategy": ("steps", {"validation_freq": None}),
     "evaluation_strategy": ("steps", {"validation_freq": None}),
 }
@@ -103,7 +104,7 @@ WITHOUT_EFFECT = {
     "remove_unused_columns": "False", "dataloader_pin_memory": "True", "dataloader_persistent_workers": "True",
     "dataloader_prefetch_factor": "2", "ddp_bucket_cap_mb": "25",
     "logging_first_step": "True", "save_safetensors": "True", "prediction_loss_only": "True",
-    "keep_linebreaks": "True",
+    "keep_linebreaks": "True", "use_peft": "False", "pipeline_parallel_degree": "1",
 }  # fmt: skip
 REFUSED_ALIASES = {"config_name": "d", "deepspeed": "ds.json", "fsdp_config": "f.json"}
 RENAMES = [(alias, name) for name, aliases in RENAMED.items() for alias in aliases.split()]
@@ -268,6 +269,7 @@ def test_lists_take_several_words() -> None:
         # Validation that is never due asks for no data.
         ("--validation_freq 500 --max_steps 4 --use_synthetic_data 1", "validation_freq", 500),
         ("--validation_freq 4 --max_steps 4 --training_dir d", "validation_freq", 4),
+        ("--packing --training_dir d", "short", "pack"),
     ],
 )  # fmt: skip
 def test_settings(line: str, name: str, value: Any) -> None:
@@ -281,6 +283,8 @@ REFUSED_LINES = {
     "--hidden_widht=4": "did you mean --hidden_width?",
     "--max_step 4": "did you mean --max_steps?",  # no abbreviations
     "--no-lr": "unknown flag --no-lr",
+    "--use_peft": "--lora_rank",
+    "--pipeline_parallel_degree 2": "--tensor_parallel_degree",
     "--no-bf16 0": "--no-bf16 takes no value",
     "-lr 3": "unknown flag -lr: flags begin with two dashes",
     "train.py --lr 3": "unexpected argument 'train.py'",

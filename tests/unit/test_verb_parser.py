@@ -44,3 +44,10 @@ def test_numbers_out_of_range_are_refused(
         assert f"{flag}" in (said := capsys.readouterr().err)
         assert value in said
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_list_that_is_given_twice_has_all_values() -> None:
+    from smp_train.generation import options
+
+    words = ["--checkpoint", "c", "--prompt", "a", "--prompt", "b", "c"]
+    assert options().parse_args(words).prompt == ["a", "b", "c"]
