@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError, first_line
-from smp_train.models.hugging_face import asking_hub, load_tokenizer, trust_code
+from smp_train.models.hugging_face import asking_hub, load_tokenizer, refuse_sentencepiece, trust_code
 from smp_train.storage.paths import on_this_machine
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def load(name: str) -> Tokenizer:
     from tokenizers import Tokenizer
 
     path = Path(name)
+    refuse_sentencepiece(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         if path.is_dir() and not file.exists():
@@ -44,8 +45,7 @@ def load(name: str) -> Tokenizer:
         with nullcontext() if file.exists() else asking_hub():
             tokenizer: Tokenizer = Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
     except Exception as error:  # tokenizers raises Exception itself
-        hint = "; give the folder that holds this SentencePiece model" if path.suffix == ".model" else ""
-        raise ConfigError(f"--tokenizer {name}: cannot be loaded ({first_line(error)}){hint}") from None
+        raise ConfigError(f"--tokenizer {name}: cannot be loaded ({first_line(error)})") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

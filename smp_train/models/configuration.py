@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.families import ROPE_SCALING, Family, family_of
 from smp_train.models.hugging_face import transformers4_names
@@ -102,7 +105,18 @@ def with_flags(config: PretrainedConfig, flags: dict[str, Any], weights: str | N
         target = family.fields.get(flag, "")
         if fields.get(target) != original.get(target):
             raise ConfigError(f"--{flag} {fields[target]}: the weights in {location} have {original.get(target)}")
+    positions = family.fields.get("max_context_width", "")
+    if weights and fields.get(positions, 0) > (original.get(positions) or sys.maxsize):
+        _warn_of_positions(location, fields[positions], original[positions])
     return checked(fields, family, location, type(config).from_dict)
+
+
+@cache  # a start resolves its model more than once
+def _warn_of_positions(location: str, positions: int, pretrained: int) -> None:
+    logger.warning(
+        "--max_context_width %d: the model in %s was trained on %d positions, and has to learn the further ones",
+        positions, location, pretrained, extra=ALL_RANKS,
+    )  # fmt: skip
 
 
 def checked(

@@ -105,11 +105,21 @@ def _untrusted(name: object) -> ConfigError:
     )
 
 
+def refuse_sentencepiece(path: Path) -> None:
+    """Raise `ConfigError` for the file of a SentencePiece model, such as Meta's."""
+    if path.suffix == ".model":
+        raise ConfigError(
+            f"--tokenizer {path}: a SentencePiece model cannot be read; give its tokenizer.json, or the folder or hub "
+            "name of the Hugging Face version, such as meta-llama/Llama-2-7b-hf"
+        )
+
+
 def load_tokenizer(location: str) -> Any:
     """Return the tokenizer of a folder, a tokenizer.json, or a name on the hub. Raises `ConfigError`."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(location)
+    refuse_sentencepiece(path)
     file = path if path.is_file() else path / "tokenizer.json"
     settings = file.parent / "tokenizer_config.json"
     try:

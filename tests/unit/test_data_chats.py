@@ -17,6 +17,7 @@ from smp_train.data.rows import Recipe, RowMaker, read_rows
 from smp_train.data.source import Problem, Row
 from smp_train.data.tokenizer import load
 from smp_train.errors import ConfigError, DataError
+from smp_train.models.hugging_face import load_tokenizer
 from tests.chats import (
     CALLING,
     MARKED,
@@ -380,9 +381,10 @@ def test_tokenizers_that_do_not_fit(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--eos_token <none>: "):
         maker_of(plain, TEXTS, eos_token="<none>")
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b\x0c not JSON")
-    with pytest.raises(ConfigError, match=r"tokenizer\.model: .*SentencePiece") as refused:
-        load(str(tmp_path / "tokenizer.model"))
-    assert "\n" not in str(refused.value)
+    for read in (load, load_tokenizer):
+        with pytest.raises(ConfigError, match=r"tokenizer\.model: .*SentencePiece.*tokenizer\.json") as refused:
+            read(str(tmp_path / "tokenizer.model"))
+        assert "\n" not in str(refused.value)
 
 
 def test_the_identity_is_that_of_the_content(plain: Path, tmp_path: Path) -> None:
