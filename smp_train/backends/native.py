@@ -217,16 +217,19 @@ class NativeBackend(Backend):
             profile=self.profile,
         )  # fmt: skip
         self._allocate(model)
+        self._fill(model, spec, seed, initial=initial)
+        return model
+
+    def _fill(self, model: nn.Module, spec: ModelSpec, seed: int, *, initial: bool) -> None:
         if spec.lora is not None:  # whose checkpoints hold the adapters alone
             initialise(model, seed, only=is_adapter)
         elif not initial:
-            return model
+            return
         if spec.pretrained is None:
             initialise(model, seed)
         else:
             with Progress(f"Reading {spec.pretrained}, rank 0's part", unit="B", shown=rank() == 0) as progress:
                 load_weights(model, spec.pretrained, progress.at)
-        return model
 
     def _allocate(self, model: nn.Module) -> None:
         device = self.topology.device

@@ -130,13 +130,13 @@ def configuration_next_to(weights: Place) -> str | None:
     return None
 
 
-def resolve(args: Any) -> ModelSpec:
+def resolve(args: Any, *, needs_weights: bool = True) -> ModelSpec:
     """Return the model that the flags describe. ``args`` has flags as attributes; None means not given.
 
     In order of precedence: ``hf_pretrained_model_name_or_dir`` or, with ``finetune``, ``pretrained_model_name`` or the
     configuration next to ``pretrained_checkpoint_file``; ``model_type`` with ``model_size`` (a preset); ``model_type``
     with widths. ``model_type`` defaults to gpt_neox, with ``model_size`` to the from-scratch ladder. All other model
-    flags are applied to the result.
+    flags are applied to the result. Without ``needs_weights``, for a plan, adapters need no weights.
 
     Raises:
         ConfigError: an unknown family or preset, a flag that the family does not have, contradicting widths, or a
@@ -153,8 +153,8 @@ def resolve(args: Any) -> ModelSpec:
             raise ConfigError(f"--hf_pretrained_model_name_or_dir: {failure}") from None
         weights = opened.weights
         config = with_flags(opened.config, flags, weights, source.config)
-        name = opened.name or config.model_type
-        return ModelSpec(name, _family_of(config), config, weights, _lora(args, weights), opened.generation)
+        name, lora = opened.name or config.model_type, _lora(args, weights, needs_weights)
+        return ModelSpec(name, _family_of(config), config, weights, lora, opened.generation)
     weights = source.weights
     if weights is not None and not _has_model_flags(args):
         raise ConfigError(
@@ -162,7 +162,8 @@ def resolve(args: Any) -> ModelSpec:
             "--model_type and its widths"
         )
     family_name, family, name, fields, _ = _described(args, flags)
-    return ModelSpec(name, family_name, checked(fields, family, name), weights, _lora(args, weights))
+    lora = _lora(args, weights, needs_weights)
+    return ModelSpec(name, family_name, checked(fields, family, name), weights, lora)
 
 
 def resolve_saved(
@@ -232,14 +233,14 @@ def _model_flags(args: Any) -> dict[str, Any]:
     return {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
 
 
-def _lora(args: Any, weights: str | None) -> Lora | None:
-    """Return the adapters that the flags ask for. Raises `ConfigError` if there are no ``weights`` to adapt."""
+def _lora(args: Any, weights: str | None, needs_weights: bool = True) -> Lora | None:
+    """Return the adapters that the flags ask for. Raises `ConfigError` if they need ``weights`` and there are none."""
     rank = getattr(args, "lora_rank", None)
     if rank is None:
         return None
     from smp_train.models.lora import Lora
 
-    if weights is None:
+    if weights is None and needs_weights:
         raise ConfigError(
             f"--lora_rank {rank} needs weights to adapt; give --hf_pretrained_model_name_or_dir or --finetune 1"
         )
@@ -316,4 +317,5 @@ def _preset(family: str, size: str) -> Preset:
     sizes = [known for name, known in presets() if name == family]
     if not sizes:
         raise ConfigError(f"--model_type {family} has no presets; give --hidden_width, --num_layers, --num_heads")
-    raise ConfigError(f"--model_size {size} is not known for {family}; known: {', '.join(sizes)}")
+    others = "".join(f"; --model_type {name} has {size}" for name, known in presets() if known == size)
+    raise ConfigError(f"--model_size {size} is not known for {family}; known: {', '.join(sizes)}{others}")

@@ -72,7 +72,7 @@ def check_state(
     if not args.memory_check:
         return problem
     remedy = "a larger --hybrid_shard_degree" if sharing < processes else "more machines or GPUs"
-    offload = "" if on_host else ", or --cpu_offload 1"
+    offload = "" if on_host else ", or --cpu_offload 1, which takes as much host memory for each GPU"
     raise ConfigError(f"{problem}; take a smaller model, or {remedy}{offload}; --memory_check 0 tries all the same")
 
 

@@ -30,7 +30,7 @@ def planned_run(args: Arguments, devices: int, per_node: int, *, gpu: bool) -> P
     compiled = gpu and args.use_torch_compile is not False  # by default a GPU compiles
     args = checked(args)
     trust_code(args.trust_remote_code)
-    spec = resolve(args)
+    spec = resolve(args, needs_weights=False)
     return PlannedRun(args, spec, devices, per_node, row_length(args, spec), gpu, compiled)
 
 

@@ -23,6 +23,7 @@ from smp_train.planning.step_memory import Part, Use
 from smp_train.planning.step_time import machine_of, predict
 from smp_train.telemetry.logging_utils import setup_logging
 
+OFFLOADING = {"sm_activation_offloading", "cpu_offload"}
 MOST_REMEDIES = 4
 """Limit of the changes of flags that are planned; each takes as long as the plan."""
 
@@ -111,7 +112,8 @@ def lower(run: PlannedRun, memory: Memory, devices: Devices) -> dict[str, int | 
             tried += 1
             fits_host = devices.host is None or changed.host_needed <= devices.host
             if changed.needed < memory.needed and fits_host:
-                sizes[words(flags)] = changed.needed
+                host = f" with {gib(changed.host_needed)} of host memory" if flags.keys() & OFFLOADING else ""
+                sizes[words(flags) + host] = changed.needed
                 fits = devices.memory is not None and changed.needed <= devices.memory
     return sizes
 

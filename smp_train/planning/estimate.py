@@ -88,6 +88,9 @@ class FakeBackend(NativeBackend):
         with self.mode:
             super()._allocate(model)
 
+    def _fill(self, model: nn.Module, spec: ModelSpec, seed: int, *, initial: bool) -> None:
+        """Leave weights and adapters without values."""
+
 
 def fake_ranks(devices: int, per_node: int) -> Runtime:
     """Return rank 0 of a process group that never communicates.

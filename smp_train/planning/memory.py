@@ -149,7 +149,7 @@ def least(run: PlannedRun, memory: Memory) -> int:
 
 def gib(size: int) -> str:
     """Return a size as text."""
-    return f"{size / GIB:.2f} GiB"
+    return f"{size / 2**20:.2f} MiB" if 0 < size < GIB / 10 else f"{size / GIB:.2f} GiB"
 
 
 def count_of_devices(count: int) -> str:

@@ -264,7 +264,7 @@ def test_the_verb(tmp_path: Path) -> None:
         assert all(part in header for part in ("rows of 4,096 tokens", "1 a micro-batch", "checkpointing full", "bf16"))
         assert "does not fit into 40.00 GiB" in command.out
         assert "more devices" in command.out
-    assert all(part in line for part in ("does not fit", "40.00 GiB", "give --cpu_offload 1 ("))
+    assert all(part in line for part in ("does not fit", "40.00 GiB", "give --cpu_offload 1 with "))
 
     with warm(tmp_path, "plan", "--devices", "2") as command:
         assert command.code() == 2

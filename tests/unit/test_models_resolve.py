@@ -1,5 +1,6 @@
 """From flags to a configuration."""
 
+import logging
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 
 from smp_train.errors import ConfigError
 from smp_train.models.build import build_meta, materialise
+from smp_train.models.configuration import checked, with_flags
 from smp_train.models.families import FAMILIES
 from smp_train.models.flops import count_parameters
 from smp_train.models.initialization import initialise
@@ -110,6 +112,22 @@ def test_flags_over_a_configuration_file(tmp_path: Path) -> None:
     assert rope(changed.config) == rope(same.config) | {"factor": 16.0}
 
 
+@pytest.mark.parametrize(("width", "warned"), [(64, False), (128, False), (256, True)])
+def test_positions_beyond_the_pretrained_ones_are_named(
+    width: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = checked({**WIDTHS, "max_position_embeddings": 128}, FAMILIES["llama_v2"], "tiny")
+    logger = logging.getLogger("smp_train.models")
+    logger.addHandler(caplog.handler)
+    for _ in range(2):
+        with_flags(config, {"max_context_width": width}, str(tmp_path), str(tmp_path))
+    logger.removeHandler(caplog.handler)
+    lines = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+    assert bool(lines) == warned
+    assert all("256" in line and "128" in line for line in lines)
+
+
+WIDTHS = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 TINY = {"hidden_width": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "max_context_width": 32}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from smp_train.planning import best
 from smp_train.planning.cli import main, why_not
-from smp_train.planning.memory import Memory
+from smp_train.planning.memory import Memory, gib
 from smp_train.planning.step_memory import Part, Use
 from smp_train.planning.step_time import Prediction
 
@@ -38,6 +40,24 @@ def test_a_complaint_names_the_change_that_is_enough(
     assert line.startswith("each of 8 devices needs 31.00 GiB and has 20.00 GiB; ")
     assert included in line
     assert excluded not in line
+
+
+@pytest.mark.parametrize(("size", "shown"), [(0, "0.00 GiB"), (3 * 2**20, "3.00 MiB"), (3 * GIB, "3.00 GiB")])
+def test_a_small_model_has_a_size(size: int, shown: str) -> None:
+    assert gib(size) == shown
+
+
+def test_adapters_are_planned_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 512, "num_key_value_heads": 4, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--hf_model", str(tmp_path), "--devices=8", "--memory_gib=80", "--json"]
+    planned = []
+    for adapters in ([], ["--lora_rank=4"]):
+        assert main([*words, *adapters]) == 0
+        planned.append(json.loads(capsys.readouterr().out))
+    assert planned[1]["fits"]
+    assert 0 < planned[1]["state"][Use.OPTIMIZER] < planned[0]["state"][Use.OPTIMIZER] / 2
 
 
 def test_a_complaint_names_a_host_that_is_too_small() -> None:
