@@ -104,8 +104,9 @@ def supervise(
 ) -> tuple[int, Failure | None]:
     """Run ``command`` once per process of ``place`` and wait for all; return (exit code, first failure).
 
-    With ``log_dir``, what each worker prints is also written to ``<log_dir>/rank-<r>.log``. The exit code is 0 when
-    every worker's is 0, else that of the first that failed. Main thread only: it handles signals.
+    With ``log_dir``, what each worker prints is also written to ``<log_dir>/rank-<r>.log``, except for rank 0 on a
+    terminal. The exit code is 0 when every worker's is 0, else that of the first that failed. Main thread only: it
+    handles signals.
     """
     workers = _Workers(log_dir, say)
     previous = {number: signal.signal(number, workers.on_signal) for number in FORWARDED}
@@ -139,7 +140,8 @@ class _Workers:
         self.interrupted = False
 
     def start(self, command: Sequence[str], rank: int, environ: dict[str, str]) -> None:
-        pipe = subprocess.PIPE if self.log_dir else None
+        # Rank 0 draws its progress line on the terminal itself; its log is in the run folder all the same.
+        pipe = subprocess.PIPE if self.log_dir and not (rank == 0 and sys.stderr.isatty()) else None
         process = self.processes[rank] = subprocess.Popen(
             command,
             env=environ | ({CAUSE_VARIABLE: str(self.log_dir / f"cause-rank-{rank}")} if self.log_dir else {}),
@@ -150,7 +152,7 @@ class _Workers:
             preexec_fn=_die_with_parent,
         )
         threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
-        if self.log_dir:
+        if self.log_dir and pipe:
             for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 words = (source, self.log_dir / f"rank-{rank}.log", sink)
                 self.pumps.append(threading.Thread(target=_copy, args=words, daemon=True))

@@ -73,6 +73,21 @@ def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.Captur
     assert sorted(capfdbinary.readouterr().out.splitlines()) == [b"2 6 0 2 1 a 5 - yes", b"3 6 1 2 1 a 5 - yes"]
 
 
+def test_rank_0_has_the_terminal_for_its_progress_line(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    worker = "import os, sys; print(os.environ['RANK'], sys.stderr.isatty())"
+    agent = (
+        "import sys; from pathlib import Path; from smp_train.launch.supervisor import Place, supervise; "
+        f"print(supervise([sys.executable, '-c', {worker!r}], Place(2), log_dir=Path({str(tmp_path)!r})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", agent], stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=True
+    )
+    os.close(theirs)
+    os.close(ours)
+    assert sorted(done.stdout.splitlines()) == ["(0, None)", "0 True", "1 False"]
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "cause"),
     [
