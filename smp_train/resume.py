@@ -12,6 +12,7 @@ from typing import Any
 
 from smp_train import distributed
 from smp_train.arguments import Arguments
+from smp_train.arguments.flag import show
 from smp_train.arguments.sources import is_hub_name, training_sources
 from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.checkpoint import Checkpoint
@@ -26,6 +27,12 @@ from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
 from smp_train.naming import Start, nothing_found
 from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import get_logger
+
+OF_OPTIMIZER = (
+    "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "max_steps", "warmup", "plateau", "weight_decay", "beta1",
+    "beta2", "adam_epsilon", "grad_clip",
+)  # fmt: skip
+"""Flags that decide the size of an update."""
 
 log = get_logger()
 
@@ -193,6 +200,17 @@ def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
         log.warning("%s", moved, extra=ALL_RANKS)
     if different:
         log.warning("The model is not that of %s: %s", found.path, "; ".join(different), extra=ALL_RANKS)
+
+
+def changed_settings(args: Arguments, found: Checkpoint) -> list[str]:
+    """Return the settings of optimizer and schedule that differ from the checkpoint's, each with both values."""
+    saved = found.meta.get("arguments", {})
+    here = {name: getattr(args, name) for name in OF_OPTIMIZER}
+    return [
+        f"--{name} {show(value)} (there {show(saved[name])})"
+        for name, value in here.items()
+        if name in saved and saved[name] != value
+    ]
 
 
 def adapter_of(spec: ModelSpec) -> dict[str, Any] | None:

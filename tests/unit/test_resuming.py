@@ -18,7 +18,7 @@ from smp_train.distributed import detect
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.resolve import resolve
 from smp_train.naming import Start, how_to_resume, nothing_found, settle, start_line
-from smp_train.resume import look_for_checkpoint, model_to_resume
+from smp_train.resume import changed_settings, look_for_checkpoint, model_to_resume
 from tests.checkpoint_files import committed, contents, harm, manager, names, state
 from tests.training import TINY
 
@@ -543,3 +543,14 @@ def test_two_starts_of_a_derived_name_at_once_have_two_runs_or_one_error(parent,
     assert (others[0].name, second.name) == (OURS, f"{OURS}-2")
     ended(second)
     ended(others[0])
+
+
+def test_a_resume_with_another_schedule_says_so(parent: str) -> None:
+    began(parent, saves=3, run_name="a")
+    resolved, begun = settled(parent, run_name="a", resume_from_checkpoint=parent, lr=0.01)
+    found, _ = look_for_checkpoint(resolved.args, spec(resolved.args, begun), begun, {})
+    assert found is not None
+    found.meta["arguments"] = {"lr": 1e-4, "beta1": resolved.args.beta1}
+    (changed,) = changed_settings(resolved.args, found)
+    assert "--lr 0.01" in changed
+    assert "0.0001" in changed
