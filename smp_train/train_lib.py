@@ -22,7 +22,7 @@ from smp_train.models.tokenizer import tokenizer_from
 from smp_train.naming import how_to_resume, output
 from smp_train.parallel import compile
 from smp_train.progress import MOVED, Progress
-from smp_train.resume import imported_position
+from smp_train.resume import changed_settings, imported_position
 from smp_train.saving import (
     best_checkpoint,
     complete_model,
@@ -116,6 +116,8 @@ def resume(run: Run) -> None:
             "It was saved on another mesh (%s; here %s): weights, moments and the order of samples are the same; "
             "dropout masks differ, because they depend on the rank", then, here,
         )  # fmt: skip
+    if (changed := changed_settings(run.args, found)) and not run.args.evaluate_only:
+        log.info("From here on with other settings than the checkpoint's: %s", ", ".join(changed))
     track(run)
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
     if run.args.checkpoint_type == "full" and not run.args.evaluate_only:
@@ -291,8 +293,8 @@ def count_truncated(run: Run, total: train_utils.Ballot) -> None:
     """Add up the tokens that --long truncate cuts off, and warn of the first."""
     if total.truncated and not run.truncated and run.runtime.is_main:
         log.warning(
-            "Step %d: %d rows longer than %d tokens lose their end, with %d tokens that carry loss (--long truncate; "
-            "metrics.jsonl has the sums); --long split keeps them, --long error refuses such rows", run.progress.step,
+            "Step %d: %d rows longer than %d tokens lose their end, with %d tokens that carry loss (--long truncate); "
+            "--long split keeps them", run.progress.step,
             total.truncated, run.train_data.seq_len, total.truncated_targets,
         )  # fmt: skip
     run.truncated += total.truncated
@@ -437,3 +439,5 @@ def finish(run: Run) -> None:
             )  # fmt: skip
     losses = f"step {run.best.step}, validation loss {run.best.loss:.5f}"
     log.info("%s%s", output(run.args), f"; best: {best} ({losses})" if best else "")
+    if stopped and run.runtime.launcher == "torchrun" and (run.stop.reason or "").startswith("SIG"):
+        log.info("If torchrun got the signal too, its traceback (SignalException) follows: it is no failure of the run")

@@ -32,8 +32,6 @@ METRIC_DEFINITIONS: tuple[dict[str, str], ...] = (
     {"Name": "train:tokens_per_sec_per_device", "Regex": rf"tokens/sec/device: {_NUMBER}"},
     {"Name": "train:mfu_percent", "Regex": rf"MFU: {_NUMBER}%"},
     {"Name": "train:memory_gib", "Regex": rf"memory: {_NUMBER} GiB"},
-    {"Name": "train:perplexity", "Regex": rf"Batch [0-9]+ Loss: .*perplexity: {_NUMBER}"},
-    {"Name": "train:data_wait_percent", "Regex": rf"data wait: {_NUMBER}%"},
     {"Name": "validation:perplexity", "Regex": rf"Validation loss: .*perplexity: {_NUMBER}"},
     {"Name": "validation:loss", "Regex": rf"Batch [0-9]+ Validation loss: {_NUMBER}"},
 )
@@ -121,7 +119,6 @@ def batch_line(record: Mapping[str, Any]) -> str:
 
     Order and wording up to ``gradnorm`` are those of the original system, which dashboards parse.
     """
-    wait, seconds = record.get("data_wait_sec"), record.get("step_sec")
     return (
         f"Batch {record['step']} Loss: {_fixed(record.get('loss'), 5)},"
         f" Speed: {_fixed(record.get('samples_per_sec'), 2)} samples/sec,"
@@ -130,9 +127,7 @@ def batch_line(record: Mapping[str, Any]) -> str:
         f" gradnorm: {_fixed(record.get('grad_norm'), 4)},"
         f" tokens/sec/device: {_fixed(record.get('tokens_per_sec_per_device'), 1)},"
         f" MFU: {_fixed(record.get('mfu'), 1, scale=100, unit='%')},"
-        f" memory: {_fixed(record.get('memory_gib'), 2, unit=' GiB')},"
-        f" perplexity: {_fixed(None if (loss := record.get('loss')) is None else perplexity(loss), 2)},"
-        f" data wait: {_fixed(wait / seconds if wait is not None and seconds else None, 1, scale=100, unit='%')}"
+        f" memory: {_fixed(record.get('memory_gib'), 2, unit=' GiB')}"
     )
 
 

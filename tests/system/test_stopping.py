@@ -122,6 +122,7 @@ def test_stopped_in_every_way_it_ends_where_it_would_have(tmp_path: Path) -> Non
             assert command.code() == 1
             assert "SignalException" in command.err
             assert f"{number.name}: asked to stop" in command.out
+            assert "SignalException" in command.out.splitlines()[-1]
             chain.check_stopped(command.err)
 
     last = chain.stops[-1] + 5
