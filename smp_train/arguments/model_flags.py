@@ -128,8 +128,9 @@ class ParallelArguments:
         1, "Processes that share each sequence; part of the shard degree", must=">=1", smp_key=True)
     expert_parallel_degree: int = flag(
         1, "Processes that share the experts of a layer", must=">=1", smp_key=True)
-    bf16: bool = flag(
-        True, "Compute in bfloat16, with weights and optimizer in float32; 0: all in float32", fsdp2="mixed_precision")
+    bf16: bool | None = flag(
+        None, "Compute in bfloat16, with weights and optimizer in float32; 0: all in float32",
+        shown="1; natively on a CPU 0", fsdp2="mixed_precision")
     fp8: bool = flag(False, "Compute the decoder's linear layers in 8-bit floating point (Hopper, torchao)")
     fp8_amax_history_len: int = flag(
         1024, "Steps of history for FP8 scales", must=">=1", idle_without="fp8", no_effect_natively=NO_HISTORY)

@@ -147,7 +147,7 @@ def _finetuning(args: Arguments) -> Iterator[str]:
 def _computation(args: Arguments) -> Iterator[str]:
     setting, selective = args.activation_checkpointing, args.selective_checkpointing
     for name, value in (("fp8", args.fp8), ("attn_implementation", args.attn_implementation.startswith("flash"))):
-        if value and not args.bf16:
+        if value and args.bf16 is False:
             yield f"--{name} {show(getattr(args, name))} does not compute in float32; give --bf16 1"
     asked = checkpointing.read(setting)
     if selective != 1 and asked[0] and asked != checkpointing.read(checkpointing.of_layers(selective)):

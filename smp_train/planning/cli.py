@@ -72,7 +72,7 @@ def described(run: PlannedRun, memory: Memory, devices: Devices) -> dict[str, An
         fits = memory.needed <= devices.memory and (host is None or memory.host_needed <= host)
     return {
         "model": run.spec.name, "devices": run.devices,
-        "mesh": vars(degrees.plan(args, run.devices, run.per_node, smp=False)), "bf16": args.bf16,
+        "mesh": vars(degrees.plan(args, run.devices, run.per_node, smp=False)), "bf16": run.bf16,
         "row_tokens": run.seq_len, "micro_batch": args.train_batch_size,
         "micro_steps": args.gradient_accumulation_steps, "activation_checkpointing": args.activation_checkpointing,
         "peak": memory.peak, "phase": phase_text(memory.peak_phase), "at_peak": memory.at_peak, "slack": memory.slack,

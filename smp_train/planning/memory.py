@@ -39,6 +39,11 @@ class PlannedRun:
     compiled: bool = True
     """The run compiles its layers and its loss. The plan steps them uncompiled."""
 
+    @property
+    def bf16(self) -> bool:
+        """Whether the run computes in bfloat16, given or by the device's default."""
+        return self.gpu if self.args.bf16 is None else self.args.bf16
+
     def with_flags(self, flags: dict[str, Any]) -> PlannedRun:
         """Return the run with other flags of parallelism or memory."""
         return replace(self, args=replace(self.args, **flags))

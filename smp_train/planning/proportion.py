@@ -74,7 +74,7 @@ def sent_by_tensor_ranks(target: Setting, space: Space) -> int:
 def hidden_states(target: Setting, space: Space) -> int:
     """Return the bytes of a micro-batch's hidden states, over all tensor ranks."""
     run = space.run
-    return int(target.rows * run.seq_len // target.context * run.spec.config.hidden_size * (2 if run.args.bf16 else 4))
+    return int(target.rows * run.seq_len // target.context * run.spec.config.hidden_size * (2 if run.bf16 else 4))
 
 
 def _ranks_and_nodes(ranks: int, stride: int, space: Space) -> tuple[int, int]:

@@ -19,7 +19,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "selective:2": {"activation_checkpointing": "selective:2"},
     "selective:9": {"activation_checkpointing": "selective:9"}, "unknown head": FREE,
     "all logits": {**FREE, "chunked_loss": 0}, "no prefetch": {**FREE, "forward_prefetch": 0},
-    "bf16": {**FREE, "bf16": 1}, "zero2": {**FREE, "sharding_strategy": "shard_grad_op"},
+    "bf16": {**FREE, "bf16": 1}, "bf16 not given": {**FREE, "bf16": None},
+    "zero2": {**FREE, "sharding_strategy": "shard_grad_op"},
     "offloading": {**FREE, "sm_activation_offloading": 1, "activation_loading_horizon": 3},
     "parameters on the host": FREE,
     "replicas": {**FREE, "sharding_strategy": "no_shard", "gradient_accumulation_steps": 2},
@@ -155,6 +156,7 @@ def test_what_has_no_effect_is_said() -> None:
 def test_each_flag_reaches_what_it_is_for() -> None:
     assert (seen()["none"]["prefetched"], seen()["no prefetch"]["prefetched"]) == (1, 0)
     assert (seen()["bf16"]["compute"], seen()["bf16"]["reduce"]) == ("torch.bfloat16", "torch.float32")
+    assert seen()["bf16 not given"]["compute"] == seen()["none"]["compute"], "a CPU computes in float32"
     # Layers are freed after their forward pass.
     assert seen()["none"]["gathered"] == [False] * (LAYERS - 1) + [True]
     assert seen()["zero2"]["gathered"] == [True] * LAYERS

@@ -478,7 +478,7 @@ def test_defaults_that_were_accidents_are_not_taken_over() -> None:
     assert {args.lr_decay_iters, args.vocab_size, args.resid_pdrop, args.epochs} == {None}
     assert args.fp8 is False
     assert (args.train_batch_size, args.max_steps, args.seed, args.lr, args.beta2) == (2, 5000, 12345, 1e-4, 0.95)
-    assert (args.weight_decay, args.warmup, args.grad_clip, args.bf16) == (0.2, 0.0032, 1.0, True)
+    assert (args.weight_decay, args.warmup, args.grad_clip, args.bf16) == (0.2, 0.0032, 1.0, None)
 
 
 def test_shard_degree_settles_the_strategy() -> None:
