@@ -45,8 +45,9 @@ DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
 OTHER_FILES = (
     DATASET_DICT, DATASET_STATE, "dataset_info.json", "cache-*.arrow", "tmp*.arrow", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json",
+    "*.png", "*.jpg", "*.svg",
 )  # fmt: skip
-"""Non-record files that ``datasets``, ``prepare`` and ``transformers`` write next to records."""
+"""Non-record files that ``datasets``, ``prepare`` and ``transformers`` write next to records, and pictures of texts."""
 OTHER_NAME = re.compile("|".join(map(fnmatch.translate, OTHER_FILES)))
 FIRST_RECORDS = 100
 """Only this many records at the start of a file are tried; the first well-formed one decides the file's kind."""

@@ -168,8 +168,9 @@ def test_every_json_file_must_hold_records(tmp_path):
 
 
 def test_texts_next_to_other_records(tmp_path, caplog):
-    put(tmp_path, "a.jsonl", "README.md", content=TEXT)
+    put(tmp_path, "a.jsonl", "README.md", "picture.png", content=TEXT)
     assert names(tmp_path) == ["README.md", "a.jsonl"], "both are text"
+    assert caplog.text == "", "nobody forgot to convert a picture"
     write_lines(tmp_path / "a.jsonl", [{"messages": chat(1)}])
     assert names(tmp_path) == ["a.jsonl"]
     assert "README.md" in caplog.text
