@@ -138,10 +138,7 @@ class CheckpointManager:
 
     def next_generation(self) -> None:
         """Begin another generation, after the run went back to an older checkpoint. Collective."""
-
-        def claim() -> int:
-            return self.generation + 1 if self.owner is None else self.owner.advance()
-
+        claim = (lambda: self.generation + 1) if self.owner is None else self.owner.advance
         self.generation = on_main("cannot go back", claim)
 
     def due(self, step: int) -> bool:
@@ -154,19 +151,16 @@ class CheckpointManager:
         return min((step - step % steps + steps for steps in every), default=None)
 
     def scheduled_before(self, step: int) -> str | None:
-        """Return the path of the newest durable checkpoint before ``step`` that a policy was due to save. Collective.
-
-        A run that was stopped and resumed gets the same one as a run that was not: a stop's save is not on schedule.
-        """
+        """Return the path of the newest durable checkpoint of a scheduled step before ``step``; collective."""
 
         def newest() -> str | None:
             scheduled = [
-                (checkpoint[:2], f"{target.folder.location}/{checkpoint.name}")
+                (each.generation, each.step, f"{target.folder.location}/{each.name}")
                 for target in self._targets if not target.node_local
-                for checkpoint in target.folder.committed() if checkpoint.step < step
-                if target.policy.due(checkpoint.step) and not target.folder.is_marked_damaged(checkpoint.name)
+                for each in target.folder.committed() if each.step < step and target.policy.due(each.step)
+                if not target.folder.is_marked_damaged(each.name)
             ]  # fmt: skip
-            return max(scheduled)[1] if scheduled else None
+            return max(scheduled)[-1] if scheduled else None
 
         return on_main("cannot go back", newest)
 
@@ -331,9 +325,8 @@ class CheckpointManager:
             self.on_stage("retain")
             ours = [old for old in folder.committed() if old.marker and old.generation <= self.generation]
             intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
-            kept = {saved.path.rpartition("/")[2]}
-            if self.keeps_scheduled:
-                kept |= {scheduled.name for scheduled in [old for old in intact if target.policy.due(old.step)][:1]}
+            scheduled = [old.name for old in intact if self.keeps_scheduled and target.policy.due(old.step)]
+            kept = {saved.path.rpartition("/")[2], *scheduled[:1]}
             for old in reversed(intact[keep:]):
                 if old.step != self.best and old.name not in kept:
                     self._check_owner()  # a job that has taken over may resume from this old checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,16 +41,13 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with its tensors on a device. The host does not wait for copies of pinned tensors."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
+        move = partial(Tensor.to, device=device, non_blocking=True)
         ids = move(self.input_ids)
-        return replace(
-            self, input_ids=ids, labels=ids if self.labels is self.input_ids else move(self.labels),
-            position_ids=None if self.position_ids is None else move(self.position_ids),
-            documents=None if self.documents is None else (move(self.documents[0]), self.documents[1]),
-        )  # fmt: skip
+        batch = replace(self, input_ids=ids, labels=ids if self.labels is self.input_ids else move(self.labels))
+        if self.position_ids is not None and self.documents is not None:
+            bounds, longest = self.documents
+            batch = replace(batch, position_ids=move(self.position_ids), documents=(move(bounds), longest))
+        return batch
 
 
 def collate(samples: Sequence[Sample], seq_len: int, *, size: int | None = None, pin_memory: bool = False) -> Batch:
@@ -62,7 +60,7 @@ def collate(samples: Sequence[Sample], seq_len: int, *, size: int | None = None,
     shape = size, seq_len
     ids = np.empty(shape, dtype=np.int64)
     plain = len(samples) == size
-    lost = lost_targets = 0
+    lost, lost_targets = sum(each.truncated for each in samples), sum(each.truncated_targets for each in samples)
     for slot, sample in enumerate(samples):
         row = sample.row
         length = row.input_ids.size
@@ -70,8 +68,6 @@ def collate(samples: Sequence[Sample], seq_len: int, *, size: int | None = None,
         if length < seq_len or row.labels is not None or row.documents is not None:
             ids[slot, length:] = 0
             plain = False
-        lost += sample.truncated
-        lost_targets += sample.truncated_targets
     names = [sample.name for sample in samples]
     if plain:
         input_ids = _tensor(ids, pin_memory)
