@@ -156,6 +156,7 @@ class FolderStorage:
         probe = self.root / f".clock.{uuid.uuid4().hex[:8]}{PARTIAL}"
 
         def touch() -> float:
+            _make(self.root)  # not made before the first file
             probe.touch()
             return probe.stat().st_mtime
 
