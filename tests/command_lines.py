@@ -83,6 +83,14 @@ LINES: dict[str, Line] = {
             "use_torch_compile": False, "use_profiler": True,
         },
     ),
+    "001, in its log": Line(
+        "--ckpt_load_path=/fsx/llama2/pretrain/ckpt --ckpt_save_path=/fsx/llama2/pretrain/ckpt --model_name=llama2_13b "
+        "--dataset_path=/fsx/data/examples_datasets/wikicorpus_llama2_7B_tokenized_4k --selective_checkpointing=1",
+        {
+            "model_type": "llama_v2", "model_size": "13b",
+            "training_dir": ["/fsx/data/examples_datasets/wikicorpus_llama2_7B_tokenized_4k"],
+        },
+    ),
     "002": Line(
         "--environment pbs --model mingpt --run_name shakespeare --vocab_size 50257 --seq_len 256 --num_heads 8 "
         "--num_layers 8 --embed_size 512 --restart_checkpoint_file ckpt --sharding hybrid-grad-shard --precision bf16 "

@@ -115,6 +115,18 @@ def test_runs_without_a_name_have_that_of_their_model(tmp_path: Path) -> None:
     assert resumed_at(larger) == []
 
 
+def test_runs_without_a_name_share_a_folder_with_others(tmp_path: Path) -> None:
+    """The first command of a seed resumes from the folder that it saves in, where other runs may be."""
+    trained(tmp_path, max_steps=2, run_name="beta", lr=1e-4)
+    experts = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    for changes in ({}, experts):
+        first = trained(tmp_path, max_steps=2, **AGAIN, **changes)
+        assert resumed_at(first) == []
+        assert name_of(first).startswith(changes.get("model_type", "llama_v2"))
+        assert resumed_at(trained(tmp_path, max_steps=4, **AGAIN, **changes)) == [2]
+    assert saved(tmp_path)["beta"] == [2]
+
+
 def test_a_name_of_ours_that_is_taken_is_replaced_in_one_line(tmp_path: Path) -> None:
     first = trained(tmp_path, max_steps=2)
     second = trained(tmp_path, max_steps=2)
