@@ -106,7 +106,12 @@ def changes(
     # What was not allocated is not among what is held: it may be logits as well as activations.
     uses = Uses(state, working=activations, head=activations)
     found = remedies(args, uses, ranks.world_size, ranks.local_world_size, gpu=on_gpu, smp=smp)
-    named = [words(flags) for flags in found if flags is not None]
+    # Memory ran out before the step had all of its tensors, so the host needs at least what is held now.
+    host = {"cpu_offload": state, "sm_activation_offloading": activations}
+    named = []
+    for flags in filter(None, found):
+        sizes = [f" (with at least {host[name]:.3g} GiB of host memory per rank)" for name in flags if name in host]
+        named.append(words(flags) + "".join(sizes))
     last = ["a smaller --max_context_width", MORE_DEVICES]
     named += last if activations >= state else last[::-1]
     return [*["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"] * pieces, *named][:FLAGS]
