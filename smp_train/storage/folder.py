@@ -85,12 +85,16 @@ class FolderStorage:
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         path = self.root / name
-        _make(path.parent)
+        draft = _draft(path)
+        self.put(draft.relative_to(self.root).as_posix(), data)
         try:
-            patiently(lambda: path.open("xb").close(), path)  # reserves the name; `put` replaces the empty file
+            patiently(partial(_publish, draft, path), path)
         except FileExistsError:
             return False
-        self.put(name, data)
+        finally:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+        sync_folder(path.parent)
         return True
 
     @contextmanager
@@ -98,7 +102,7 @@ class FolderStorage:
         """Yield a stream into a temporary file, which is synced and renamed to ``name`` at the end."""
         path = self.root / name
         _make(path.parent)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+        temporary = _draft(path)
         try:
             with temporary.open("xb") as file:
                 yield file
@@ -203,6 +207,22 @@ def _status(path: Path) -> os.stat_result:
         return os.fstat(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _draft(path: Path) -> Path:
+    """Return a hidden temporary name next to ``path``."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+
+
+def _publish(draft: Path, path: Path) -> None:
+    """Give a written file the name ``path``. Raises FileExistsError if the name is taken."""
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: a kill before the rename leaves an empty file
+        path.open("xb").close()
+        draft.rename(path)
 
 
 def _is_partial(name: str) -> bool:

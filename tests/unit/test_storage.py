@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -79,6 +80,26 @@ def test_one_of_two_puts_if_absent(there):
     assert not there.put_if_absent("deep/lock", b"second")
     assert there.read("deep/lock") == b"first"
     assert list(there.files()) == ["deep/lock"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_is_put_if_absent_is_whole_at_once(links: bool, tmp_path, monkeypatch):
+    """An empty claim of a killed job would hide which job owned the run."""
+    there, path, fsync = storage.open_storage(tmp_path), tmp_path / "lock", os.fsync
+
+    def looking(descriptor: int) -> None:
+        assert not path.exists() or path.read_bytes() == b"first"
+        fsync(descriptor)
+
+    def no_link(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fsync", looking)
+    if not links:
+        monkeypatch.setattr(os, "link", no_link)
+    assert there.put_if_absent("lock", b"first")
+    assert not there.put_if_absent("lock", b"second")
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"first", ["lock"])
 
 
 def test_a_folder_that_another_process_removes_is_made_again(tmp_path, monkeypatch):
