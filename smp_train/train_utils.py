@@ -208,8 +208,8 @@ def train_step(
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
     heartbeat.enter(heartbeat.CLIP)
-    grad_norm = backend.clip_grad_norm(model, max_grad_norm, optimizer)
-    mean_loss, exceeded, not_finite = _compare(backend, total, grad_norm.to(device), limits)
+    grad_norm = backend.clip_grad_norm(model, max_grad_norm, optimizer).to(device)  # on the host with --cpu_offload 1
+    mean_loss, exceeded, not_finite = _compare(backend, total, grad_norm, limits)
     heartbeat.enter(heartbeat.UPDATE)
     rejected = exceeded if reject_exceeded else not_finite
     skipped = rejected if skip_update is None else rejected + skip_update

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,31 @@ def test_a_step_waits_for_nothing_and_leaves_no_tensor_behind(world: int, tmp_pa
         assert [record["step"] for record in steps(tmp_path / name)] == [1, 2, 3, 4]
     events = [record.get("event") or record["step"] for record in records(tmp_path / "saves")]
     assert events == ["start", 1, 2, "evaluate", 3, "save", 4, "evaluate", "save", "finish"]
+
+
+def test_the_numbers_of_a_step_are_copied_together_though_its_gradients_are_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With --cpu_offload 1 the norm is computed on the host, and the loss on the device."""
+    import torch
+
+    from smp_train import train_utils
+
+    device = torch.device("meta")
+    weight = torch.nn.Parameter(torch.ones((), device=device))
+    backend: Any = SimpleNamespace(
+        topology=SimpleNamespace(device=device, tp_rank=0), accumulation=lambda model, last: nullcontext(),
+        loss=lambda model, batch: (weight * 2, None), clip_grad_norm=lambda *_: torch.ones(()),
+    )  # fmt: skip
+    monkeypatch.setattr(train_utils.dist, "all_reduce", lambda values: values)
+    batch: Any = SimpleNamespace(to=lambda device: batch)
+    optimizer: Any = SimpleNamespace(
+        param_groups=[{"params": [weight]}], zero_grad=lambda set_to_none: None, step=lambda: None
+    )
+    result = train_utils.train_step(
+        backend, torch.nn.Module(), optimizer, [batch], tokens=torch.ones((), device=device), lr=0.1, max_grad_norm=1.0
+    )
+    assert result.to_host().values().shape == (4,)
 
 
 @pytest.mark.slow
