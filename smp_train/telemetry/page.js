@@ -305,7 +305,7 @@ function headline(run) {
   const { state, ...others } = run.headline, [done, , total] = (others.step || "").replaceAll(",", "").split(" ");
   const bad = ["died", "hung"].includes(state), share = Math.min(100, 100 * done / total);
   const { model, parameters, ranks, host } = run.facts;
-  const about = [model, parameters && `${parameters} parameters`, ranks && `${ranks} rank${ranks > 1 ? "s" : ""}`, host];
+  const about = [model, parameters && `${parameters} parameters`, ranks && `${ranks} rank${ranks > 1 ? "s" : ""}`, host && `on ${host}`];
   return el("div", {}, el("h2", { class: bad || !run.health.well ? "bad" : "good" }, `${several ? `${run.name}: ` : ""}${state}${share < 100 ? `, ${Math.floor(share)} %` : ""}`),
     el("p", {}, el("small", {}, about.filter(Boolean).join(", "))), el("p", { class: "said" }, run.health.sentences), ...share >= 0 ? [el("div", { class: "bar" }, el("div", { style: `width:${share}%` }))] : [],
     el("div", { class: "facts" }, ...Object.entries(others).map(fact)));

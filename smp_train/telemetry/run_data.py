@@ -138,10 +138,11 @@ class RunData:
         found["elapsed"] = duration(lasted + (self.silence() if state in ("running", "hung") else 0))
         if (left := self.left()) is not None:
             found["time left"] = duration(left)
-            end, today = (time.gmtime(time.time() + seconds) for seconds in (left, 0))
-            found["ends about"] = time.strftime("%H:%M UTC" if end[:3] == today[:3] else "%b %d, %H:%M UTC", end)
-        if is_number(last.get("loss")):
-            found["loss"] = three(last["loss"])
+            found["ends about"] = day_and_time(time.time() + left)
+        elif state not in ("running", "hung") and self.all and (ended := self.times()[-1]):
+            found["last record" if state == "died" else "ended"] = day_and_time(ended)
+        if losses := self.losses():
+            found["loss"] = three(recent(losses))
         if validation := self.validation():
             at, lowest = min(validation, key=lambda each: each[1])
             found["validation loss"] = three(validation[-1][1])
@@ -158,6 +159,10 @@ class RunData:
         pace = (steps[-1]["time"] - steps[0]["time"]) / (steps[-1]["step"] - steps[0]["step"])
         return max(0.0, (total - steps[-1]["step"]) * pace - self.silence())
 
+    def losses(self) -> list[float]:
+        """Return the finite losses of the steps."""
+        return [each["loss"] for each in self.steps if is_number(each.get("loss"))]
+
     def validation(self) -> list[tuple[int, float]]:
         """Return step and loss of each validation."""
         evaluations = [each for each in self.events if each["event"] == "evaluate"]
@@ -165,7 +170,7 @@ class RunData:
 
     def health(self) -> dict[str, Any]:
         """Return whether the run is well, and the sentences that say why."""
-        losses = [each["loss"] for each in self.steps if is_number(each.get("loss"))]
+        losses = self.losses()
         spikes, diverged = ([each for each in self.events if each["event"] == name] for name in ("spike", "diverged"))
         state, validation, silence = self.state, self.validation(), duration(self.silence())
         well, sentences = True, []
@@ -174,16 +179,17 @@ class RunData:
             sentences.append(f"No record for {silence}{'' if state == 'hung' else ', and its process is gone'}.")
             sentences.append(f"See {self.folder.logs}.")
         if losses:
-            last = sum(losses[-5:]) / len(losses[-5:])
-            well = well and (len(losses) < 20 or last <= max(losses[:5]))
-            sentences.append(f"The loss went from {three(losses[0])} to {three(last)}.")
+            well = well and (len(losses) < 20 or recent(losses) <= max(losses[:5]))
+            sentences.append(f"The loss went from {three(losses[0])} to {three(recent(losses))}.")
         for event in diverged[-1:]:
             well = False
-            sentences.append(f"It diverged at step {event['step']:,}; first suspect: --lr {three(event['lr'])}.")
+            sentences.append(f"It diverged at step {event['step']:,}; first suspect: --lr {event['lr']:g}.")
         if len(validation) > 1:
-            rises = validation[-1][1] > 1.02 * min(loss for _, loss in validation)
+            last, lowest = validation[-1][1], min(loss for _, loss in validation)
+            rises = last > 1.02 * lowest
             well = well and not rises
-            sentences.append(f"The validation loss {'rises: it may overfit' if rises else 'is at its lowest'}.")
+            trend = "rises: it may overfit" if rises else f"is {'near' if last > lowest else 'at'} its lowest"
+            sentences.append(f"The validation loss {trend}.")
         if spikes:
             well = well and spikes[-1].get("action") != "stop"
             sentences.append(f"{plural(len(spikes), 'spike')}, the last at step {spikes[-1]['step']:,}.")
@@ -245,18 +251,29 @@ class RunData:
         }  # fmt: skip
 
 
+def recent(losses: Sequence[float]) -> float:
+    """Return the mean of the last five losses: one batch alone may be far off."""
+    return sum(losses[-5:]) / len(losses[-5:])
+
+
 def three(value: float) -> str:
     """Return a number with three significant digits, and a letter for thousands and more."""
     value = float(f"{value:.3g}")
     for letter, one, least in (("T", 1e12, 1e12), ("B", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
         if abs(value) >= least:
             return f"{value / one:g}{letter}"
-    return f"{value:g}"
+    return f"{value:#.3g}" if 0.1 <= abs(value) < 100 else f"{value:g}"
 
 
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun."""
     return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def day_and_time(seconds: float) -> str:
+    """Return a time in UTC, with its day unless that is today."""
+    then, today = time.gmtime(seconds), time.gmtime(time.time())
+    return time.strftime("%H:%M UTC" if then[:3] == today[:3] else "%b %d, %H:%M UTC", then)
 
 
 def duration(seconds: float) -> str:

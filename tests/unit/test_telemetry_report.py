@@ -33,7 +33,7 @@ def test_a_run_killed_after_one_step_with_no_speed_and_no_loss_still_has_a_page(
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (3.14159, "3.14"), (1e-4, "0.0001"), (123456, "123k"), (9999, "10k"), (1234, "1230"), (999.9e3, "1M")],
+    [(0, "0"), (4.3, "4.30"), (1e-4, "0.0001"), (123456, "123k"), (9999, "10k"), (1234, "1230"), (999.9e3, "1M")],
 )
 def test_three_digits(value, text):
     assert three(value) == text
@@ -221,9 +221,12 @@ def test_the_first_facts_are_state_time_and_losses(tmp_path, monkeypatch):
     assert found.headline().pop("ends about").endswith("UTC")
     assert {**found.headline(), "ends about": ""} == {
         "state": "running", "step": "60 of 100", "elapsed": "2 min 4 s", "time left": "1 min 16 s", "ends about": "",
-        "loss": "1.59", "validation loss": "2.8",
+        "loss": "1.84", "validation loss": "2.80",
     }  # fmt: skip
-    assert found.health()["well"]
+    # The losses of the sentences are those above them.
+    assert (found.health()["well"], "to 1.84" in found.health()["sentences"]) == (True, True)
+    records[-1]["loss"] = 3.41  # 3.40 was lower
+    assert ("at its lowest" in read().health()["sentences"], read().health()["well"]) == (False, True)
     records.append({"event": "diverged", "step": 60, "time": now + 120, "loss": 50.0, "first": 9.0, "lr": 3.0})
     assert not read().health()["well"]
     assert "--lr 3" in read().health()["sentences"]
@@ -238,6 +241,7 @@ def test_the_first_facts_are_state_time_and_losses(tmp_path, monkeypatch):
     gone.wait()
     run.run_json.write_text(json.dumps({**facts, "pid": gone.pid}))
     assert (read().state, read().attempts()[-1]["how"]) == ("died", "killed or failed")
+    assert read().headline()["last record"].endswith("UTC")
     # A run that saves for long is not hung as soon.
     run.run_json.write_text(json.dumps(facts))
     for record in records[30:]:
