@@ -32,8 +32,8 @@ MARGIN = 1.05
 MOST_WORKERS = 4
 MOST_STEPPED = 40
 NO_HOST = "does not fit: host memory"
-NO_FASTER = "no faster than the best of the same degrees and checkpointing"
-Kind = tuple[int, int, str]
+NO_FASTER = "no faster than the best of the same degrees, checkpointing and offloading"
+Kind = tuple[int, int, str, bool]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def rule(setting: Setting) -> tuple[float, ...]:
 
 def kind(setting: Setting) -> Kind:
     """Return the setting's kind; the result has the best setting of each kind."""
-    return setting.tensor, setting.context, setting.checkpointing
+    return setting.tensor, setting.context, setting.checkpointing, setting.offload
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Search:
         for setting in unknown:
             guess, known, group = self._guess(setting), best.get(kind(setting)), kind(setting)
             if guess is None:  # step the smallest setting of each checkpointing mode first
-                group = (0, 0, setting.checkpointing)
+                group = (0, 0, setting.checkpointing, False)
                 order: tuple[float, ...] = (
                     -1, setting.tensor, setting.context, setting.offload, -setting.shard, setting.rows
                 )  # fmt: skip
