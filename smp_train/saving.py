@@ -77,8 +77,8 @@ def best_checkpoint(run: Run) -> str | None:
         for parent in run.args.checkpoint_dir if run.best.step is not None else ():
             path = os.path.join(parent, run.start.name, BEST)
             with contextlib.suppress(CheckpointError):
-                locate(path)
-                return path
+                if locate(path).kind == "checkpoint":  # not of a folder on the nodes' own disks
+                    return path
         return None
 
     return distributed.on_main("looking for the best checkpoint", look)

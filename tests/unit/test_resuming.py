@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from smp_train.arguments import parse, validate
+from smp_train.best import Best
 from smp_train.checkpoints import owner as owner_module
 from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.owner import claims_in, owner_of
@@ -19,6 +21,7 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.resolve import resolve
 from smp_train.naming import Start, how_to_resume, nothing_found, settle, start_line
 from smp_train.resume import changed_settings, look_for_checkpoint, model_to_resume
+from smp_train.saving import best_checkpoint
 from tests.checkpoint_files import committed, contents, harm, manager, names, state
 from tests.training import TINY
 
@@ -554,3 +557,11 @@ def test_a_resume_with_another_schedule_says_so(parent: str) -> None:
     (changed,) = changed_settings(resolved.args, found)
     assert "--lr 0.01" in changed
     assert "0.0001" in changed
+
+
+def test_a_folder_on_the_nodes_has_no_best_checkpoint(tmp_path) -> None:
+    run: Any = SimpleNamespace(
+        args=SimpleNamespace(checkpoint_dir=[f"local:{tmp_path}/nodes", f"{tmp_path}/shared"]), best=Best(3, 1.0),
+        start=SimpleNamespace(name="run"),
+    )  # fmt: skip
+    assert best_checkpoint(run) is None
