@@ -80,9 +80,9 @@ def requests_of_a_start(command_line: list[str]) -> list[str]:
         requests.append(f"{operation} {name}")
         return request(self, operation, name, **parameters)
 
-    def listed(self: S3Storage, operation: str, prefix: str, **parameters: Any) -> Any:
-        requests.append(f"{operation} {prefix}")
-        return pages(self, operation, prefix, **parameters)
+    def listed(self: S3Storage, operation: str, **parameters: Any) -> Any:
+        requests.append(f"{operation} {parameters.get('Prefix')}")
+        return pages(self, operation, **parameters)
 
     S3Storage.request, S3Storage._pages = counted, listed  # type: ignore[method-assign]
     train(command_line)
