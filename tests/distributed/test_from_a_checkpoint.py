@@ -144,7 +144,6 @@ def test_draws_follow_the_seed(trained: Path) -> None:
     [
         (["--prompt", PROMPT * 20], ConfigError, "64 positions"),
         (["--num_tokens", "0"], ConfigError, "--num_tokens 0"),
-        (["--chat"], ConfigError, "--chat"),
         (["--top_p", "2"], ConfigError, "--top_p"),
         (["--checkpoint", "/nowhere"], ConfigError, "/nowhere"),
         (["--model", "/nowhere"], ConfigError, "leave --model out"),

@@ -219,7 +219,7 @@ def test_generate_and_evaluate_with_adapters(world: int, base: Path, trained: Pa
         ({"hf_pretrained_model_name_or_dir": None, "model_type": "llama_v2", "model_size": "7b"}, "lora_rank"),
         ({"fp8": 1, "bf16": 1}, "fp8|FP8"),
         ({"lora_target_modules": "embed_tokens"}, "embed_tokens.*linear"),
-        ({"pretrained_checkpoint_file": "checkpoints"}, "newest.*-4steps"),
+        ({"pretrained_checkpoint_file": "checkpoints"}, "adapters belong to one.*-4steps"),
         ({"pretrained_checkpoint_file": "checkpoints/run/llama_v2-4steps"}, "adapters alone.*--merge 1"),
     ],
     ids=str,
