@@ -79,7 +79,7 @@ READERS: dict[str, Callable[[str, Path, Path], object]] = {
     "evaluate": lambda checkpoint, theirs, out: smp_train.evaluate(checkpoint, str(theirs)),
     "generate": lambda checkpoint, theirs, out: smp_train.generate(checkpoint, "a"),
     "load_model": lambda checkpoint, theirs, out: smp_train.load_model(checkpoint),
-    "rollback": lambda checkpoint, theirs, out: roll_back(cast(Any, SimpleNamespace(saved_path=checkpoint)), 5),
+    "rollback": lambda checkpoint, theirs, out: roll_back(cast(Any, None), 5, checkpoint),
     "final model": lambda checkpoint, theirs, out: write_final_model(checkpoint, out),
 }
 
