@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +20,8 @@ from smp_train.storage.patience import patiently
 SMALL_FILE_BYTES = 64 << 20
 """Largest file that is read whole, so that a stranger's file cannot fill the memory."""
 MAKE_ATTEMPTS = 10
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
+"""Error numbers of file systems without hard links."""
 PARTIAL = ".partial"
 """Suffix of a hidden temporary name, under which a file is written before it is renamed."""
 
@@ -85,35 +88,20 @@ class FolderStorage:
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         path = self.root / name
-        draft = _draft(path)
-        self.put(draft.relative_to(self.root).as_posix(), data)
+
+        def write() -> None:
+            with _written(path, _publish) as file:
+                file.write(data)
+
         try:
-            patiently(partial(_publish, draft, path), path)
+            patiently(write, path)
         except FileExistsError:
             return False
-        finally:
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
-        sync_folder(path.parent)
         return True
 
-    @contextmanager
-    def writer(self, name: str, size: int = 0) -> Iterator[BinaryIO]:
-        """Yield a stream into a temporary file, which is synced and renamed to ``name`` at the end."""
-        path = self.root / name
-        _make(path.parent)
-        temporary = _draft(path)
-        try:
-            with temporary.open("xb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+    def writer(self, name: str, size: int = 0) -> AbstractContextManager[BinaryIO]:
+        """Return a stream into a temporary file, which is synced and renamed to ``name`` at the end."""
+        return _written(self.root / name, Path.rename)
 
     def move(self, name: str, to: str) -> None:
         target = self.root / to
@@ -209,20 +197,36 @@ def _status(path: Path) -> os.stat_result:
         os.close(descriptor)
 
 
-def _draft(path: Path) -> Path:
-    """Return a hidden temporary name next to ``path``."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+@contextmanager
+def _written(path: Path, publish: Callable[[Path, Path], object]) -> Iterator[BinaryIO]:
+    """Yield a stream into a hidden file next to ``path``; sync the file, let ``publish`` name it, sync the name."""
+    _make(path.parent)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+    try:
+        with draft.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        publish(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def _publish(draft: Path, path: Path) -> None:
     """Give a written file the name ``path``. Raises FileExistsError if the name is taken."""
     try:
         os.link(draft, path)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links: a kill before the rename leaves an empty file
-        path.open("xb").close()
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        path.open("xb").close()  # a kill before the rename leaves an empty file
         draft.rename(path)
+    else:
+        with suppress(OSError):
+            draft.unlink()
 
 
 def _is_partial(name: str) -> bool:

@@ -79,7 +79,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypat
     marker = Marker.from_bytes((folder / "COMMITTED").read_bytes())
     for name in [".begun", *marker.files]:
         named = done.index(("rename", str(folder / name)))
-        assert any(what == "sync" and f".{name}." in path for what, path in done[:named]), f"{name} is synced"
+        assert any(what == "sync" and f"/.{name}." in path for what, path in done[:named]), f"{name} is synced"
         assert ("sync", str(folder)) in done[named:committed], "then its name"
     assert {("sync", str(path)) for path in (tmp_path, run, folder)} <= set(done[:committed])
     assert any(what == "sync" and "/.COMMITTED." in path for what, path in done[:committed])
