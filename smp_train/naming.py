@@ -62,10 +62,8 @@ class Start:
     """Whether the candidates are the run's own."""
     described: Checkpoint | None = None
     """The newest candidate that can be opened, for its metadata."""
-    is_named_by_flags: bool = True
-    """Whether the same command gives the run the same name."""
     taken_name: str = ""
-    """The name that this start would have, if another run did not have it."""
+    """The name that the flags give, if another run has that name already."""
     went_back: bool = False
     """Whether --resume_from_checkpoint names an older checkpoint of the run itself."""
     is_one_checkpoint: bool = False
@@ -163,8 +161,7 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
         owner.release()  # another run has taken the name since, and has ended
     start = _origin(name, asked, owner.folders, asked is not None or owner.restarted, owner)
     return replace(
-        start, pretrained=pretrained, generation=owner.generation, is_named_by_flags=name == base,
-        taken_name=base if name != base else "",
+        start, pretrained=pretrained, generation=owner.generation, taken_name=base if name != base else "",
         made_run_folder=not os.path.exists(f"{RUNS}/{name}"), described=_newest_readable(start),
     )  # fmt: skip
 
@@ -377,7 +374,7 @@ def how_to_resume(resolved: Resolved, start: Start, ranks: Runtime) -> str:
     parent = _durable(args)
     asks = normal(args.resume_from_checkpoint or "") == normal(parent)
     flags = {} if asks else {"resume_from_checkpoint": parent}
-    if not start.is_named_by_flags:
+    if start.taken_name:
         flags["run_name"] = args.run_name
     if not flags:
         return f"run the same {'program' if resolved.by_keywords else 'command'} again to go on"

@@ -155,7 +155,7 @@ def test_a_run_is_called_by_its_model_and_begins_at_step_0(parent):
 def test_a_name_of_ours_that_is_taken_becomes_another_one(parent):
     assert began(parent, saves=4) == Began(OURS)
     resolved, second = settled(parent)
-    assert (second.name, second.continues, second.is_named_by_flags) == (f"{OURS}-2", False, False)
+    assert (second.name, second.continues, second.taken_name) == (f"{OURS}-2", False, OURS)
     assert f"Run {OURS}-2 is new" in start_line(resolved.args, second, None)
     assert f"--resume_from_checkpoint {parent} goes on with that run" in start_line(resolved.args, second, None)
     again = how_to_resume(resolved, second, RANKS)
