@@ -174,7 +174,7 @@ def bare_steps(run: Run, head: str) -> Callable[[int], float]:
     """
     args, device = run.args, run.backend.topology.device
     model = build_meta(run.spec, attn_implementation=args.attn_implementation)
-    shard(model, bf16=bool(args.bf16), compiled=run.backend.compiled)
+    shard(model, bf16=args.computes_in_bf16(gpu=device.type == "cuda"), compiled=run.backend.compiled)
     kernels = compile.loss_kernels(args.torch_compile_backend) if run.backend.compiled else losses.EAGER
     loss_head.attach(model, chunked=head == "chunked", tensor=None, kernels=kernels)
     materialise(model, device)

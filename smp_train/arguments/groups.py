@@ -54,6 +54,10 @@ class Arguments(
         if self.run_name:
             self.run_dir = self.run_dir or f"{RUNS}/{self.run_name}"
 
+    def computes_in_bf16(self, *, gpu: bool) -> bool:
+        """Return whether to compute in bfloat16, as given or by default: most CPUs emulate it, several times slower."""
+        return gpu if self.bf16 is None else self.bf16
+
     @property
     def label(self) -> str:
         """The model's type and size: what a launcher calls a run without a name, and how a fresh name begins."""

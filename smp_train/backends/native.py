@@ -91,8 +91,7 @@ class NativeBackend(Backend):
         self.args, self.local_world_size = args, ranks.local_world_size
         self.custom_loss: losses.Loss | None = None
         self.cpu_offload = args.cpu_offload and device.type != "cpu"
-        # Most CPUs emulate bfloat16, several times slower than float32.
-        self.half = self.profile.device_type != "cpu" if args.bf16 is None else args.bf16
+        self.bf16 = args.computes_in_bf16(gpu=self.profile.device_type != "cpu")
         if args.prompt and (max(args.tensor_parallel_degree, args.context_parallel_degree) > 1 or self.cpu_offload):
             raise ConfigError(
                 "--prompt needs --tensor_parallel_degree 1, --context_parallel_degree 1 and --cpu_offload 0; put it "
@@ -184,7 +183,7 @@ class NativeBackend(Backend):
             self.context.apply(model)
         else:
             self.attention = Attention(
-                model, device, half=self.half, packed=seq_len * (args.short == "pack"), compiled=self.compiled
+                model, device, half=self.bf16, packed=seq_len * (args.short == "pack"), compiled=self.compiled
             )
         experts = self._split(model)
         if term is not None:
@@ -207,7 +206,7 @@ class NativeBackend(Backend):
             if horizon >= len(layers):
                 logger.info("--activation_loading_horizon %d covers all layers: none is offloaded", horizon)
         fsdp.shard(
-            model, layers, self.mesh.parameters, param_dtype=torch.bfloat16 if self.half else None,
+            model, layers, self.mesh.parameters, param_dtype=torch.bfloat16 if self.bf16 else None,
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
             forward_prefetch=args.forward_prefetch, cpu_offload=self.cpu_offload,
             experts=experts, experts_mesh=self.mesh.parameters_of_experts,

@@ -122,7 +122,7 @@ def wrap(
             maker = smp_library.part("delayed_param", "--delayed_param 1").DelayedParamIniter
             initialiser = maker(model, initialise_module) if initialise_module is not None else maker(model)
         precision = None
-        if args.bf16 is not False:
+        if args.computes_in_bf16(gpu=True):
             precision = fsdp.MixedPrecision(torch.bfloat16, reduce_dtype=reduce_dtype, buffer_dtype=torch.float32)
         complete = nullcontext()
         if initialiser is not None and not from_rank0:
@@ -140,7 +140,7 @@ def wrap(
                 sync_module_states=from_rank0,
             )  # fmt: skip
 
-    root = smp_choices.wrap(wrapped) if args.bf16 is not False else wrapped(torch.float32)
+    root = smp_choices.wrap(wrapped) if args.computes_in_bf16(gpu=True) else wrapped(torch.float32)
     smp_choices.move_rotary_caches(root, device)
     return root
 

@@ -41,8 +41,8 @@ class PlannedRun:
 
     @property
     def bf16(self) -> bool:
-        """Whether the run computes in bfloat16, given or by the device's default."""
-        return self.gpu if self.args.bf16 is None else self.args.bf16
+        """Whether the run computes in bfloat16."""
+        return self.args.computes_in_bf16(gpu=self.gpu)
 
     def with_flags(self, flags: dict[str, Any]) -> PlannedRun:
         """Return the run with other flags of parallelism or memory."""

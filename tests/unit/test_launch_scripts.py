@@ -218,15 +218,16 @@ def test_a_run_is_checked_for_the_backend_that_its_image_may_have(
 
 def test_the_scripts_of_fsdp2_training_have_its_values(shown: Shown) -> None:
     wanted = {"max_steps": 100000, "lr": 3e-4, "min_lr": 3e-5, "warmup": 2000, "weight_decay": 0.1, "logging_freq": 10}
-    wanted |= {"train_batch_size": 4, "grad_clip": 1.0, "checkpoint_freq": [1000], "bf16": None}  # 1 on a GPU
+    wanted |= {"train_batch_size": 4, "grad_clip": 1.0, "checkpoint_freq": [1000]}
     for kind, more in (
         ("local", {"hf_pretrained_model_name_or_dir": "meta-llama/Llama-2-7b-hf", "gradient_accumulation_steps": 2}),
         ("slurm", {"from_scratch": True, "model_size": "7b", "gradient_accumulation_steps": 1}),
     ):
         code, out, err = shown(kind, "--dry_run")
         assert code == 0, err
-        args = vars(parse(trained(out), {}).args)
-        assert {name: args[name] for name in wanted | more} == wanted | more
+        args = parse(trained(out), {}).args
+        assert {name: getattr(args, name) for name in wanted | more} == wanted | more
+        assert args.computes_in_bf16(gpu=True)
     for words in (["--lr=1e-5", "--epochs=2"], ["--model_size=1b"]):
         assert shown("local", "--dry_run", *words)[0] == 0
 
