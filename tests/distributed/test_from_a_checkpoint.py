@@ -156,6 +156,17 @@ def test_generate_refuses_by_name(words: list[str], error: type[Exception], name
         verb("generate", "--checkpoint", trained / "checkpoints", "--prompt", PROMPT, *words)
 
 
+def test_a_prompt_of_a_chat_needs_a_template(exported: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="--chat"):
+        verb("generate", "--checkpoint", model, "--prompt", PROMPT, "--chat")
+
+
 def test_prompt_when_a_run_ends_and_by_itself(trained: Path, tmp_path: Path) -> None:
     prompt = {"prompt": PROMPT, "num_tokens": 12}
     found = {"resume_from_checkpoint": trained / "checkpoints/run/llama_v2-4steps"}

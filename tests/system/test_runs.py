@@ -135,13 +135,19 @@ def test_a_name_of_ours_that_is_taken_is_replaced_in_one_line(tmp_path: Path) ->
     assert saved(tmp_path) == {name_of(first): [2], name_of(second): [2]}
 
 
-def test_a_start_with_the_name_of_a_run_goes_on_with_it(tmp_path: Path) -> None:
+def test_a_given_name_that_is_taken_is_refused_with_both_remedies(tmp_path: Path) -> None:
     first = trained(tmp_path, max_steps=4, run_name="one")
     assert "Run one is new: it begins at step 0" in first.out
-    again = trained(tmp_path, max_steps=6, run_name="one")
+    before = contents(tmp_path / "checkpoints")
+    command = trained(tmp_path, code=2, max_steps=6, run_name="one")
+    (line,) = command.complaints
+    for part in ("--run_name one", "step 4", "checkpoints/one", "--resume_from_checkpoint checkpoints"):
+        assert part in line
+    assert line.count("--run_name") == 2
+    assert contents(tmp_path / "checkpoints") == before
+    again = trained(tmp_path, max_steps=6, run_name="one", **AGAIN)
     assert resumed_at(again) == [4]
     assert "Run one goes on from its step 4" in again.out
-    assert resumed_at(trained(tmp_path, max_steps=8, run_name="one", **AGAIN)) == [6]
     assert resumed_at(trained(tmp_path, max_steps=2, run_name="another")) == []
     assert resumed_at(trained(tmp_path, max_steps=2, run_name="one", checkpoint_dir="elsewhere")) == []
 
@@ -182,20 +188,23 @@ def test_a_second_job_of_a_run_is_refused_while_the_first_one_lives(tmp_path: Pa
 
 @pytest.mark.core
 def test_the_command_that_is_printed_goes_on_with_the_run(tmp_path: Path) -> None:
-    for suffix in ("", "-2"):
+    for suffix in ("", "-2"):  # the second one needs its name
         with warm(tmp_path, *words(max_steps=10**6)) as command:
             command.until(lambda: "Saved" in command.out, "a checkpoint")
             command.signal(signal.SIGTERM)
             assert command.code() == 0
         name = name_of(command)
         flags = command_in(command, "to go on: ")
+        assert flags["resume_from_checkpoint"] == "checkpoints"
+        assert ("run_name" in flags) == (suffix != "")
         assert flags.get("run_name", name) == name
         assert name.endswith(suffix or "k")
         last = max(saved(tmp_path)[name])
         going_on = trained(tmp_path, max_steps=last + 2, **flags)
         assert resumed_at(going_on) == [last]
         assert saved(tmp_path)[name][-1] == last + 2
-        assert "run the same command again to go on" in going_on.out
+        if not suffix:
+            assert "run the same command again to go on" in going_on.out
     assert len(saved(tmp_path)) == len(list((tmp_path / "runs").iterdir())) == 2
 
 
