@@ -1,7 +1,8 @@
 """Ranks: their launcher, their meeting, their layout over the dimensions of parallelism, and their agreement.
 
 `detect` reads the launcher's variables, `start` and `stop` make and end the process group, and `gather` turns a failure
-of one rank into a failure of all. Only `dtensor`, `host_copy` and `to_host` import torch at import.
+of one rank into a failure of all. Only `device_profile`, `dtensor`, `host_copy` and `to_host` import torch
+at import.
 """
 
 from smp_train.distributed.agree import (

@@ -18,7 +18,7 @@ from smp_train.errors import EXIT_CODES, SmpTrainError, explained
 T = TypeVar("T")
 
 ALL_RANKS = {"all_ranks": True}
-"""``extra=`` of a log record that every rank writes to the console, which else shows only rank 0's."""
+"""Pass as ``extra=`` to show a log record of any rank on the console; without it only rank 0's are shown."""
 
 _thread = threading.local()
 host_group: Any = None

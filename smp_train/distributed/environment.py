@@ -289,7 +289,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _expand_ranges(text: str) -> list[str]:
-    """Return the numbers of ``1-3,07``: 1, 2, 3 and 07."""
+    """Expand the ranges of a host list, keeping leading zeros: ``1-3,07`` gives 1, 2, 3 and 07."""
     numbers: list[str] = []
     for piece in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())

@@ -39,7 +39,7 @@ class HubTensor:
     expert: int | None = None
     """Index in the parameter's first dimension, if the hub has one tensor per expert."""
     row: int = 0
-    """First row of the block, in the parameter or in the expert."""
+    """First row of the block: in the parameter, or in the expert's matrix if ``expert`` is set."""
 
     def within(self, part: Part) -> tuple[Any, Part] | None:
         """Return the block's elements in a rank's ``part`` of the parameter, None if they have no element in common.

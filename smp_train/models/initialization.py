@@ -169,7 +169,7 @@ def _truncated(step: Step, key: int, index: Tensor) -> Tensor:
     mean, std, a, b = step.args
     low, high = (statistics.NormalDist().cdf((end - mean) / std) for end in (a, b))
     q = counter_random.uniform(key, index).mul_(high - low).add_(low - 0.5)
-    # For distant limits, probabilities round to 0 or 1, whose quantiles are infinite.
+    # If [a, b] is wide, its ends' probabilities round to 0 and 1, whose quantiles are infinite.
     return counter_random.quantile(q.clamp_(-0.5 + 2.0**-54, 0.5 - 2.0**-54)).mul_(std).add_(mean).clamp_(a, b)
 
 

@@ -60,7 +60,7 @@ class Lora:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter is an adapter's, by its name."""
+    """Return whether this is the name of an adapter's parameter."""
     return bool(_ADAPTER.search(name))
 
 

@@ -100,7 +100,7 @@ def check_cost(own_flags: argparse.Namespace) -> None:
 
 
 class Devices(NamedTuple):
-    """The devices of a run. Bytes are None if they are unknown."""
+    """The devices of a run. A size is None if it is unknown."""
 
     total: int
     per_node: int

@@ -78,7 +78,7 @@ def hidden_states(target: Setting, space: Space) -> int:
 
 
 def _ranks_and_nodes(ranks: int, stride: int, space: Space) -> tuple[int, int]:
-    """Return a dimension's ranks, which are ``stride`` ranks apart, and the number of nodes that they are on."""
+    """Return ``ranks`` and the number of nodes that they span, if neighbours are ``stride`` ranks apart."""
     return ranks, min(-(-ranks * stride // space.run.per_node), ranks)
 
 

@@ -165,7 +165,7 @@ def _device_seconds(
 
 
 def exposed(dimension: str) -> str:
-    """Return the name of the time in which computation waits for a dimension's collectives."""
+    """Return the key, in the parts of a step's time, of the wait for collectives over a dimension of the mesh."""
     return f"waiting for {dimension}"
 
 

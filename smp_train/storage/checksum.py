@@ -36,7 +36,7 @@ class Checksum:
 
 
 def checksum_of(chunks: Iterable[bytes]) -> FileRecord:
-    """Return the `FileRecord` of a file from its chunks."""
+    """Return the size and the checksum of a file whose content is these chunks, in order."""
     checksum = Checksum()
     for chunk in chunks:
         checksum.add(chunk)
