@@ -208,10 +208,9 @@ def _written(path: Path, publish: Callable[[Path, Path], object]) -> Iterator[Bi
             file.flush()
             os.fsync(file.fileno())
         publish(draft, path)
-    except BaseException:
+    finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
 
 
@@ -224,9 +223,6 @@ def _publish(draft: Path, path: Path) -> None:
             raise
         path.open("xb").close()  # a kill before the rename leaves an empty file
         draft.rename(path)
-    else:
-        with suppress(OSError):
-            draft.unlink()
 
 
 def _is_partial(name: str) -> bool:
