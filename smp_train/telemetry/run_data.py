@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
@@ -47,7 +48,7 @@ class RunData:
         self.events = [record for record in records if "event" in record and "step" in record]
         self.name = str((self.run.get("config") or {}).get("run_name") or self.folder.path.resolve().name)
 
-    @property
+    @cached_property
     def state(self) -> str:
         """One of ``running``, ``finished``, ``stopped``, ``died`` (its process is gone) and ``hung`` (no record)."""
         for marker, state in ((self.folder.done, "finished"), (self.folder.stopped, "stopped")):
@@ -64,11 +65,12 @@ class RunData:
                 pass
             except (ProcessLookupError, KeyError, ValueError):
                 return "died"
-        pauses = [after - before for before, after in pairwise(self.times())]
+        pauses = [after - before for before, after in pairwise(self.times)]
         return "hung" if self.silence() > max(HUNG_SECONDS, 3 * max(pauses, default=0)) else "running"
 
+    @cached_property
     def times(self) -> list[float]:
-        """Return when the last attempt began, and the time of each of its records."""
+        """When the last attempt began, and the time of each of its records."""
         times: list[float] = []
         for record in self.all:
             times = [] if record.get("event") in ("start", "resume") else times
@@ -78,7 +80,7 @@ class RunData:
 
     def silence(self) -> float:
         """Return the seconds since the last record."""
-        return max(0.0, time.time() - self.times()[-1])
+        return max(0.0, time.time() - self.times[-1])
 
     def starts(self) -> list[dict[str, Any]]:
         """Return what `attempts.jsonl` says of each start."""
@@ -139,7 +141,7 @@ class RunData:
         if (left := self.left()) is not None:
             found["time left"] = duration(left)
             found["ends about"] = day_and_time(time.time() + left)
-        elif state not in ("running", "hung") and self.all and (ended := self.times()[-1]):
+        elif state not in ("running", "hung") and self.all and (ended := self.times[-1]):
             found["last record" if state == "died" else "ended"] = day_and_time(ended)
         if losses := self.losses():
             found["loss"] = three(recent(losses))
@@ -152,7 +154,7 @@ class RunData:
 
     def left(self) -> float | None:
         """Return the seconds to the last step at the pace of this attempt, saves and validations included."""
-        began, total = self.times()[0], self.run.get("total_steps") or ENDLESS
+        began, total = self.times[0], self.run.get("total_steps") or ENDLESS
         steps = [each for each in self.steps if is_number(each.get("time")) and each["time"] >= began]
         if self.state != "running" or total >= ENDLESS or len(steps) < 2:
             return None
