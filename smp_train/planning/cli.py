@@ -15,7 +15,7 @@ from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.traits import number_of_experts
 from smp_train.planning import best, cost
-from smp_train.planning.estimate import estimate
+from smp_train.planning.estimate import estimate, leave_fake_ranks
 from smp_train.planning.memory import STATE, Memory, PlannedRun, count_of_devices, gib, least
 from smp_train.planning.options import Devices, machine, read
 from smp_train.planning.space import Space
@@ -30,6 +30,13 @@ MOST_REMEDIES = 4
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Raises `ConfigError`, after printing the plan, if the run does not fit."""
+    try:
+        return _print_plan(argv)
+    finally:
+        leave_fake_ranks()
+
+
+def _print_plan(argv: Sequence[str]) -> int:
     with redirect_stdout(sys.stderr):  # log to stderr: stdout has the plan alone
         setup_logging(0, level="WARNING")
     options, resolved = read(argv)

@@ -95,14 +95,20 @@ class FakeBackend(NativeBackend):
 def fake_ranks(devices: int, per_node: int) -> Runtime:
     """Return rank 0 of a process group that never communicates.
 
-    A process keeps its group: what torch caches for one number of ranks is wrong for another.
+    The next call reuses the group, unless the number of ranks changes, for which what torch caches would be wrong.
     """
     if dist.is_initialized() and dist.get_world_size() != devices:
-        dist.destroy_process_group()
+        leave_fake_ranks()
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     nodes = -(-devices // per_node)
     return Runtime("plan", 0, devices, 0, min(devices, per_node), 0, nodes, "localhost", 0, "localhost", False)
+
+
+def leave_fake_ranks() -> None:
+    """Destroy the process group of `fake_ranks`, so that a caller's process can start its own."""
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        dist.destroy_process_group()
 
 
 def balanced_rows(counts: Tensor, rows: int) -> list[list[int]]:

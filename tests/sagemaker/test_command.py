@@ -139,5 +139,5 @@ def test_limits_of_the_number_of_metrics() -> None:
     job = sagemaker.build(FLAGS, **OPTIONS)
     request = sagemaker.request(job, region=REGION, name="x", code="s3://bucket/code")
     request["AlgorithmSpecification"]["MetricDefinitions"] *= 9
-    with pytest.raises(ConfigError, match=r"MetricDefinitions: 108 entries, SageMaker's maximum is 40"):
+    with pytest.raises(ConfigError, match=r"MetricDefinitions: 90 entries, SageMaker's maximum is 40"):
         sagemaker.check_limits(request)
