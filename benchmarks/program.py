@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from smp_train import arguments, distributed, train_lib, train_utils
-from smp_train.build_run import Run, build_run
+from smp_train.build_run import build_run
+from smp_train.run.state import Run
 from smp_train.telemetry.metrics import read_metrics
 
 Flags = Mapping[str, Any]

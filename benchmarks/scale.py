@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.cells import table
 from benchmarks.program import STEADY, TINY, below, opened, stepping, words
-from smp_train import arguments, saving, train_utils
+from smp_train import arguments, train_utils
 from smp_train.checkpoints.dcp.index import pack, unpack
 from smp_train.checkpoints.dcp.pickled import unpickle
 from smp_train.checkpoints.dcp.planner import SavePlanner
@@ -45,6 +45,7 @@ from smp_train.distributed import Runtime, group
 from smp_train.distributed.heartbeat import PHASES
 from smp_train.models.build import build_meta
 from smp_train.models.resolve import resolve
+from smp_train.run import saving
 from smp_train.storage.checksum import FileRecord, checksum_of
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.step_times import summary

@@ -24,11 +24,12 @@ from torch import nn
 
 from benchmarks.peers.bare import shard, update
 from smp_train import arguments, distributed, losses, train_lib
-from smp_train.build_run import Run, build_run
+from smp_train.build_run import build_run
 from smp_train.distributed import heartbeat
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.initialization import initialise
 from smp_train.parallel import compile, loss_head
+from smp_train.run.state import Run
 from smp_train.storage.paths import private_folder
 from smp_train.telemetry.logging_utils import get_logger
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
-from smp_train import cli, distributed, evaluation, generation, inference, train_lib
+from smp_train import cli, distributed, train_lib
 from smp_train.arguments import Arguments, validate
 from smp_train.arguments.own import Own
 from smp_train.arguments.parse import from_keywords
@@ -24,7 +24,8 @@ from smp_train.distributed import Runtime
 from smp_train.distributed.agree import is_alone
 from smp_train.distributed.group import device_of
 from smp_train.errors import ConfigError
-from smp_train.evaluation import Evaluation
+from smp_train.inference import evaluation, generation, open_model
+from smp_train.inference.evaluation import Evaluation
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.lora import merge_adapters
 from smp_train.models.resolve import settled_flags
@@ -176,8 +177,9 @@ def generate(  # type: ignore[misc]
         trust_code(trust_remote_code)
         with distributed.started(ranks, timeout_seconds=generation.TIMEOUT_SECONDS) as device:
             texts = generation.continue_prompts(
-                inference.describe(checkpoint, model), device, prompts, sampling, tokenizer=tokenizer,
-                dtype=inference.dtype_of(dtype, device), attn_implementation=attn_implementation, chat=chat, show=False,
+                open_model.describe(checkpoint, model), device, prompts, sampling, tokenizer=tokenizer,
+                dtype=open_model.dtype_of(dtype, device), attn_implementation=attn_implementation, chat=chat,
+                show=False,
             )  # fmt: skip
     return texts[0] if isinstance(prompt, str) else texts
 
@@ -204,9 +206,9 @@ def load_model(
     trust_code(trust_remote_code)
     where = device_of(distributed.detect(), "auto") if device is None else torch.device(device)
     with distributed.alone():
-        described = inference.describe(location, model)
-        loaded = inference.load(
-            described, where, inference.dtype_of(dtype, where), attn_implementation=attn_implementation
+        described = open_model.describe(location, model)
+        loaded = open_model.load(
+            described, where, open_model.dtype_of(dtype, where), attn_implementation=attn_implementation
         )
         if described.spec.lora is not None:
             merge_adapters(loaded)

@@ -6,21 +6,18 @@ import math
 import platform
 import uuid
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
 
 import torch
 
 import smp_train
-from smp_train import arguments, auto, backends, distributed, losses, resume, storage, train_utils
+from smp_train import arguments, backends, distributed, losses, storage, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.own import Own, named
 from smp_train.backends.base import Backend, Topology
-from smp_train.best import Best
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.node_local import check_saver, is_node_local
 from smp_train.checkpoints.save import CheckpointManager, Policy
-from smp_train.data.indexed import ValidationData
 from smp_train.data.loader import Loader
 from smp_train.data.open_data import open_data
 from smp_train.distributed import Runtime, heartbeat
@@ -28,17 +25,19 @@ from smp_train.distributed.degrees import plan
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.distributed.watch import watch
 from smp_train.errors import ConfigError
-from smp_train.inference import ids_of
+from smp_train.inference.open_model import ids_of
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models import smp_names, tokenizer
 from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import ModelSpec, names_model, resolve, row_length
 from smp_train.models.state_memory import check_state, in_short
-from smp_train.naming import Start, how_to_resume, other_run_in_folder, output, settle, start_line
 from smp_train.parallel import compile
 from smp_train.progress import Progress
-from smp_train.spikes import Spikes
-from smp_train.stop import StopRequest
+from smp_train.run import auto, resume
+from smp_train.run.naming import Start, how_to_resume, other_run_in_folder, output, settle, start_line
+from smp_train.run.spikes import Spikes
+from smp_train.run.state import NO_LIMIT, Run
+from smp_train.run.stop import StopRequest
 from smp_train.storage.probe import check_writable
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import get_logger, setup_logging
@@ -46,93 +45,9 @@ from smp_train.telemetry.memory_owners import while_building
 from smp_train.telemetry.memory_tracker import MemoryRows
 from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
 from smp_train.telemetry.run_folder import RunFolder
-from smp_train.telemetry.screen import Screen
 from smp_train.telemetry.step_times import StepTimes
 
 log = get_logger()
-
-NO_LIMIT = 10**9
-"""Steps of a run that ends when its data ends."""
-
-
-@dataclass
-class Position:
-    """Position of the run; with weights and optimizer state, all that a resume needs."""
-
-    step: int = 0
-    consumed: int = 0
-    """Samples of the global order used in updates."""
-    tokens: int = 0
-    """Counted tokens used in updates."""
-
-
-@dataclass
-class Run:
-    """All parts of a run, made by `build_run`."""
-
-    resolved: Resolved
-    start: Start
-    runtime: Runtime
-    backend: Backend
-    spec: ModelSpec
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    train_data: Loader
-    validation: ValidationData | None
-    schedule: Schedule
-    total_steps: int
-    checkpoints: CheckpointManager
-    folder: RunFolder
-    metrics: MetricsWriter
-    throughput: Throughput
-    stop: StopRequest
-    audit: DataAudit | None
-    found: Checkpoint | None
-    """The checkpoint to resume from; None for a fresh start."""
-    progress: Position = field(default_factory=Position)
-    best: Best = field(default_factory=Best)
-    own: Own = field(default_factory=Own)
-    """What a program gave besides flags; without callbacks once one has failed."""
-    losses: dict[str, float] = field(default_factory=dict)
-    """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
-    pending_step: train_utils.PendingStep | None = None
-    spikes: Spikes = field(default_factory=Spikes)
-    result: train_utils.StepResult | None = None
-    """Result, on the device, of the last completed step of this start."""
-    screen: Screen = field(default_factory=Screen)
-    times: StepTimes | None = None
-    id: str = ""
-    """Tells the run apart from others of its name, for trackers; a run that goes on keeps it."""
-    choice: dict[str, Any] | None = None
-    """What --auto chose."""
-    stopped: bool = False
-    """Whether the run ended on request, before its last step."""
-    data_ended: bool = False
-    """Whether no rank has a sample after the last completed step: all epochs of streamed data have ended."""
-    truncated: int = 0
-    """Rows that lost their end in this start (--long truncate)."""
-    truncated_targets: int = 0
-    """Tokens with loss that these rows lost."""
-    saved_step: int = 0
-    """Step of the newest checkpoint that this run wrote or resumed from; step 0 is never saved."""
-    saved_path: str | None = None
-
-    @property
-    def args(self) -> Arguments:
-        """The settings."""
-        return self.resolved.args
-
-    def close(self) -> None:
-        """Close files, leave the process group, and restore signal handlers."""
-        self.screen.close()
-        heartbeat.end()
-        self.metrics.close()
-        if self.audit is not None:
-            self.audit.close()
-        self.checkpoints.close()
-        distributed.stop()
-        self.stop.close()  # last: a late request to stop must not kill a run that has finished
-
 
 def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:
     """Open the run folder and the data, build the model, and return the run; collective.

@@ -32,7 +32,7 @@ from smp_train.errors import (
     redacted,
 )
 from smp_train.progress import Progress
-from smp_train.stop import ignore_repeats, wait_for_request
+from smp_train.run.stop import ignore_repeats, wait_for_request
 
 if TYPE_CHECKING:
     from smp_train.distributed import Runtime
@@ -55,8 +55,8 @@ VERBS: dict[str, Verb] = {
     "plan": Verb("say memory, time and cost of a run, before it has a machine", "smp_train.planning.cli", PLAN_FLAGS),
     "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
     "doctor": Verb("say what this machine has and lacks, and how to mend it", "smp_train.launch.doctor"),
-    "generate": Verb("continue a prompt with the model of a checkpoint", "smp_train.generation"),
-    "evaluate": Verb("loss and perplexity of a checkpoint on data sets", "smp_train.evaluation"),
+    "generate": Verb("continue a prompt with the model of a checkpoint", "smp_train.inference.generation"),
+    "evaluate": Verb("loss and perplexity of a checkpoint on data sets", "smp_train.inference.evaluation"),
     "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli", PREPARE_FLAGS),
     "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
     "checkpoint": Verb("list, show, verify, export, convert, import, prune checkpoints", "smp_train.checkpoints.cli"),

@@ -9,21 +9,23 @@ from typing import Any
 
 import transformers.modeling_utils  # noqa: F401  every run needs it: imported here, no garbage is looked for meanwhile
 
-from smp_train import distributed, divergence, generation, train_utils
+from smp_train import distributed, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.validation import prompts_only, runs_natively
-from smp_train.best import Best
-from smp_train.build_run import NO_LIMIT, Position, Run, build_run, mesh_sizes
+from smp_train.build_run import build_run, mesh_sizes
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.data.batch import Batch, collate
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import ConfigError, DataError
+from smp_train.inference import generation
 from smp_train.models.tokenizer import tokenizer_from
-from smp_train.naming import how_to_resume, output
 from smp_train.parallel import compile
 from smp_train.progress import MOVED, Progress
-from smp_train.resume import changed_settings, imported_position
-from smp_train.saving import (
+from smp_train.run import divergence
+from smp_train.run.best import Best
+from smp_train.run.naming import how_to_resume, output
+from smp_train.run.resume import changed_settings, imported_position
+from smp_train.run.saving import (
     best_checkpoint,
     complete_model,
     load,
@@ -34,6 +36,7 @@ from smp_train.saving import (
     save_final_model,
     save_last,
 )
+from smp_train.run.state import NO_LIMIT, Position, Run
 from smp_train.telemetry.logging_utils import batch_line, get_logger, perplexity, validation_line
 from smp_train.telemetry.memory_owners import out_of_memory
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report

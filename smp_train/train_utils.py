@@ -25,13 +25,25 @@ from smp_train.distributed import heartbeat
 from smp_train.distributed.to_host import ToHost
 from smp_train.errors import DataError
 from smp_train.parallel.optimizer import ShardedAdamW
-from smp_train.spikes import NONE, Limits
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
 
 READ_TOGETHER = 16
 """Validation batches read between two checks that no rank has failed or was asked to stop."""
+LARGEST = 3.4028234e38
+"""The largest float32: finite numbers are not above it, infinity is, and nan compares with nothing."""
+
+
+class Limits(NamedTuple):
+    """The largest loss and gradient norm of a step that are no spikes."""
+
+    loss: float = LARGEST
+    grad_norm: float = LARGEST
+
+
+NO_LIMITS = Limits()
+"""Only what is not finite exceeds them."""
 
 
 def build_optimizer(args: Arguments, backend: Backend, model: nn.Module) -> torch.optim.AdamW:
@@ -170,7 +182,7 @@ class StepNumbers(NamedTuple):
 
 def train_step(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Batch], *,
-    tokens: Tensor, lr: float, max_grad_norm: float, skip_update: Tensor | None = None, limits: Limits = NONE,
+    tokens: Tensor, lr: float, max_grad_norm: float, skip_update: Tensor | None = None, limits: Limits = NO_LIMITS,
     reject_exceeded: bool = False,
 ) -> StepResult:  # fmt: skip
     """Make one update from this rank's micro-batches of one global batch, the same number on every rank.
@@ -228,11 +240,11 @@ def _compare(backend: Backend, share: Tensor, grad_norm: Tensor, limits: Limits)
     if backend.topology.tp_rank > 0:  # tensor ranks have the same tokens
         share = torch.zeros_like(share)
     # Comparisons that nan fails, too.
-    flags = [~(grad_norm <= limits.grad_norm), ~(grad_norm <= NONE.grad_norm)]
+    flags = [~(grad_norm <= limits.grad_norm), ~(grad_norm <= NO_LIMITS.grad_norm)]
     values = torch.stack([share, *(flag.to(share.dtype) for flag in flags)])
     dist.all_reduce(values)
     mean_loss, above, not_finite = values.unbind()
-    return mean_loss, above + ~(mean_loss <= limits.loss), not_finite + ~(mean_loss <= NONE.loss)
+    return mean_loss, above + ~(mean_loss <= limits.loss), not_finite + ~(mean_loss <= NO_LIMITS.loss)
 
 
 class PendingStep(NamedTuple):

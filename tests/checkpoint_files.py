@@ -88,8 +88,8 @@ def save(place: Path | str, *steps: int, rows: int = 4, **more: Any) -> None:
 def resumed(place: Path | str, *, strict: bool = False, name: str | None = None) -> Any:
     """Return the checkpoint that a start resumes from, None if there is none; ``name`` is named by the start's flag."""
     from smp_train.checkpoints.folder import open_folder
-    from smp_train.naming import Candidate, Start
-    from smp_train.resume import look_for_checkpoint
+    from smp_train.run.naming import Candidate, Start
+    from smp_train.run.resume import look_for_checkpoint
 
     folder = open_folder(place)
     candidates = tuple(

@@ -22,7 +22,7 @@ from benchmarks.parts.ladder import LLAMA_1B
 from benchmarks.program import STEADY, TINY, Flags, below, command, logged, opened, scratch, stepping, words
 from smp_train.checkpoints.find import open_verified
 from smp_train.errors import ConfigError
-from smp_train.saving import report_saves, save
+from smp_train.run.saving import report_saves, save
 
 EVERY = 8
 """Steps between two saves."""

@@ -13,8 +13,8 @@ from benchmarks.cells import Cell
 from benchmarks.parts import Setting
 from benchmarks.parts.ladder import LLAMA_1B, SWITCHES
 from benchmarks.program import SMALL_GPU, STEADY, Flags, below, opened, scratch, stepping, words
-from smp_train.build_run import Run
 from smp_train.distributed.dtensor import local_tensor
+from smp_train.run.state import Run
 from smp_train.telemetry.memory_tracker import memory_gib
 
 GIB = 2**30

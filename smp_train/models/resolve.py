@@ -172,7 +172,7 @@ def resolve_saved(
     """Return the model of a checkpoint at ``location`` with the flags of ``args`` applied, which may change no shape.
 
     ``meta`` is the checkpoint's ``meta.json``; it names the weights that the checkpoint's adapters belong to. Adapters
-    that the flags ask for replace the checkpoint's, so that `smp_train.resume.check_model` finds a difference.
+    that the flags ask for replace the checkpoint's, so that `smp_train.run.resume.check_model` finds a difference.
     """
     lora = None
     if args is not None:

@@ -1,6 +1,6 @@
 """The best settings of a run: the table of ``smp-train plan --search``, and the choice of ``--auto``.
 
-`smp_train.auto` starts this module as a process, because the run's process already has a real process group.
+`smp_train.run.auto` starts this module as a process, because the run's process already has a real process group.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def machine_with(gpu_name: str, gpu_bytes: int, run: PlannedRun) -> Machine | No
 
 
 def main() -> None:
-    """Answer the request of `smp_train.auto`."""
+    """Answer the request of `smp_train.run.auto`."""
     request, answer = child.served()
     setup_logging(0, level="WARNING")
     try:

@@ -18,8 +18,8 @@ from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_state import gather_state
-from smp_train.naming import Candidate, Start
-from smp_train.resume import look_for_checkpoint
+from smp_train.run.naming import Candidate, Start
+from smp_train.run.resume import look_for_checkpoint
 from tests.checkpoint_files import committed, flipped, names
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
 from tests.distributed.test_checkpoints import train as updates

@@ -21,8 +21,9 @@ LONG = {"validation_freq": 2, "validation_batches": 400, "val_batch_size": 1, "m
 
 def train_and_stop_in_validation(command_line: list[str]) -> tuple[int, int]:
     """Train; rank 1 gets SIGTERM as the first validation begins. Return the exit code and the batches read in it."""
-    from smp_train import stop, train_utils
+    from smp_train import train_utils
     from smp_train.data.indexed import ValidationData
+    from smp_train.run import stop
 
     whole, read = ValidationData.batches, 0
     heard = threading.Event()

@@ -122,7 +122,8 @@ def test_values_are_known_to_all_ranks_unless_alone() -> None:
 TRAIN = """
 import sys, types
 from pathlib import Path
-from smp_train import cli, distributed, stop
+from smp_train import cli, distributed
+from smp_train.run import stop
 from smp_train.errors import DataError
 
 def main(resolved, place):

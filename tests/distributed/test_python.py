@@ -288,7 +288,7 @@ def used(folder: Path) -> tuple[Any, ...]:
 def test_values_are_those_that_the_verbs_print(world: int, trained: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from smp_train import evaluation, generation
+    from smp_train.inference import evaluation, generation
 
     place, out = str(trained / "checkpoints"), io.StringIO()
     with contextlib.redirect_stdout(out):

@@ -125,8 +125,9 @@ def test_under_torchrun_the_missing_rank_is_its_root_cause(tmp_path: Path) -> No
 
 def train_slowly(command_line: list[str]) -> int:
     """Train; rank 1 takes long over its first step and over each save and validation, then hangs in its data."""
-    from smp_train import saving, train_lib, train_utils
+    from smp_train import train_lib, train_utils
     from smp_train.checkpoints.save import CheckpointManager
+    from smp_train.run import saving
 
     steps, save, evaluate = [0], CheckpointManager.save, train_utils.evaluate
     train_step = train_utils.train_step

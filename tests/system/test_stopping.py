@@ -147,8 +147,9 @@ def same_numbers(ours: Path, theirs: Path) -> None:
 
 def train_asked_to_stop(command_line: list[str]) -> int:
     """Train; rank 1 gets SIGTERM, and knows of it, when it is put together and has not begun; and as it closes."""
-    from smp_train import stop, train_lib
+    from smp_train import train_lib
     from smp_train.checkpoints.save import CheckpointManager
+    from smp_train.run import stop
 
     stop.REPEAT_SECONDS = 600.0  # else a slow machine would end this process
     close = CheckpointManager.close
@@ -215,7 +216,8 @@ def test_a_second_signal_ends_a_rank_at_once_and_commits_nothing_half(tmp_path: 
 
 IMPATIENT = """
 import sys
-from smp_train import cli, stop
+from smp_train import cli
+from smp_train.run import stop
 stop.REPEAT_SECONDS = 600.0  # all signals are one request, however slow the machine
 sys.exit(cli.main(sys.argv[1:]))
 """

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from smp_train import auto
 from smp_train.arguments import parse, validate
 from smp_train.arguments.chosen import given
 from smp_train.arguments.own import Own
@@ -18,6 +17,7 @@ from smp_train.distributed import Runtime, detect
 from smp_train.errors import ConfigError
 from smp_train.planning import best
 from smp_train.planning import search as searching
+from smp_train.run import auto
 from smp_train.telemetry.metrics import peak_flops
 from smp_train.telemetry.run_folder import RunFolder
 from tests.unit.test_planning_search import GIB, LLAMA, pretended, space_of

@@ -21,7 +21,7 @@ from smp_train.models.build import build_meta, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.hub_state import gather_state
 from smp_train.models.resolve import resolve
-from smp_train.saving import write_model
+from smp_train.run.saving import write_model
 from tests.checkpoint_files import manager, owning
 from tests.s3_server import bucket, download, serving, upload
 from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled, save

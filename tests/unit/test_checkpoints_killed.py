@@ -13,7 +13,7 @@ import pytest
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.save import CheckpointManager, Policy
-from smp_train.naming import Start
+from smp_train.run.naming import Start
 from tests.checkpoint_files import (
     committed,
     files,

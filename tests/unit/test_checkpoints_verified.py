@@ -16,11 +16,11 @@ import smp_train
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.find import open_checkpoint
 from smp_train.checkpoints.pretrained import load_weights
-from smp_train.divergence import roll_back
 from smp_train.errors import CheckpointError
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.resolve import resolve
-from smp_train.saving import write_model
+from smp_train.run.divergence import roll_back
+from smp_train.run.saving import write_model
 from tests.checkpoint_files import flipped, harm, manager
 from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, save
 

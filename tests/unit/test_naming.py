@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from smp_train import arguments, distributed, naming
+from smp_train import arguments, distributed
 from smp_train.checkpoints.owner import Ownership
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.run import naming
 from tests.checkpoint_files import save
 from tests.training import flags
 

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from smp_train.arguments import parse, validate
-from smp_train.best import Best
 from smp_train.checkpoints import owner as owner_module
 from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.owner import claims_in, owner_of
 from smp_train.distributed import detect
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.resolve import resolve
-from smp_train.naming import Start, how_to_resume, nothing_found, settle, start_line
-from smp_train.resume import changed_settings, look_for_checkpoint, model_to_resume
-from smp_train.saving import best_checkpoint
+from smp_train.run.best import Best
+from smp_train.run.naming import Start, how_to_resume, nothing_found, settle, start_line
+from smp_train.run.resume import changed_settings, look_for_checkpoint, model_to_resume
+from smp_train.run.saving import best_checkpoint
 from tests.checkpoint_files import committed, contents, harm, manager, names, state
 from tests.training import TINY
 

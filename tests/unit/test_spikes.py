@@ -9,7 +9,8 @@ import random
 import pytest
 
 from smp_train.errors import SmpTrainError
-from smp_train.spikes import IN_A_ROW, LEAST, NONE, TO_ONE_CHECKPOINT, Spikes, bound
+from smp_train.run.spikes import IN_A_ROW, LEAST, TO_ONE_CHECKPOINT, Spikes, bound
+from smp_train.train_utils import NO_LIMITS
 
 
 def test_the_bound_is_robust() -> None:
@@ -27,14 +28,14 @@ def test_the_window_ends_two_steps_before() -> None:
     for step in range(1, 9):
         limits = spikes.limits(step)
         known = [float(number) for number in range(max(1, step - 5), step - 1)]
-        assert limits == (NONE if len(known) < 4 else (bound(known, 10, 0.02), bound([1.0] * 4, 10, 1.0)))
+        assert limits == (NO_LIMITS if len(known) < 4 else (bound(known, 10, 0.02), bound([1.0] * 4, 10, 1.0)))
         spikes.accept(step, float(step), 1.0)
         assert spikes.limits(step + 1) == spikes.limits(step + 1)
     assert spikes.limits(8) == limits  # as it was before that step was read
     few = Spikes()
     for step in range(1, LEAST):
         few.accept(step, 1.0, 1.0)
-    assert few.limits(100) == NONE
+    assert few.limits(100) == NO_LIMITS
     assert not few.skips_updates
 
 
@@ -82,10 +83,10 @@ def test_what_a_checkpoint_keeps_decides_alike() -> None:
     with pytest.raises(SmpTrainError):
         other.skip_one(30 + IN_A_ROW)
     other.restore(one.state(8), 4)  # numbers of steps of another size
-    assert other.limits(21) == NONE
+    assert other.limits(21) == NO_LIMITS
     assert other.skipped == one.skipped
     other.restore(None, 8)
-    assert other.limits(20) == NONE
+    assert other.limits(20) == NO_LIMITS
     for step in range(TO_ONE_CHECKPOINT):
         one.count_rollback(50 + step, to=12)
     other.restore(json.loads(json.dumps(one.state(8))), 8)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.stop import SIGNALS, StopRequest
+from smp_train.run.stop import SIGNALS, StopRequest
 
 
 def wait_for(stop: StopRequest) -> bool:
@@ -25,7 +25,7 @@ def wait_for(stop: StopRequest) -> bool:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_train.stop.REPEAT_SECONDS", 600.0)  # else a slow machine would end this process
+    monkeypatch.setattr("smp_train.run.stop.REPEAT_SECONDS", 600.0)  # else a slow machine would end this process
     before = signal.getsignal(number)
     stop = StopRequest(tmp_path / "STOP")
     try:
@@ -56,7 +56,7 @@ def test_a_file(tmp_path: Path) -> None:
 BLOCKED = """
 import ctypes, sys
 from pathlib import Path
-from smp_train import stop
+from smp_train.run import stop
 stop.REPEAT_SECONDS = float(sys.argv[1])
 stop.StopRequest(Path("nowhere"))
 print("ready", flush=True)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from smp_train import resume
 from smp_train.arguments import parse
 from smp_train.data.kinds import Kind
 from smp_train.data.rows import Recipe
 from smp_train.errors import ConfigError
 from smp_train.models import tokenizer
 from smp_train.models.hugging_face import load_tokenizer
+from smp_train.run import resume
 from smp_train.storage.s3 import S3Storage
 from tests.chats import PLAIN, write_tokenizer
 

@@ -47,7 +47,7 @@ def test_numbers_out_of_range_are_refused(
 
 
 def test_a_list_that_is_given_twice_has_all_values() -> None:
-    from smp_train.generation import options
+    from smp_train.inference.generation import options
 
     words = ["--checkpoint", "c", "--prompt", "a", "--prompt", "b", "c"]
     assert options().parse_args(words).prompt == ["a", "b", "c"]

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from smp_train import distributed, train_utils
-from smp_train.build_run import Run
 from smp_train.checkpoints.find import open_verified
 from smp_train.distributed import ALL_RANKS, heartbeat
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import SmpTrainError
 from smp_train.models.hub_names import canonical_name
 from smp_train.parallel import compile
-from smp_train.saving import end_saves, load, report_saves
-from smp_train.spikes import Limits
+from smp_train.run.saving import end_saves, load, report_saves
+from smp_train.run.state import Run
 from smp_train.telemetry.logging_utils import get_logger
+from smp_train.train_utils import Limits
 
 log = get_logger()
 

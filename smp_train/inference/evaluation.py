@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from smp_train import backends, distributed, inference, train_utils
+from smp_train import backends, distributed, train_utils
 from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.groups import flags
 from smp_train.arguments.model_flags import ParallelArguments
@@ -24,6 +24,7 @@ from smp_train.data.indexed import ValidationData
 from smp_train.data.open_data import Opener, open_evaluation
 from smp_train.data.source import Source
 from smp_train.errors import ConfigError
+from smp_train.inference import open_model as inference
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import row_length
 from smp_train.progress import Progress

@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 REPEAT_SECONDS = 5.0
 """A launcher may deliver one request twice, directly and through its children; within this time it counts once."""
 
-logger = logging.getLogger("smp_train.stop")
+logger = logging.getLogger("smp_train.run.stop")
 
 _requested = threading.Event()
 

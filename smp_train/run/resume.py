@@ -24,7 +24,7 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models import tokenizer
 from smp_train.models.configuration import changes_from
 from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
-from smp_train.naming import Start, nothing_found
+from smp_train.run.naming import Start, nothing_found
 from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import get_logger
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_train import distributed, inference
+from smp_train import distributed
 from smp_train.arguments.verb_parser import VerbParser
 from smp_train.errors import ConfigError
+from smp_train.inference import open_model as inference
 from smp_train.models.hugging_face import trust_code
 
 if TYPE_CHECKING:

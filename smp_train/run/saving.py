@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import Any
 
 from smp_train import distributed
-from smp_train.build_run import Run
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.find import locate, open_checkpoint, open_verified
 from smp_train.checkpoints.format import BEST
@@ -20,7 +19,8 @@ from smp_train.checkpoints.hf.model_folder import ENTRY_FILES
 from smp_train.distributed import ALL_RANKS, heartbeat
 from smp_train.errors import CheckpointError, SmpTrainError, redacted
 from smp_train.progress import MOVED, Progress
-from smp_train.resume import adapter_of
+from smp_train.run.resume import adapter_of
+from smp_train.run.state import Run
 from smp_train.telemetry.logging_utils import get_logger
 from smp_train.telemetry.run_folder import versions
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from smp_train.errors import SmpTrainError
+from smp_train.train_utils import LARGEST, NO_LIMITS, Limits
 
 LEAST = 20
 """Steps in a window, or all of a shorter one, before anything is a spike."""
@@ -27,22 +28,9 @@ FIRST = 3
 """Steps whose median loss is that of the start."""
 RISEN = 4
 """Steps in a row with a loss far above the start's, from which on a run diverges."""
-LARGEST = 3.4028234e38
-"""The largest float32: numbers are within, infinity and nan are not."""
-
 
 FLOOR_OF_LOSS, FLOOR_OF_NORM = 0.02, 1.0
 """Of the median: the least deviation that is counted with."""
-
-
-class Limits(NamedTuple):
-    """The largest values that are no spikes."""
-
-    loss: float = LARGEST
-    grad_norm: float = LARGEST
-
-
-NONE = Limits()
 
 
 def bound(values: Sequence[float], threshold: float, floor: float) -> float:
@@ -155,4 +143,4 @@ class Spikes:
         step, count = state.get("rollbacks", (-1, 0))
         self._rollbacks = int(step), int(count)
         self._first, self._risen = [float(loss) for loss in state.get("first", [])], int(state.get("risen", 0))
-        self._found = (-1, NONE)
+        self._found = (-1, NO_LIMITS)

@@ -1,0 +1,111 @@
+"""A run: its parts, made by `build_run`, and its position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from smp_train import distributed, train_utils
+from smp_train.arguments import Arguments, Resolved
+from smp_train.arguments.own import Own
+from smp_train.backends.base import Backend
+from smp_train.checkpoints.checkpoint import Checkpoint
+from smp_train.checkpoints.save import CheckpointManager
+from smp_train.data.indexed import ValidationData
+from smp_train.data.loader import Loader
+from smp_train.distributed import Runtime, heartbeat
+from smp_train.learning_rates import Schedule
+from smp_train.models.resolve import ModelSpec
+from smp_train.run.best import Best
+from smp_train.run.naming import Start
+from smp_train.run.spikes import Spikes
+from smp_train.run.stop import StopRequest
+from smp_train.telemetry.audit import DataAudit
+from smp_train.telemetry.metrics import MetricsWriter, Throughput
+from smp_train.telemetry.run_folder import RunFolder
+from smp_train.telemetry.screen import Screen
+from smp_train.telemetry.step_times import StepTimes
+
+NO_LIMIT = 10**9
+"""Steps of a run that ends when its data ends."""
+
+
+@dataclass
+class Position:
+    """Position of the run; with weights and optimizer state, all that a resume needs."""
+
+    step: int = 0
+    consumed: int = 0
+    """Samples of the global order used in updates."""
+    tokens: int = 0
+    """Counted tokens used in updates."""
+
+
+@dataclass
+class Run:
+    """All parts of a run, made by `build_run`."""
+
+    resolved: Resolved
+    start: Start
+    runtime: Runtime
+    backend: Backend
+    spec: ModelSpec
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    train_data: Loader
+    validation: ValidationData | None
+    schedule: Schedule
+    total_steps: int
+    checkpoints: CheckpointManager
+    folder: RunFolder
+    metrics: MetricsWriter
+    throughput: Throughput
+    stop: StopRequest
+    audit: DataAudit | None
+    found: Checkpoint | None
+    """The checkpoint to resume from; None for a fresh start."""
+    progress: Position = field(default_factory=Position)
+    best: Best = field(default_factory=Best)
+    own: Own = field(default_factory=Own)
+    """What a program gave besides flags; without callbacks once one has failed."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
+    pending_step: train_utils.PendingStep | None = None
+    spikes: Spikes = field(default_factory=Spikes)
+    result: train_utils.StepResult | None = None
+    """Result, on the device, of the last completed step of this start."""
+    screen: Screen = field(default_factory=Screen)
+    times: StepTimes | None = None
+    id: str = ""
+    """Tells the run apart from others of its name, for trackers; a run that goes on keeps it."""
+    choice: dict[str, Any] | None = None
+    """What --auto chose."""
+    stopped: bool = False
+    """Whether the run ended on request, before its last step."""
+    data_ended: bool = False
+    """Whether no rank has a sample after the last completed step: all epochs of streamed data have ended."""
+    truncated: int = 0
+    """Rows that lost their end in this start (--long truncate)."""
+    truncated_targets: int = 0
+    """Tokens with loss that these rows lost."""
+    saved_step: int = 0
+    """Step of the newest checkpoint that this run wrote or resumed from; step 0 is never saved."""
+    saved_path: str | None = None
+
+    @property
+    def args(self) -> Arguments:
+        """The settings."""
+        return self.resolved.args
+
+    def close(self) -> None:
+        """Close files, leave the process group, and restore signal handlers."""
+        self.screen.close()
+        heartbeat.end()
+        self.metrics.close()
+        if self.audit is not None:
+            self.audit.close()
+        self.checkpoints.close()
+        distributed.stop()
+        self.stop.close()  # last: a late request to stop must not kill a run that has finished
