@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_train import arguments, distributed, train_lib, train_utils
 from smp_train.build_run import build_run
+from smp_train.run import step as run_step
 from smp_train.run.state import Run
 from smp_train.telemetry.metrics import read_metrics
 
@@ -65,7 +66,7 @@ def opened(command_line: Sequence[str]) -> Iterator[Run]:
 
     Numbers are read a step later on a CPU too, so that a rehearsal goes the GPU's way.
     """
-    train_lib.ASYNCHRONOUS_DEVICES.add("cpu")
+    run_step.ASYNCHRONOUS_DEVICES.add("cpu")
     ranks = distributed.detect()
     resolved = arguments.parse(list(command_line), {})
     arguments.validate(resolved.args, ranks.world_size, ranks.local_world_size)
@@ -106,7 +107,7 @@ def stepping(run: Run) -> Iterator[Callable[[], None]]:
 
     with train_utils.garbage_collected_together():
         yield one
-    train_lib.finish_pending_step(run)
+    run_step.finish_pending_step(run)
     batches.close()
 
 

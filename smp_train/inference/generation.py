@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from smp_train.arguments.verb_parser import VerbParser
 from smp_train.errors import ConfigError
 from smp_train.inference import open_model as inference
 from smp_train.models.hugging_face import trust_code
+from smp_train.models.tokenizer import tokenizer_from
+from smp_train.parallel import compile
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -142,6 +145,19 @@ def continue_prompts(
             answer(model, found, each, ids, sampling, stream=stream) for each, ids in zip(shown, encoded, strict=True)
         ]
         return distributed.on_main("generating", lambda: texts)
+
+
+def continue_prompt(model: Any, files: Mapping[str, bytes], prompt: str, config: Any, sampling: Sampling) -> None:
+    """Print what a trained model makes of a prompt; collective. ``files`` are the tokenizer's; rank 0 alone has any."""
+    model.eval()
+    with ExitStack() as opened:
+        tokenizer: Any = None
+        with distributed.together("reading the tokenizer"):
+            tokenizer = opened.enter_context(tokenizer_from(files))
+        opened.enter_context(compile.disabled())
+        ids = encode(tokenizer, prompt, config)
+        logging.getLogger("smp_train").info("The prompt and what follows it:")
+        answer(model, tokenizer, prompt, ids, sampling)
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:

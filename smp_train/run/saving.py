@@ -106,14 +106,14 @@ def report_saves(run: Run) -> None:
         record = run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
         if saved.durable and run.args.checkpoint_type == "full":
             write_model(run, saved.path, os.path.join(saved.path, MODEL_FOLDER))
-        notify(run, "on_save", record)
+        call_back(run, "on_save", record)
 
 
-def notify(run: Run, event: str, record: Mapping[str, Any]) -> None:
+def call_back(run: Run, event: str, record: Mapping[str, Any]) -> None:
     """Call the program's callback of an ``event``, if it has one, on rank 0; collective.
 
-    If it raises, no callback is called any more, the last completed step is saved, and every rank raises
-    `SmpTrainError` that names the callback.
+    If it raises, the failure goes to ``run.callback_failure`` on every rank, and no callback is called any more. The
+    loop then ends after the step in progress, the step is saved, and `train` raises the failure.
     """
     if getattr(run.own, event) is None:
         return
@@ -122,27 +122,20 @@ def notify(run: Run, event: str, record: Mapping[str, Any]) -> None:
         with distributed.together(f"calling {event}"):
             if run.runtime.is_main:
                 run.own.call(event, record)
-    except SmpTrainError:
-        run.own = run.own.without_callbacks()
-        if not run.args.evaluate_only:
-            save_last(run)
-        raise
+    except SmpTrainError as failure:
+        run.own, run.callback_failure = run.own.without_callbacks(), failure
 
 
 def end_saves(run: Run) -> None:
     """Finish a save in progress before the run fails for another reason; collective."""
     try:
         report_saves(run)
-    except SmpTrainError as failure:  # of a save, or of a callback
+    except SmpTrainError as failure:
         log.warning("%s", failure, extra=ALL_RANKS)
 
 
 def save_last(run: Run) -> None:
     """Save the last completed step, unless it is saved, before the run fails for a reason of its own; collective."""
-    if run.spikes.policy == "warn" and run.result is not None and float(run.result.not_finite) > 0:
-        log.warning("Step %d is not saved: its loss is not a number", run.progress.step, extra=ALL_RANKS)
-        end_saves(run)
-        return
     try:
         save(run, force=True)
         report_saves(run)

@@ -16,6 +16,7 @@ from smp_train.checkpoints.save import CheckpointManager
 from smp_train.data.indexed import ValidationData
 from smp_train.data.loader import Loader
 from smp_train.distributed import Runtime, heartbeat
+from smp_train.errors import SmpTrainError
 from smp_train.learning_rates import Schedule
 from smp_train.models.resolve import ModelSpec
 from smp_train.run.best import Best
@@ -70,12 +71,12 @@ class Run:
     best: Best = field(default_factory=Best)
     own: Own = field(default_factory=Own)
     """What a program gave besides flags; without callbacks once one has failed."""
+    callback_failure: SmpTrainError | None = None
+    """The failure of a callback, which ends the run after the step in progress; the same on all ranks."""
     losses: dict[str, float] = field(default_factory=dict)
     """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
     pending_step: train_utils.PendingStep | None = None
     spikes: Spikes = field(default_factory=Spikes)
-    result: train_utils.StepResult | None = None
-    """Result, on the device, of the last completed step of this start."""
     screen: Screen = field(default_factory=Screen)
     times: StepTimes | None = None
     id: str = ""

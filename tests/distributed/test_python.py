@@ -113,18 +113,27 @@ def test_callbacks_get_the_records_of_the_metrics(tmp_path: Path) -> None:
     assert [len(each) for each in got.values()] == [3, 2, 2]
 
 
+CONSTANT = {"lr_decay_style": "constant"}
+
+
 class Boom(Exception):
     pass
 
 
-def fails(folder: Path, event: str, at: int, kind: str) -> tuple[str, str]:
-    """Train with a callback that raises on rank 0 at a step; return the class and the message of the failure."""
+def fails(folder: Path, event: str, at: int, kind: str, later: bool) -> tuple[str, str]:
+    """Train with a callback that raises on rank 0 at a step; return the class and the message of the failure.
+
+    ``later`` reads a step's numbers when the next step is queued, as on a GPU.
+    """
+    from smp_train.run import step as run_step
 
     def burst(record: dict[str, Any]) -> None:
         if record["step"] == at:
             raise SystemExit(3) if kind == "SystemExit" else Boom("no more")
 
-    changes = {"max_steps": 8, "checkpoint_freq": 2, "validation_freq": 2, "checkpoint_type": "sharded"}
+    if later:
+        run_step.ASYNCHRONOUS_DEVICES = {"cpu"}
+    changes = {"max_steps": 8, "checkpoint_freq": 2, "validation_freq": 2, "checkpoint_type": "sharded", **CONSTANT}
     try:
         smp_train.train(**settings(folder, **changes), **{event: burst})
     except SmpTrainError as failure:
@@ -133,15 +142,17 @@ def fails(folder: Path, event: str, at: int, kind: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("event", "at", "kind", "last"),
+    ("event", "at", "kind", "last", "later"),
     slow(
-        [("on_step", 3, "Boom", 3), ("on_step", 3, "SystemExit", 3), ("on_validation", 4, "Boom", 4),
-         ("on_save", 2, "Boom", 2)],
-        lambda case: case[0] != "on_save",
+        [("on_step", 3, "Boom", 3, False), ("on_step", 3, "SystemExit", 3, False), ("on_step", 3, "Boom", 4, True),
+         ("on_validation", 4, "Boom", 4, False), ("on_save", 2, "Boom", 2, False)],
+        lambda case: case[-1] or case[0] == "on_validation",
     ),
 )  # fmt: skip
-def test_a_callback_that_raises_stops_all_by_name(event: str, at: int, kind: str, last: int, tmp_path: Path) -> None:
-    ends = harness.run(fails, 2, tmp_path, event, at, kind)
+def test_a_callback_that_raises_stops_all_by_name(
+    event: str, at: int, kind: str, last: int, later: bool, tmp_path: Path
+) -> None:
+    ends = harness.run(fails, 2, tmp_path, event, at, kind, later)
     assert {name for name, _ in ends} == {"SmpTrainError"}
     whole = harness.same_message([text for _, text in ends])
     for part in (event, "fails.<locals>.burst", f"step {at}", kind):
@@ -150,9 +161,13 @@ def test_a_callback_that_raises_stops_all_by_name(event: str, at: int, kind: str
     assert saved[-1].endswith(f"-{last}steps")
     assert [record["step"] for record in records(tmp_path) if "event" not in record] == list(range(1, last + 1))
     # The run goes on from there.
-    again = {"max_steps": 5, "resume_from_checkpoint": tmp_path / "checkpoints"}
-    ((end,),) = harness.run(called, 1, tmp_path, again)
+    again = {"max_steps": 5, "resume_from_checkpoint": tmp_path / "checkpoints", **CONSTANT}
+    (end,) = harness.run(called, 2, tmp_path, again)[0]
     assert end.step == 5
+    undisturbed = tmp_path / "undisturbed"
+    harness.run(called, 2, undisturbed, {"max_steps": 5, **CONSTANT})
+    losses, expected = ([r["loss"] for r in records(f) if "event" not in r] for f in (tmp_path, undisturbed))
+    assert losses == expected
     assert [r["step"] for r in records(tmp_path) if r.get("event") == "resume"] == [last]
 
 

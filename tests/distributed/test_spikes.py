@@ -44,6 +44,7 @@ def train_oddly(command_line: list[str], *, held: tuple[int, ...] = (), later: b
         weights: the step before which rank 1's part of a layer's weights gets a nan.
     """
     from smp_train import train_lib, train_utils
+    from smp_train.run import step as run_step
 
     train_step, open_run = train_utils.train_step, train_lib.build_run
     runs: list[Any] = []
@@ -80,7 +81,7 @@ def train_oddly(command_line: list[str], *, held: tuple[int, ...] = (), later: b
     train_lib.build_run = build
     train_utils.train_step = step  # type: ignore[assignment]
     if later:
-        train_lib.ASYNCHRONOUS_DEVICES = {"cpu"}
+        run_step.ASYNCHRONOUS_DEVICES = {"cpu"}
     return train(command_line)
 
 

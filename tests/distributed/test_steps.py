@@ -38,6 +38,7 @@ def watched(
 
     from smp_train import train_lib
     from smp_train.data.batch import Batch
+    from smp_train.run import step as run_step
 
     counted_tokens = Batch.counted_tokens
 
@@ -58,7 +59,7 @@ def watched(
             return operation(*args, **(kwargs or {}))
 
     found: dict[str, list[tuple[list[str], int]]] = {}
-    step, train_lib.ASYNCHRONOUS_DEVICES = train_lib.step, {"cpu"}
+    step, run_step.ASYNCHRONOUS_DEVICES = train_lib.step, {"cpu"}
 
     def noting(*args: Any) -> Any:
         gc.collect()

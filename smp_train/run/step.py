@@ -1,0 +1,170 @@
+"""One step of the loop: read a batch, vote, update, and log the step before once its numbers have reached the host."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from smp_train import distributed, train_utils
+from smp_train.data.batch import Batch, collate
+from smp_train.distributed import heartbeat
+from smp_train.run import divergence
+from smp_train.run.saving import call_back, report_saves, save_last
+from smp_train.run.state import Run
+from smp_train.telemetry.logging_utils import batch_line, get_logger, perplexity
+from smp_train.telemetry.memory_tracker import memory_gib, memory_report
+from smp_train.train_utils import Ballot, PendingStep, StepNumbers, StepResult, Vote
+
+log = get_logger()
+
+ASYNCHRONOUS_DEVICES = {"cuda"}
+"""Device types that run after the host: a step's numbers are read once the next step is queued."""
+
+
+def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
+    """Make one update and log it; return whether any rank was asked to stop; collective."""
+    args, progress = run.args, run.progress
+    taken = run.train_data.step_samples(progress.consumed)
+    micro_batches, failure = read_batch(run, batches)
+    ballot = Ballot(
+        tokens=sum(batch.counted_tokens() for batch in micro_batches),
+        stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
+        failed=failure is not None,
+        remaining=not run.train_data.exhausted,
+        truncated=sum(batch.truncated for batch in micro_batches),
+        truncated_targets=sum(batch.truncated_targets for batch in micro_batches),
+    )
+    total, result = update(run, micro_batches, ballot)
+    while finish_pending_step(run):  # the update of the step before was rejected, and with it this one
+        total, result = update(run, micro_batches, ballot)
+    if total.failed:
+        save_last(run)
+        with distributed.together("reading the training data"):
+            if failure is not None:
+                raise failure
+    progress.step += 1
+    progress.consumed += taken
+    progress.tokens += total.tokens
+    run.data_ended = not total.remaining
+    count_truncated(run, total)
+    run.throughput.add(samples=taken, tokens=taken * run.train_data.seq_len)
+    if run.audit is not None:
+        names = [name for batch in micro_batches for name in batch.samples if name]
+        run.audit.step(
+            progress.step, names, truncated=ballot.truncated, truncated_targets=ballot.truncated_targets
+        )  # fmt: skip
+    # The numbers are read before a save, so that what diverged does not replace good checkpoints.
+    ends = total.stop > 0 or is_last(run) or run.callback_failure is not None
+    read_now = ends or run.checkpoints.due(progress.step)
+    logged = read_now or progress.step % args.logging_freq == 0
+    if logged and run.times is not None:
+        run.times.gather()
+    run.pending_step = PendingStep(
+        progress.step, progress.consumed - taken, progress.consumed, progress.tokens,
+        logged, micro_batches, result, result.to_host(),
+    )  # fmt: skip
+    validates = args.validation_freq and progress.step % args.validation_freq == 0
+    if read_now or validates or run.backend.topology.device.type not in ASYNCHRONOUS_DEVICES:
+        finish_pending_step(run)
+    return total.stop > 0
+
+
+def read_batch(run: Run, batches: Generator[list[Batch], None, None]) -> tuple[list[Batch], Exception | None]:
+    """Return this rank's micro-batches of the next step, and why they could not be read; not collective.
+
+    The other ranks enter the step's collectives in any case: after a failure the micro-batches are empty, so that this
+    rank takes part, votes for a stop, and all ranks stop together.
+    """
+    heartbeat.enter(heartbeat.DATA, run.progress.step + 1)
+    with run.throughput.data_wait():
+        try:
+            if run.audit is not None:
+                run.audit.check()
+            return next(batches), None
+        except Exception as failure:
+            empty = collate([], run.train_data.seq_len, size=run.args.train_batch_size)
+            return [empty] * run.args.gradient_accumulation_steps, failure
+
+
+def update(run: Run, micro_batches: Sequence[Batch], ballot: Ballot) -> tuple[Ballot, StepResult]:
+    """Queue the update of a step; return the sum of all ballots, and the result on the device; collective.
+
+    If the step before is still pending and its update is rejected on the device, so is this one.
+    """
+    heartbeat.enter(heartbeat.VOTE)
+    vote = Vote(run.backend, ballot)
+    skip_update = vote.skip_update
+    if run.pending_step is not None:
+        skip_update = skip_update + run.pending_step.result.rejected
+    train_utils.seed_for(run.backend, run.args, run.progress.step)
+    result = train_utils.train_step(
+        run.backend, run.model, run.optimizer, micro_batches, tokens=vote.tokens, lr=run.schedule(run.progress.step),
+        max_grad_norm=run.args.grad_clip, skip_update=skip_update, limits=run.spikes.limits(run.progress.step + 1),
+        reject_exceeded=run.spikes.skips_updates,
+    )  # fmt: skip
+    heartbeat.enter(heartbeat.OUTCOME)
+    return vote.outcome(), result
+
+
+def count_truncated(run: Run, total: Ballot) -> None:
+    """Add up the tokens that --long truncate cuts off, and warn of the first."""
+    if total.truncated and not run.truncated and run.runtime.is_main:
+        log.warning(
+            "Step %d: %d rows longer than %d tokens lose their end, with %d tokens that carry loss (--long truncate); "
+            "--long split keeps them", run.progress.step,
+            total.truncated, run.train_data.seq_len, total.truncated_targets,
+        )  # fmt: skip
+    run.truncated += total.truncated
+    run.truncated_targets += total.truncated_targets
+
+
+def is_last(run: Run) -> bool:
+    """Return whether the run has no step after this one: by its number, or because its data has ended."""
+    return run.progress.step >= run.total_steps or run.data_ended
+
+
+def finish_pending_step(run: Run) -> bool:
+    """Read and log the pending step's numbers, if a step is pending, and respond to a spike; collective.
+
+    Returns whether the step's update is not in the weights, so that the step queued after it must be repeated.
+    """
+    heartbeat.enter(heartbeat.LOG)
+    pending, run.pending_step = run.pending_step, None
+    if pending is None:
+        return False
+    numbers = StepNumbers.read(pending.copy)
+    if not numbers.exceeded:
+        run.spikes.accept(pending.step, numbers.loss, numbers.grad_norm)
+    if pending.logged:
+        write_log(run, pending, numbers)
+    if not numbers.not_finite and (start := run.spikes.diverges(numbers.loss)) is not None:
+        divergence.report_divergence(run, pending.step, numbers.loss, start)
+    return numbers.exceeded and divergence.respond(run, pending, numbers)
+
+
+def write_log(run: Run, pending: PendingStep, numbers: StepNumbers) -> None:
+    """Log a step; collective."""
+    step = pending.step
+    record = {
+        "step": step,
+        "loss": numbers.loss,
+        "perplexity": perplexity(numbers.loss),
+        "grad_norm": numbers.grad_norm,
+        "lr": run.schedule(step - 1),
+        **numbers.router,
+        **run.throughput.window(),
+        "memory_gib": memory_gib(run.backend.topology.device),
+        "tokens": pending.tokens,
+        "consumed": pending.consumed,
+        **({"truncated_rows": run.truncated, "truncated_targets": run.truncated_targets} if run.truncated else {}),
+        **(run.times.fields() if run.times is not None else {}),
+    }
+    log.info(batch_line(record))
+    record = run.metrics.step(record)
+    run.losses["loss"] = numbers.loss
+    next_save = min(run.checkpoints.next_due(step) or run.total_steps, run.total_steps)
+    run.screen.figures(record, next_save=next_save, saving=run.checkpoints.busy())
+    if run.checkpoints.poll():
+        report_saves(run)
+    if run.args.enable_memory_profiling:
+        log.info(memory_report(run.backend.topology.device, f"step {step}"))
+    call_back(run, "on_step", record)
