@@ -174,7 +174,7 @@ class ParallelArguments:
         "sinkhorn", "Load balancing of the experts", choices=("sinkhorn", "balanced", "aux_loss", "none"),
         idle_without="moe",
         only_natively=Only(("aux_loss", "none"), "SMP alone sends tokens to experts other than the router's; give "
-                                                 "aux_loss or none"))
+                                                 "aux_loss or none, or --backend smp in SMP's container"))
     moe_aux_loss_coeff: float = flag(
         0.001, "Coefficient of the load-balancing loss", must=">=0", idle_without="moe")
     moe_z_loss_coeff: float = flag(

@@ -161,7 +161,8 @@ SAGEMAKER = {"role": ROLE, "instance_type": "ml.p5.48xlarge", "train": "s3://buc
         ({}, {"checkpoint_dir": "/fsx/ck"}, "--checkpoint_dir /fsx/ck: is lost with the instance"),
         ({}, {"checkpoint_dir": "/opt/ml/checkpoints-2"}, "is lost with the instance"),
         ({"spot": True}, {"checkpoint_dir": "/tmp/ck"}, "--checkpoint_dir /tmp/ck: is lost with the instance"),
-        ({"instance_count": 2, "output": "s3://abc"}, {"checkpoint_dir": "/opt/ml/checkpoints"}, "share no disk"),
+        ({"instance_count": 2, "output": "s3://abc"}, {"checkpoint_dir": "/opt/ml/checkpoints/x"}, "share no disk"),
+        ({}, {"checkpoint_dir": "/opt/ml/input/data/train/ck"}, "is lost with the instance"),
         ({"instance_count": 0}, {}, "--instance_count 0: expects a number, at least 1"),
         ({"max_run": "1 day"}, {}, "--max_run '1 day': expects a number"),
         ({}, {"hybrid_shard_degre": 8}, "unknown flag --hybrid_shard_degre; did you mean --hybrid_shard_degree?"),
@@ -204,6 +205,8 @@ TWO = {"checkpoint_freq": [10, 10], "num_kept_checkpoints": [2, 2]}
         (MANY, {}, [BELOW], None),
         ({**MANY, "checkpoints": "s3://bucket/c"}, {}, ["s3://bucket/c"], None),
         (MANY, {"checkpoint_dir": "s3://bucket/x"}, ["s3://bucket/x"], None),
+        (MANY, {"checkpoint_dir": OWN}, [BELOW], None),
+        (MANY, {"ckpt_save_path": OWN}, [BELOW], None),
         ({**MANY, **FSX}, {}, ["/opt/ml/input/data/fsx/checkpoints"], None),
     ],
 )  # fmt: skip
@@ -214,6 +217,64 @@ def test_sagemaker_keeps_checkpoints_where_all_instances_write(
     assert (made.resolved.args.checkpoint_dir, made.checkpoints) == (written, copied)
     if OWN not in written[0]:
         assert made.hyperparameters["checkpoint_dir"] in (written, written[0])
+
+
+# What AWS's notebooks of SMP v2 give their estimators: `hyperparameters`, and `parameters` of the distribution.
+NOTEBOOK = {
+    "activation_checkpointing": 1, "auto_wrap_policy": "transformer_auto_wrap_policy", "bf16": 1, "beta1": 0.9,
+    "backward_fetch_policy": "backward_pre", "beta2": 0.95, "checkpoint_freq": 10, "clean_cache": 0,
+    "delayed_param": 1, "distributed_backend": "nccl", "enable_memory_profiling": 0, "epochs": 100,
+    "fast_validation": 0, "forward_prefetch": 1, "limit_all_gathers": 1, "logging_freq": 1, "lr": 1e-4,
+    "lr_decay_iters": 47683, "lr_decay_style": "cosine", "max_steps": 15, "min_lr": 1e-5, "num_kept_checkpoints": 2,
+    "plateau": 0.0, "seed": 12345, "sharding_strategy": "hybrid_shard", "train_batch_size": 2, "val_batch_size": 4,
+    "use_smp_flash_attn": 1, "use_smp_implementation": 1, "validation_freq": 10, "vocab_size": 50257,
+    "warmup": 0.0032, "weight_decay": 0.2, "zipped_data": 0,
+}  # fmt: skip
+WIDTHS = {"hidden_width": 4096, "max_context_width": 2048, "num_heads": 32, "num_layers": 32}
+DEGREES = {"hybrid_shard_degree": 4, "sm_activation_offloading": True, "activation_loading_horizon": 2}
+ON_FSX = "/opt/ml/input/data/train/smp-v2"
+NOTEBOOKS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] = {
+    "llama, context parallel": (
+        {"model_type": "llama_v2", "llama_intermediate_size": 11008, "fp8": 0, "checkpoint_dir": OWN},
+        {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "sm_activation_offloading": False}, OUT,
+    ),
+    "llama 3.1, FP8, resumed": (
+        {"model_type": "llama_v3", "llama_intermediate_size": 14336, "vocab_size": 128256, "fp8": 1,
+         "rope_scaling_type": "llama3", "rotary_emb_base": 500000, "checkpoint_dir": OWN,
+         "resume_from_checkpoint": f"{OWN}/llama_v3-10steps"},
+        {"tensor_parallel_degree": 2}, OUT,
+    ),
+    "GPT-NeoX on FSx": (
+        {"model_type": "gpt_neox", "checkpoint_dir": f"{ON_FSX}/ck", "training_dir": f"{ON_FSX}/train",
+         "test_dir": f"{ON_FSX}/val", "dataset_type": "hf", "patch_neox_rope": 0,
+         "hf_pretrained_model_name_or_dir": f"{ON_FSX}/model"},
+        {"tensor_parallel_degree": 4, "hybrid_shard_degree": 8},
+        {**FSX, "train": None, "test": None, "instance_count": 4},
+    ),
+    "Mixtral on 8 instances": (
+        {"model_type": "mixtral", "moe": 1, "moe_load_balancing": "sinkhorn", "moe_all_to_all_dispatcher": 1,
+         "num_key_value_heads": 8, "num_local_experts": 8, "fp8": 0, "checkpoint_dir": OWN},
+        {"expert_parallel_degree": 2, "hybrid_shard_degree": 32}, {**OUT, "instance_count": 8},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS.values(), ids=NOTEBOOKS)
+@pytest.mark.parametrize("together", [True, False])
+def test_dictionaries_of_awss_notebooks(
+    notebook: tuple[dict[str, object], dict[str, object], dict[str, object]], together: bool
+) -> None:
+    flags, degrees, options_ = notebook
+    degrees = {**DEGREES, **degrees}
+    given = {**NOTEBOOK, **WIDTHS, **flags, "backend": "smp"}
+    given |= degrees if together else {"mp_parameters": degrees}
+    made = sagemaker.build(given, **{**SAGEMAKER, "test": "s3://bucket/test", **options_})
+    assert made.mp_parameters == degrees
+    request = sagemaker.request(made, region="us-west-2", name="n", code="s3://bucket/code")
+    mounted = {one["ChannelName"] for one in request["InputDataConfig"]}
+    assert mounted == ({"train"} if "fsx" in options_ else {"train", "test"})
+    written = BELOW if flags["model_type"] == "mixtral" else flags["checkpoint_dir"]
+    assert made.resolved.args.checkpoint_dir == [written]
 
 
 @pytest.mark.parametrize(

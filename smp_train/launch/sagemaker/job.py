@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved, parse
+from smp_train.arguments.aliases import NAMES
 from smp_train.arguments.mp_parameters import SMP_KEYS
 from smp_train.arguments.parse import canonical, read_command_line
 from smp_train.arguments.training_flags import NODE_LOCAL
@@ -24,7 +25,8 @@ from smp_train.launch.options import COMMON, Option
 from smp_train.launch.spec import check_run, read_env
 
 CHECKPOINTS = "/opt/ml/checkpoints"
-FSX = "/opt/ml/input/data/fsx"
+INPUT = "/opt/ml/input/data"
+FSX = f"{INPUT}/fsx"
 SCRATCH = "/tmp/"
 """Checkpoints below this folder may be lost with the instance, as for the trials of a tuner."""
 # Newest PyTorch training image of SageMaker's SDK 2.257 that its torch_distributed accepts.
@@ -85,12 +87,23 @@ class Job:
         return {key: getattr(args, key) for key in SMP_KEYS if given(key)} if self.smp else {}
 
     @property
+    def fsx_channel(self) -> str:
+        """Name of the channel that mounts FSx: ``train`` if a flag has a path below it, as in AWS's notebooks."""
+        args = self.resolved.args
+        paths = [*args.checkpoint_dir, *(args.training_dir or []), *(args.test_dir or [])]
+        return "train" if not self.train and any(path.startswith(f"{INPUT}/train/") for path in paths) else "fsx"
+
+    def on_fsx(self, folder: str) -> bool:
+        """Return whether a folder is below the mount of FSx."""
+        return f"{folder}/".startswith(f"{INPUT}/{self.fsx_channel}/")
+
+    @property
     def lost_checkpoints(self) -> list[str]:
         """Folders of checkpoints that are on the instance's own disk alone: they end with the job."""
         return [
             folder
             for folder in self.resolved.args.checkpoint_dir
-            if "://" not in folder and not in_channel(folder) and not (folder + "/").startswith((FSX + "/", NODE_LOCAL))
+            if not ("://" in folder or in_channel(folder) or self.on_fsx(folder) or folder.startswith(NODE_LOCAL))
         ]
 
     @property
@@ -141,7 +154,7 @@ OPTIONS = (
     Option("test", "s3:// prefix of the validation shards: the channel test"),
     Option("checkpoints", "s3:// prefix that has a folder of checkpoints for each run; without it, below --output"),
     Option("output", "s3:// prefix for the code, the run folder and the model; without it, SageMaker's own bucket"),
-    Option("fsx", f"FSx for Lustre: FILE-SYSTEM-ID:/mountname/folder; paths below {FSX}"),
+    Option("fsx", f"FSx for Lustre: FILE-SYSTEM-ID:/mountname/folder; paths below {FSX}, or {INPUT}/train"),
     Option("image", "URI of the training image, where it is not SageMaker's PyTorch image"),
     Option("input_mode", "FastFile (streamed) or File (downloaded first)", default="FastFile"),
     Option("max_run", "longest time to train, in seconds", int, 5 * DAY),
@@ -234,8 +247,9 @@ def build(words: Sequence[str] | Mapping[str, Any], *, keep_in: str | None = Non
         resolved = parse(flags, environ)
     own, values["checkpoints"] = _checkpoint_folders(resolved, values, keep_in)
     if own:
-        given = {**given, "checkpoint_dir": [own]}
-        resolved = parse([*flags, f"--checkpoint_dir={own}"], environ)
+        others = {name: value for name, value in given.items() if NAMES[canonical(name)].name != "checkpoint_dir"}
+        given = {**others, "checkpoint_dir": [own]}
+        resolved = parse([word for name, value in given.items() for word in as_words(name, value)], environ)
     check_run(resolved, values["image"], instance, count, instance.gpus)
     if resolved.args.backend == "smp":
         # They travel as SMP's own parameter set, which SMP reads itself.
@@ -260,18 +274,20 @@ def build(words: Sequence[str] | Mapping[str, Any], *, keep_in: str | None = Non
 def _checkpoint_folders(
     resolved: Resolved, values: Mapping[str, Any], keep_in: str | None
 ) -> tuple[str | None, str | None]:
-    """Return (--checkpoint_dir to add, prefix that SageMaker copies a local folder to), either or none of them.
+    """Return (--checkpoint_dir to set, prefix that SageMaker copies a local folder to), either or none of them.
 
-    One instance writes to its disk, and SageMaker copies. Several write to what all of them see: FSx, or S3 itself.
+    One instance writes to its disk, and SageMaker copies. Several write to what all of them see: FSx, or S3 itself;
+    AWS's notebooks name the local folder for several instances too.
     """
     output = values["output"] or keep_in
-    given = resolved.given("checkpoint_dir")
+    several = values["instance_count"] > 1
+    given = resolved.given("checkpoint_dir") and not (several and resolved.args.checkpoint_dir == [CHECKPOINTS])
     if given and not any(map(in_channel, resolved.args.checkpoint_dir)):
         return None, values["checkpoints"]
     if values["fsx"] and not values["checkpoints"] and not given:
         return f"{FSX}/checkpoints", None
     folder = values["checkpoints"] or (f"{output.rstrip('/')}/checkpoints" if output else None)
-    return (folder, None) if values["instance_count"] > 1 and not given else (None, folder)
+    return (folder, None) if several and not given else (None, folder)
 
 
 def in_channel(folder: str) -> bool:
@@ -306,7 +322,7 @@ def _problems(job: Job) -> Iterator[str]:
         yield f"--fsx {job.fsx}: is not fs-0123456789abcdef0:/mountname/folder"
     if job.fsx and not (job.subnets and job.security_groups):
         yield "--fsx needs --subnets and --security_groups of the file system's VPC"
-    on_fsx = all((folder + "/").startswith(FSX + "/") for folder in args.checkpoint_dir)
+    on_fsx = all(map(job.on_fsx, args.checkpoint_dir))
     if on_fsx and not job.fsx:
         yield f"--checkpoint_dir {args.checkpoint_dir[0]} is on FSx: give --fsx FILE-SYSTEM-ID:/mountname/folder"
     for folder in job.lost_checkpoints:

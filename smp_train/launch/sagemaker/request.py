@@ -95,7 +95,7 @@ def _channels(job: Job) -> list[dict[str, Any]]:
         source = {
             "FileSystemId": system, "FileSystemAccessMode": "rw", "FileSystemType": "FSxLustre", "DirectoryPath": path,
         }  # fmt: skip
-        channels.append({"ChannelName": "fsx", "DataSource": {"FileSystemDataSource": source}})
+        channels.append({"ChannelName": job.fsx_channel, "DataSource": {"FileSystemDataSource": source}})
     return channels
 
 

@@ -100,7 +100,7 @@ def inputs(ready: Any) -> dict[str, Any]:
     found = {name: TrainingInput(uri, input_mode=job.input_mode) for name, uri in uris.items() if uri}
     if job.fsx:
         system, _, path = job.fsx.partition(":")
-        found["fsx"] = FileSystemInput(system, "FSxLustre", path, "rw")
+        found[job.fsx_channel] = FileSystemInput(system, "FSxLustre", path, "rw")
     return found
 
 
