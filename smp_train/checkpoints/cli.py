@@ -18,7 +18,7 @@ from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.checkpoint import opened
 from smp_train.checkpoints.find import Location, locate, open_checkpoint, open_verified
 from smp_train.checkpoints.folder import RunFolder, open_folder
-from smp_train.checkpoints.format import METADATA
+from smp_train.checkpoints.format import COMMITTED, METADATA
 from smp_train.checkpoints.hf.export import export
 from smp_train.checkpoints.hf.model_folder import new_model
 from smp_train.checkpoints.owner import Ownership, look_at_owner, newest_claim
@@ -120,6 +120,11 @@ def _operand(path: str, role: str) -> Location:
         remedy = f"first `smp-train checkpoint import {samples[0]} FOLDER --model NAME_OR_FOLDER`"
     if kind not in kinds:
         raise error(f"{path} {KINDS[kind]}; {remedy}")
+    folder, name = parent_of(location.path)
+    while role == "model" and name:  # also of a folder that does not exist yet
+        if (place(folder) / COMMITTED).is_file():
+            raise error(f"{path} is inside of the checkpoint {folder}, which nothing is added to; {remedy}")
+        folder, name = parent_of(folder)
     return location
 
 

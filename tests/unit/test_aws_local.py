@@ -28,6 +28,9 @@ def tree_reader(folder: Path) -> TreeReader:
     return TreeReader(open_folder(folder).storage, "tree", open_folder(folder).sizes("tree"))
 
 
+OPTIMIZER: dict[str, Any] = {"state": {}, "param_groups": []}
+
+
 class Runs:
     """Runs a command when it is unpickled."""
 
@@ -40,8 +43,8 @@ class Runs:
 
 def test_nothing_in_a_file_runs(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    content = {"model": {"a": torch.arange(4.0)}, "optimizer": {}, "model_config": Runs(marker), "total_steps": 3,
-               "cli_args": {"lr": 0.1, "odd": Path("x")}}  # fmt: skip
+    content = {"model": {"a": torch.arange(4.0)}, "optimizer": OPTIMIZER, "model_config": Runs(marker),
+               "total_steps": 3, "cli_args": {"lr": 0.1, "odd": Path("x")}}  # fmt: skip
     torch.save(content, tmp_path / "0.pt")
     found = local.read_rank_file(tmp_path / "0.pt")
     assert not marker.exists()
@@ -67,7 +70,7 @@ class Sharded:
 
 def test_the_shard_of_a_sharded_tensor_is_kept(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    content = {"model": {"_flat_param": Sharded(torch.arange(3.0), 4, marker)}, "optimizer": {}}
+    content = {"model": {"_flat_param": Sharded(torch.arange(3.0), 4, marker)}, "optimizer": OPTIMIZER}
     torch.save(content, tmp_path / "0.pt")
     found = local.read_rank_file(tmp_path / "0.pt")["model"]["_flat_param"]
     assert found.offset == 4
@@ -162,6 +165,15 @@ def test_slices_of_ranks_are_joined_and_moments_found(tmp_path: Path) -> None:
         flat.joined_tensors(ranks[:1], "llama", shapes)
     with pytest.raises(CheckpointError):
         local.read_rank_file(tmp_path)
+
+
+@pytest.mark.parametrize("lacking", ["model", "optimizer", "state", "param_groups"])
+def test_a_rank_file_without_a_part_is_refused_by_the_parts_name(lacking: str, tmp_path: Path) -> None:
+    optimizer = {key: value for key, value in OPTIMIZER.items() if key != lacking}
+    content = {"model": {}, "optimizer": optimizer}
+    torch.save({key: value for key, value in content.items() if key != lacking}, tmp_path / "0.pt")
+    with pytest.raises(CheckpointError, match=rf"0\.pt.* lacks .*{lacking}"):
+        local.read_rank_file(tmp_path / "0.pt")
 
 
 def test_norms_of_gpt2_have_no_decay() -> None:

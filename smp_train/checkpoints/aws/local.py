@@ -117,6 +117,12 @@ def read_rank_file(path: Any) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {first_line(failure)}") from failure
     if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("model", "optimizer"))):
         raise CheckpointError(f"{path} is not a local checkpoint of SMP's sample: it lacks model or optimizer")
+    optimizer = content["optimizer"]
+    if not (isinstance(optimizer.get("state"), dict) and isinstance(optimizer.get("param_groups"), list)):
+        raise CheckpointError(
+            f"{path}: its optimizer lacks state or param_groups, so AdamW's moments are not in it; "
+            "give a file of optimizer.state_dict(), or the weights to --pretrained_checkpoint_file"
+        )
     return content
 
 
