@@ -295,7 +295,7 @@ def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) 
     files = [file for file in listed if _is_usable(file, single, selection.zipped)]
     if not files:
         names = _describe(entries)
-        hint = f"; it has {names}, which are not read: write their records as JSON lines" if names else ""
+        hint = f"; not read: {names}; write the records as JSON lines" if names else ""
         suffixes = " ".join(selection.patterns) or " ".join(f"*{suffix}" for suffix in READERS)
         raise DataError(f"{selection.flag} {location}: no file that matches {suffixes}{hint}")
     _refuse_duplicates(files)

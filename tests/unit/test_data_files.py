@@ -81,7 +81,7 @@ def test_nothing_to_read(tmp_path):
     refuses(tmp_path / "missing", "missing: no such file or folder", "--training_dir")
     refuses(tmp_path, tmp_path, "no file that matches", "*.json.gz", "--dataset", flag="--dataset")
     put(tmp_path, "a.csv", "b.tsv", "c.html")
-    refuses(tmp_path, "a.csv, b.tsv, c.html, which are not read", "JSON lines")
+    refuses(tmp_path, "not read: a.csv, b.tsv, c.html; ", "JSON lines")
     refuses("s3://", "s3://: names no bucket", "s3://bucket/prefix")
     put(tmp_path, "d/x.json", content=b"\n\n")
     refuses(tmp_path / "d", "x.json: no record")
@@ -90,7 +90,7 @@ def test_nothing_to_read(tmp_path):
 @pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.html", "a.pdf", "a.jsonl.zst", "a.tok", "a.idx"])
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path, name):
     put(tmp_path, name, content=b"a,b\n1,2\n")
-    refuses(tmp_path / name, name, "not read", "write their records as JSON lines")
+    refuses(tmp_path / name, name, "not read", "JSON lines")
     refuses(tmp_path, "not read", patterns=["*"])
 
 
