@@ -21,7 +21,6 @@ from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.data.loader import Loader
 from smp_train.data.open_data import open_data
 from smp_train.distributed import Runtime, heartbeat
-from smp_train.distributed.degrees import plan
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.distributed.watch import watch
 from smp_train.errors import ConfigError
@@ -121,7 +120,10 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     memory = MemoryRows(device, folder.logs, ranks.rank, on=args.enable_memory_profiling)
     smp = backend.name == "smp"
     shown = ranks.is_main and smp  # native shows what takes long
-    with while_building(args, ranks, device, folder.logs, smp=smp), Progress("Building the model", shown=shown):
+    with (
+        while_building(args, backend.degrees, ranks, device, folder.logs, smp=smp),
+        Progress("Building the model", shown=shown),
+    ):
         model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     memory.row("model built")
     if any(map(is_node_local, args.checkpoint_dir)):
@@ -225,8 +227,7 @@ def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runt
     with distributed.together("comparing the model with the memory"):
         warning = check_state(
             args, count_parameters(spec.config), name=spec.name, frozen=args.evaluate_only or spec.lora is not None,
-            sharing=plan(args, ranks.world_size, ranks.local_world_size, smp=backend.name == "smp").sharing,
-            processes=ranks.world_size, memory=memory, where=where, on_host=on_host,
+            sharing=backend.degrees.sharing, processes=ranks.world_size, memory=memory, where=where, on_host=on_host,
         )  # fmt: skip
         if warning:
             log.warning("%s", warning)

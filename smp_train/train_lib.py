@@ -68,8 +68,8 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
         finish(run)
     except BaseException as failure:
         no_memory = out_of_memory(
-            failure, run.args, ranks, run.model, run.optimizer, device=device, step=run.progress.step + 1,
-            folder=run.folder.logs, smp=run.backend.name == "smp",
+            failure, run.args, run.backend.degrees, ranks, run.model, run.optimizer, device=device,
+            step=run.progress.step + 1, folder=run.folder.logs, smp=run.backend.name == "smp",
         )  # fmt: skip
         heartbeat.end()
         run.screen.close()

@@ -32,7 +32,7 @@ class Uses:
 
 
 def remedies(
-    args: Arguments, uses: Uses, world_size: int, local_world_size: int, *, gpu: bool, smp: bool = False,
+    args: Arguments, uses: Uses, degrees: Degrees, local_world_size: int, *, gpu: bool, smp: bool = False,
     experts: int | None = None,
 ) -> Iterator[dict[str, Any] | None]:  # fmt: skip
     """Yield changes of flags, those against the largest use first and the cheapest of each; last, None: more devices.
@@ -42,15 +42,15 @@ def remedies(
     Args:
         args: Of the run.
         uses: Of a device.
-        world_size: Ranks of the run.
+        degrees: The layout of the run's ranks.
         local_world_size: Ranks of a node.
         gpu: The run is on GPUs.
         smp: It is on SMP.
         experts: Of a layer of the model, 0 of a dense one. None leaves out the degrees that a model may not divide by:
             those are for the caller to try.
     """
-    now = plan(args, world_size, local_world_size, smp=smp)
-    whole = now.sharing == world_size
+    world_size = degrees.world_size
+    whole = degrees.sharing == world_size
     checkpointed = checkpointing.read(args.activation_checkpointing)[0] > 0
     offloads = gpu and not (smp and (args.fp8 or not checkpointed))
     dense, moe = experts is not None, bool(experts)
@@ -60,10 +60,10 @@ def remedies(
         (uses.working, args.activation_checkpointing != checkpointing.FULL, _checkpointed(args)),
         (working, True, _fewer_rows(args)),
         (uses.working, offloads and not args.sm_activation_offloading, {"sm_activation_offloading": True}),
-        (working, dense, _larger(args, now, "context")),
-        (max(working, uses.gathered), dense, _larger(args, now, "tensor")),
+        (working, dense, _larger(args, degrees, "context")),
+        (max(working, uses.gathered), dense, _larger(args, degrees, "tensor")),
         (uses.gathered, args.forward_prefetch, {"forward_prefetch": False}),
-        (uses.gathered, moe, _larger(args, now, "expert")),
+        (uses.gathered, moe, _larger(args, degrees, "expert")),
         (uses.state, not whole, {"sharding_strategy": "full_shard", "hybrid_shard_degree": 0}),
         (uses.state, gpu and not smp and not args.cpu_offload, {"cpu_offload": True}),
     ]
@@ -88,9 +88,9 @@ def _fewer_rows(args: Arguments) -> dict[str, Any] | None:
     return {"train_batch_size": args.train_batch_size // factor, **_more_steps(args, factor)}
 
 
-def _larger(args: Arguments, now: Degrees, dimension: str) -> dict[str, Any] | None:
+def _larger(args: Arguments, degrees: Degrees, dimension: str) -> dict[str, Any] | None:
     """Return a degree times the smallest factor that the ranks leave; None where they leave none."""
-    left = now.replicate * now.shard
+    left = degrees.replicate * degrees.shard
     if left == 1:
         return None
     factor, name = divisors(left)[1], f"{dimension}_parallel_degree"

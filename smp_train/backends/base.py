@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_train.checkpoints.saver import Saver
+from smp_train.distributed.degrees import Degrees
 from smp_train.errors import ConfigError
 from smp_train.losses import Loss
 
@@ -55,6 +56,8 @@ class Backend(ABC):
     name: str
     checkpoint_type: str = "async_sharded"
     """Default of --checkpoint_type."""
+    degrees: Degrees
+    """The layout of the run's ranks."""
     topology: Topology
     compiled = False
     """Whether the model is compiled, during the first step."""

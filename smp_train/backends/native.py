@@ -100,7 +100,7 @@ class NativeBackend(Backend):
         if args.cpu_offload != self.cpu_offload:
             logger.info("--cpu_offload 1 has no effect: on a CPU everything is in host memory")
         self.offload: activation_offloading.Offload | None = None
-        degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=False)
+        self.degrees = degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=False)
         self.mesh = mesh.Mesh(degrees, device.type)
         self.context: context_parallel.ContextSplit | None = None
         self.routers: router_loss.Routers | None = None

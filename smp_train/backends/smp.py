@@ -60,7 +60,7 @@ class SmpBackend(Backend):
         self.transforms = transforms(args)
         self.draws = "by SMP, from" if self.transforms else "from"
         self.state = library.state
-        degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=True)
+        self.degrees = degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=True)
         tensor, context = degrees.tensor, degrees.context
         self.shard = degrees.sharded
         # Ranks of one sample are adjacent, tensor ranks innermost; expert ranks read different samples.

@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from typing import Any
 
 from smp_train.arguments.chosen import given, words
 from smp_train.arguments.remedies import MORE_DEVICES, Uses, remedies
-from smp_train.distributed import degrees
 from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.traits import number_of_experts
@@ -79,7 +79,7 @@ def described(run: PlannedRun, memory: Memory, devices: Devices) -> dict[str, An
         fits = memory.needed <= devices.memory and (host is None or memory.host_needed <= host)
     return {
         "model": run.spec.name, "devices": run.devices,
-        "mesh": vars(degrees.plan(args, run.devices, run.per_node, smp=False)), "bf16": run.bf16,
+        "mesh": asdict(run.degrees), "bf16": run.bf16,
         "row_tokens": run.seq_len, "micro_batch": args.train_batch_size,
         "micro_steps": args.gradient_accumulation_steps, "activation_checkpointing": args.activation_checkpointing,
         "peak": memory.peak, "phase": phase_text(memory.peak_phase), "at_peak": memory.at_peak, "slack": memory.slack,
@@ -108,7 +108,7 @@ def lower(run: PlannedRun, memory: Memory, devices: Devices) -> dict[str, int | 
     )  # fmt: skip
     experts, tried, fits = number_of_experts(run.spec.config), 0, False
     sizes: dict[str, int | None] = {}
-    for flags in remedies(run.args, uses, run.devices, run.per_node, gpu=run.gpu, experts=experts):
+    for flags in remedies(run.args, uses, run.degrees, run.per_node, gpu=run.gpu, experts=experts):
         if flags is None:
             sizes[MORE_DEVICES] = None
         elif tried < MOST_REMEDIES and not fits:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from smp_train.arguments import Arguments, checkpointing
+from smp_train.distributed.degrees import Degrees, plan
 from smp_train.models.resolve import ModelSpec
 from smp_train.models.state_memory import CHECKPOINT_BYTES, GIB
 from smp_train.planning.step_memory import Part, Phase, Use
@@ -38,6 +39,11 @@ class PlannedRun:
     gpu: bool = True
     compiled: bool = True
     """The run compiles its layers and its loss. The plan steps them uncompiled."""
+
+    @cached_property
+    def degrees(self) -> Degrees:
+        """The layout of the run's ranks."""
+        return plan(self.args, self.devices, self.per_node, smp=False)
 
     @property
     def bf16(self) -> bool:

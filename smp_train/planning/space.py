@@ -66,7 +66,7 @@ class Space:
         """Rows per step, over all devices."""
         run = self.run
         per_rank = run.args.train_batch_size * run.args.gradient_accumulation_steps
-        return self.batch or per_rank * plan(run.args, run.devices, run.per_node, smp=False).data_parallel
+        return self.batch or per_rank * run.degrees.data_parallel
 
     def settings(self) -> tuple[list[Setting], Counter[str]]:
         """Return the settings to choose from, and the number of all others by reason."""

@@ -10,7 +10,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from smp_train.distributed import degrees
 from smp_train.launch import instances
 from smp_train.models.flops import flops_per_token
 from smp_train.planning.memory import Memory, PlannedRun
@@ -120,8 +119,7 @@ def predict(run: PlannedRun, memory: Memory, machine: Machine) -> Prediction:
         parts[UPDATING] = work.operations[(Part.UPDATE, 0), Operation.MEMORY_BOUND].size / HOST_MEMORY
     parts[COPIES] = max(0.0, copied / (LINKS * machine.host) - computing)
     parts[HOST] = max(0.0, calls * HOST_SECONDS - sum(parts.values()))
-    readers = degrees.plan(args, run.devices, machine.per_node, smp=False).data_parallel
-    tokens = args.train_batch_size * micro_batches * readers * run.seq_len
+    tokens = args.train_batch_size * micro_batches * run.degrees.data_parallel * run.seq_len
     seconds = sum(parts.values())
     flops = flops_per_token(run.spec.config, run.seq_len, frozen=run.spec.lora is not None) * tokens
     return Prediction(

@@ -17,6 +17,7 @@ from smp_train.arguments import Arguments
 from smp_train.arguments.chosen import words
 from smp_train.arguments.remedies import MORE_DEVICES, Uses, remedies
 from smp_train.distributed import ALL_RANKS, Runtime, heartbeat
+from smp_train.distributed.degrees import Degrees
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import SmpTrainError, no_memory
 from smp_train.telemetry.memory_tracker import dump, rss_gib
@@ -96,7 +97,8 @@ def _of_width(widths: Collection[int], device: torch.device) -> int:
 
 
 def changes(
-    args: Arguments, held: list[tuple[str, float]], ranks: Runtime, *, on_gpu: bool, smp: bool = False
+    args: Arguments, held: list[tuple[str, float]], degrees: Degrees, local_world_size: int, *, on_gpu: bool,
+    smp: bool = False,
 ) -> list[str]:  # fmt: skip
     """Return the changes that lower what is largest, the first to be tried first."""
     total = sum(size for _, size in held)
@@ -105,7 +107,7 @@ def changes(
     state = sum(size for name, size in held if name.startswith(("weights", "gradients", "optimizer")))
     # What was not allocated is not among what is held: it may be logits as well as activations.
     uses = Uses(state, working=activations, head=activations)
-    found = remedies(args, uses, ranks.world_size, ranks.local_world_size, gpu=on_gpu, smp=smp)
+    found = remedies(args, uses, degrees, local_world_size, gpu=on_gpu, smp=smp)
     # Memory ran out before the step had all of its tensors, so the host needs at least what is held now.
     host = {"cpu_offload": state, "sm_activation_offloading": activations}
     named = []
@@ -124,7 +126,7 @@ def table(held: list[tuple[str, float]]) -> list[str]:
 
 
 def out_of_memory(
-    failure: BaseException, args: Arguments, ranks: Runtime, model: nn.Module | None = None,
+    failure: BaseException, args: Arguments, degrees: Degrees, ranks: Runtime, model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None, *, device: torch.device, step: int = 0, folder: Path, smp: bool,
 ) -> SmpTrainError | None:  # fmt: skip
     """Return the error that says who holds the memory and what to change, and log the table; not collective.
@@ -140,7 +142,7 @@ def out_of_memory(
     for row in table(held):
         log.error("%s", row, extra=ALL_RANKS)
     dump(folder, ranks.rank)
-    change = changes(args, held, ranks, on_gpu=device.type == "cuda", smp=smp)
+    change = changes(args, held, degrees, ranks.local_world_size, on_gpu=device.type == "cuda", smp=smp)
     largest = ", ".join(f"{name} {size:.3g} GiB" for name, size in held[:OWNERS])
     where = "while the model is built" if model is None else f"in step {step}, {heartbeat.PHASES[heartbeat.phase]}"
     return SmpTrainError(
@@ -149,12 +151,14 @@ def out_of_memory(
 
 
 @contextmanager
-def while_building(args: Arguments, ranks: Runtime, device: torch.device, folder: Path, *, smp: bool) -> Iterator[None]:
+def while_building(
+    args: Arguments, degrees: Degrees, ranks: Runtime, device: torch.device, folder: Path, *, smp: bool
+) -> Iterator[None]:  # fmt: skip
     """Raise the error of `out_of_memory` where memory runs out in the body; not collective."""
     try:
         yield
     except Exception as failure:
-        error = out_of_memory(failure, args, ranks, device=device, folder=folder, smp=smp)
+        error = out_of_memory(failure, args, degrees, ranks, device=device, folder=folder, smp=smp)
         if error is not None:
             raise error from failure
         raise

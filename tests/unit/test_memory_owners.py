@@ -14,7 +14,7 @@ from torch import nn
 
 from smp_train.arguments import Arguments, parse, validate
 from smp_train.arguments.remedies import MORE_DEVICES, Uses, remedies
-from smp_train.distributed import Runtime, heartbeat
+from smp_train.distributed import heartbeat
 from smp_train.distributed.degrees import plan
 from smp_train.errors import ConfigError, no_memory
 from smp_train.telemetry import memory_owners, memory_tracker
@@ -79,8 +79,9 @@ def of(flags: str) -> Arguments:
     return parse(["--use_synthetic_data=1", *flags.split()], {}).args
 
 
-def ranks(world_size: int) -> Runtime:
-    return Runtime("plan", 0, world_size, 0, 8, 0, world_size // 8, "localhost", 0, "localhost", False)
+def changes_of(flags: str, held: list[tuple[str, float]], *, on_gpu: bool = True, smp: bool = False) -> list[str]:
+    args = of(flags)
+    return changes(args, held, plan(args, 8, 8, smp=smp), 8, on_gpu=on_gpu, smp=smp)
 
 
 @pytest.mark.parametrize(
@@ -101,22 +102,22 @@ def ranks(world_size: int) -> Runtime:
     ],
 )  # fmt: skip
 def test_what_to_change_first(held: list[tuple[str, float]], flags: str, first: str) -> None:
-    named = changes(of(flags), held, ranks(8), on_gpu=True)
+    named = changes_of(flags, held)
     assert named[0].partition(" (with ")[0] == first
     assert len(named) <= memory_owners.FLAGS
 
 
 def test_what_the_machine_or_the_backend_does_not_do_is_not_named() -> None:
-    one_row = of("--train_batch_size 1")
+    one_row = "--train_batch_size 1"
     for held in (ACTIVATIONS, STATE):
-        assert set(changes(one_row, held, ranks(8), on_gpu=False)) == {"a smaller --max_context_width", MORE_DEVICES}
+        assert set(changes_of(one_row, held, on_gpu=False)) == {"a smaller --max_context_width", MORE_DEVICES}
     state = "--cpu_offload 1 (with at least 40 GiB of host memory per rank)"
-    assert state in changes(one_row, STATE, ranks(8), on_gpu=True)
-    assert not any("cpu_offload" in change for change in changes(one_row, STATE, ranks(8), on_gpu=True, smp=True))
-    fp8 = of("--fp8 1 --train_batch_size 1")
+    assert state in changes_of(one_row, STATE)
+    assert not any("cpu_offload" in change for change in changes_of(one_row, STATE, smp=True))
+    fp8 = "--fp8 1 --train_batch_size 1"
     activations = "--sm_activation_offloading 1 (with at least 20 GiB of host memory per rank)"
-    assert activations in changes(fp8, STATE, ranks(8), on_gpu=True)
-    assert not any("offload" in change for change in changes(fp8, STATE, ranks(8), on_gpu=True, smp=True))
+    assert activations in changes_of(fp8, STATE)
+    assert not any("offload" in change for change in changes_of(fp8, STATE, smp=True))
 
 
 DEGREES = st.tuples(*[st.sampled_from([1, 2, 3, 4, 8])] * 4)
@@ -144,7 +145,7 @@ def test_every_remedy_is_accepted_and_keeps_the_global_batch(
         readers = plan(of, world_size, 8, smp=False).data_parallel
         return of.train_batch_size * of.gradient_accumulation_steps * readers
 
-    for flags in remedies(args, uses, world_size, 8, gpu=True, experts=8):
+    for flags in remedies(args, uses, plan(args, world_size, 8, smp=False), 8, gpu=True, experts=8):
         if flags is not None:
             changed = replace(args, **flags)
             validate(changed, world_size, 8)
