@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings(Own, Arguments):
     """Every keyword of `train`: what a program gives, and all flags of ``smp-train train``."""
 

@@ -55,6 +55,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     """
     check_own(resolved.own)
     resolved, start = settle(resolved, ranks)
+    resolved = resume.with_saved_row_length(resolved, start)
     args = resolved.args
     if ranks.is_main:
         opened.push(start.forget)

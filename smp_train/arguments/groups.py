@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
 
 from smp_train.arguments import checkpointing
 from smp_train.arguments import model_flags as model
@@ -24,35 +25,43 @@ GROUPS: tuple[type, ...] = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class Arguments(
     running.LegacyArguments, running.RuntimeArguments, running.LoggingArguments, model.FinetuneArguments,
     training.CheckpointArguments, training.DataArguments, training.OptimizerArguments, model.ParallelArguments,
     model.ModelArguments,
 ):  # fmt: skip
-    """All settings of a training run, flat. `smp_train.arguments.parse` makes one from a command line."""
+    """All settings of a training run, flat and immutable. `smp_train.arguments.parse` makes one from a command line."""
 
     def __post_init__(self) -> None:
-        """Settle what follows from other settings; idempotent, so `dataclasses.replace` is safe."""
+        """Set the settings that follow from other settings."""
+        for name, value in self._following().items():
+            object.__setattr__(self, name, value)
+
+    def _following(self) -> dict[str, Any]:
+        """Return the settings that follow from other settings; idempotent, so `dataclasses.replace` is safe."""
+        model_type, model_size = self.model_type, self.model_size
         if self.from_scratch:
-            self.model_type = self.model_type or "scratch"
-            self.model_size = self.model_size or "7b"
-        self.model_size = self.model_size.lower() if self.model_size else None
-        # In SMP and SageMaker 0 means "not given".
-        self.hybrid_shard_degree = self.hybrid_shard_degree or None
-        self.validation_freq = self.validation_freq or None
+            model_type, model_size = model_type or "scratch", model_size or "7b"
         # SMP's rule (its reference, hybrid_shard_degree): 1 is no sharding; from 2 on, a strategy that is not
-        # hybrid becomes hybrid_shard. A contradiction with an explicit no_shard is refused by `validate`.
+        # hybrid becomes hybrid_shard. `validate` refuses a degree above 1 with no_shard.
+        strategy = self.sharding_strategy
         if self.hybrid_shard_degree == 1:
-            self.sharding_strategy = "no_shard"
-        elif self.hybrid_shard_degree and self.sharding_strategy in ("full_shard", "shard_grad_op"):
-            self.sharding_strategy = "hybrid_shard"
-        # One setting says what is checkpointed; a contradiction is refused by `validate`.
-        if self.activation_checkpointing == checkpointing.FULL:
-            self.activation_checkpointing = checkpointing.of_layers(self.selective_checkpointing)
-        self.keep_best = self.keep_best or self.load_best_model_at_end
-        if self.run_name:
-            self.run_dir = self.run_dir or f"{RUNS}/{self.run_name}"
+            strategy = "no_shard"
+        elif self.hybrid_shard_degree and strategy in ("full_shard", "shard_grad_op"):
+            strategy = "hybrid_shard"
+        # `validate` refuses other values of --activation_checkpointing that contradict --selective_checkpointing.
+        checkpointed = self.activation_checkpointing
+        if checkpointed == checkpointing.FULL:
+            checkpointed = checkpointing.of_layers(self.selective_checkpointing)
+        return {
+            "model_type": model_type, "model_size": model_size.lower() if model_size else None,
+            # In SMP and SageMaker 0 means "not given".
+            "hybrid_shard_degree": self.hybrid_shard_degree or None, "validation_freq": self.validation_freq or None,
+            "sharding_strategy": strategy, "activation_checkpointing": checkpointed,
+            "keep_best": self.keep_best or self.load_best_model_at_end,
+            "run_dir": self.run_dir or (f"{RUNS}/{self.run_name}" if self.run_name else ""),
+        }  # fmt: skip
 
     def computes_in_bf16(self, *, gpu: bool) -> bool:
         """Return whether to compute in bfloat16, as given or by default: most CPUs emulate it, several times slower."""

@@ -22,7 +22,7 @@ def of_experts(default: Any, help: str, **known: Any) -> Any:
     return flag(default, help, idle_without="moe", no_effect_natively="it is of SMP's own experts", **known)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelArguments:
     """Model: a preset, a Hugging Face model, or single widths on top of either."""
 
@@ -65,7 +65,7 @@ class ModelArguments:
         choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"))
 
 
-@dataclass
+@dataclass(frozen=True)
 class FinetuneArguments:
     """Fine-tuning: start from pretrained weights."""
 
@@ -94,7 +94,7 @@ class FinetuneArguments:
 NO_HISTORY = "each tensor is scaled by its own largest value, and no history is kept"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelArguments:
     """Parallelism and memory: how the model is spread over the processes, and what memory is traded for."""
 

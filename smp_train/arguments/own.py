@@ -27,7 +27,7 @@ class Rows(Protocol):
 Callback = Callable[[dict[str, Any]], object]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Own:
     """What a Python program gives to a run besides flags.
 

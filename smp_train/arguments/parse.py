@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,31 @@ from smp_train.distributed import is_sagemaker
 from smp_train.errors import ConfigError
 
 COMMAND_LINE, KEYWORD, DEFAULT = "command line", "keyword", "default"
+CAUSES = {
+    "model_type": "--from_scratch", "model_size": "--from_scratch", "sharding_strategy": "--hybrid_shard_degree",
+    "run_dir": "--run_name", "activation_checkpointing": "--selective_checkpointing",
+}  # fmt: skip
+"""Settings that may follow from another one, and that one; see `Arguments`."""
 NUMBER = re.compile(r"-(\d|\.\d)")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Resolved:
-    """Arguments, where each value came from, notes for the user about them, and what a program gives besides."""
+    """Arguments, the source of each value, notes for the user about them, and a program's own inputs; immutable."""
 
     args: Arguments
-    sources: dict[str, str]
-    notes: list[str] = field(default_factory=list)
+    sources: Mapping[str, str]
+    notes: Sequence[str] = ()
     own: Own = field(default_factory=Own)
+
+    def with_values(self, source: str, **values: Any) -> Resolved:
+        """Return the settings with other values, which come from ``source``, and with what follows from them."""
+        args = replace(self.args, **values)
+        following = {
+            name: f"follows from {cause}" for name, cause in CAUSES.items()
+            if getattr(args, name) != getattr(self.args, name)
+        }  # fmt: skip
+        return replace(self, args=args, sources={**self.sources, **following, **dict.fromkeys(values, source)})
 
     def given(self, name: str) -> bool:
         """Return whether the user set ``name`` (rather than a default, the platform, or another setting)."""
@@ -274,13 +288,10 @@ def from_keywords(
     """
     own = own or Own()
     resolved = _resolved([read_keywords(settings)], os.environ if environ is None else environ, [])
-    # Rows of one's own take the place of a channel.
-    for flag, data in (("training_dir", own.training_data), ("test_dir", own.validation_data)):
-        if data is not None and not resolved.given(flag):
-            setattr(resolved.args, flag, None)
-            resolved.sources[flag] = DEFAULT
-    resolved.own = own
-    return resolved
+    # A program's rows take the place of a channel.
+    rows = {"training_dir": own.training_data, "test_dir": own.validation_data}
+    replaced = [flag for flag, data in rows.items() if data is not None and not resolved.given(flag)]
+    return replace(resolved.with_values(DEFAULT, **dict.fromkeys(replaced)), own=own)
 
 
 def _resolved(given: list[list[Given]], environ: Mapping[str, str], notes: list[str]) -> Resolved:
@@ -301,31 +312,27 @@ def _resolved(given: list[list[Given]], environ: Mapping[str, str], notes: list[
         del values["training_dir"]
         sources["training_dir"] = DEFAULT
     args = Arguments(**values)
-    _explain_settled(args, values, sources, notes)
-    return Resolved(args, sources, list(dict.fromkeys(notes)))
+    _explain_following(args, values, sources, notes)
+    resolved = Resolved(args, sources)
+    # A validation that never comes due needs no data.
+    never = args.validation_freq is not None and args.validation_freq > args.max_steps
+    if never and not (
+        args.keep_best or args.early_stopping or args.evaluate_first or args.test_dir or args.use_synthetic_data
+    ):
+        notes.append(
+            f"--validation_freq {args.validation_freq} is more than --max_steps {args.max_steps}: no validation; to "
+            "validate after the last step, give --test_dir"
+        )
+        resolved = resolved.with_values("follows from --max_steps", validation_freq=None)
+    return replace(resolved, notes=list(dict.fromkeys(notes)))
 
 
-def _explain_settled(args: Arguments, values: dict[str, Any], sources: dict[str, str], notes: list[str]) -> None:
-    """Give what follows from other settings its source, and a note where it overrides the user."""
-    causes = {
-        "model_type": "--from_scratch", "model_size": "--from_scratch",
-        "sharding_strategy": "--hybrid_shard_degree", "run_dir": "--run_name",
-        "activation_checkpointing": "--selective_checkpointing",
-    }  # fmt: skip
-    for name, cause in causes.items():
+def _explain_following(args: Arguments, values: dict[str, Any], sources: dict[str, str], notes: list[str]) -> None:
+    """Give a setting that follows from another its source, and a note if it overrides the user's value."""
+    for name, cause in CAUSES.items():
         settled, asked = getattr(args, name), values.get(name, flags()[name].default)
         if settled == asked or (isinstance(asked, str) and asked.lower() == settled):
             continue
         if name == "sharding_strategy" and name in values:
             notes.append(f"{cause} {args.hybrid_shard_degree} turns --sharding_strategy {asked} into {settled}")
         sources[name] = f"follows from {cause}"
-    # A validation that never comes due needs no data.
-    idle = args.validation_freq is not None and args.validation_freq > args.max_steps
-    used = args.keep_best or args.early_stopping or args.evaluate_first
-    if idle and not (used or args.test_dir or args.use_synthetic_data):
-        notes.append(
-            f"--validation_freq {args.validation_freq} is more than --max_steps {args.max_steps}: no validation; to "
-            "validate after the last step, give --test_dir"
-        )
-        args.validation_freq = None
-        sources["validation_freq"] = "follows from --max_steps"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING
 
@@ -24,12 +23,8 @@ def is_run_name(text: str) -> bool:
 
 
 def named(resolved: Resolved, name: str, source: str) -> Resolved:
-    """Return the settings of a run of that name, with the run folder that follows; ``source`` tells its origin."""
-    follows = resolved.args.run_dir == f"{RUNS}/{resolved.args.run_name}" and not resolved.given("run_dir")
-    args = dataclasses.replace(resolved.args, run_name=name, run_dir="" if follows else resolved.args.run_dir)
-    sources = dict(resolved.sources)
-    if not resolved.args.run_name:
-        sources["run_name"] = source
-    if args.run_dir != resolved.args.run_dir:
-        sources["run_dir"] = "follows from --run_name"
-    return dataclasses.replace(resolved, args=args, sources=sources)
+    """Return the settings with the run's name, which is from ``source`` if no flag gave one, and its run folder."""
+    follows = resolved.args.run_dir in ("", f"{RUNS}/{resolved.args.run_name}") and not resolved.given("run_dir")
+    if follows:
+        resolved = resolved.with_values("follows from --run_name", run_dir=f"{RUNS}/{name}")
+    return resolved.with_values(resolved.sources["run_name"] if resolved.args.run_name else source, run_name=name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from smp_train.arguments.flag import flag
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoggingArguments:
     """Logging and profiling: what a run writes, and where."""
 
@@ -52,7 +52,7 @@ class LoggingArguments:
     profile_steps: int = flag(3, "Steps to profile", must=">=1")
 
 
-@dataclass
+@dataclass(frozen=True)
 class RuntimeArguments:
     """Running: configuration files, communication and debugging."""
 
@@ -73,7 +73,7 @@ class RuntimeArguments:
     num_tokens: int = flag(64, "Tokens of the continuation, at most", must=">=1", idle_without="prompt")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LegacyArguments:
     """Accepted for old command lines: without effect here, and a run that is given one says so."""
 

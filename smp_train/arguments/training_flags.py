@@ -14,7 +14,7 @@ NODE_LOCAL = "local:"
 """Prefix of a checkpoint folder that is on each node's own disk."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerArguments:
     """Training: batch, length, optimizer and schedule."""
 
@@ -54,7 +54,7 @@ class OptimizerArguments:
     same_seed: bool = flag(False, "Draw the same dropout on every data-parallel rank")
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataArguments:
     """Data: what is read, in which order, and what is validated on."""
 
@@ -116,7 +116,7 @@ class DataArguments:
     evaluate_only: bool = flag(False, "Validate once and train nothing")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointArguments:
     """Checkpoints: where, how often, how many are kept. Lists of equal length make one policy per folder."""
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smp_train import backends, distributed, train_utils
@@ -119,9 +119,8 @@ def run(
         raise ConfigError("--backend smp: evaluate is of the native backend; on SMP, use train --evaluate_only 1")
     if batches is not None and batches < 1:
         raise ConfigError(f"--batches {batches}: must be at least 1")
-    args = resolved.args
+    args = replace(resolved.args, evaluate_only=True, backend="native")
     check_values(args)
-    args.evaluate_only, args.backend = True, "native"
     refuse_natively(args)
     trust_code(args.trust_remote_code)
     ranks = distributed.detect()
@@ -133,7 +132,7 @@ def run(
         ExitStack() as opened,
     ):
         described = inference.describe(checkpoint, model)
-        take_over(args, described, given={name for name in flags() if resolved.given(name)})
+        args = take_over(args, described, given={name for name in flags() if resolved.given(name)})
         by_name = places if isinstance(places, Mapping) else {place: place for place in places}
         if not by_name:
             raise ConfigError("there is no data to evaluate on; give --data")
@@ -149,14 +148,13 @@ def _effective() -> set[str]:
     return READ | {field.name for field in fields(ParallelArguments)}
 
 
-def take_over(args: Arguments, described: inference.Described, given: set[str]) -> None:
-    """Set the flags that were not ``given`` to what the checkpoint's run had, and the context to the model's."""
+def take_over(args: Arguments, described: inference.Described, given: set[str]) -> Arguments:
+    """Return the settings with the values of the checkpoint's run for flags not ``given``, and with a row length."""
     before = {} if described.checkpoint is None else described.checkpoint.meta.get("arguments") or {}
-    for name in OF_THE_RUN:
-        if name not in given and before.get(name) is not None:
-            setattr(args, name, before[name])
-    if args.max_context_width is None:
-        args.max_context_width = row_length(args, described.spec)
+    args = replace(
+        args, **{name: before[name] for name in OF_THE_RUN if name not in given and before.get(name) is not None}
+    )
+    return replace(args, max_context_width=row_length(args, described.spec))
 
 
 def evaluate(

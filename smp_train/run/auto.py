@@ -53,14 +53,11 @@ def choose(
     choice = distributed.on_main(
         task, lambda: earlier_choice(folder, asked) or search(planned, asked, memory, host, folder)
     )  # fmt: skip
-    args = replace(args, **choice["flags"])
-    sources = resolved.sources | dict.fromkeys(choice["flags"], "--auto")
-    if "hybrid_shard_degree" in choice["flags"]:
-        sources["sharding_strategy"] = "follows from --hybrid_shard_degree"
-    validate(args, ranks.world_size, ranks.local_world_size, resolved.own)
+    resolved = resolved.with_values("--auto", **choice["flags"])
+    validate(resolved.args, ranks.world_size, ranks.local_world_size, resolved.own)
     how = "as at the start before" if choice.get("kept") else f"of {memory / 2**30:.2f} GiB"
     log.info("--auto %s, on %d devices, %s: %s", args.auto, ranks.world_size, how, words(choice["flags"]))
-    return replace(resolved, args=args, sources=sources), choice
+    return resolved, choice
 
 
 def free_memory(device: torch.device, ranks: Runtime) -> tuple[int, int]:

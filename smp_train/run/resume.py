@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from smp_train import distributed
-from smp_train.arguments import Arguments
+from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.flag import show
 from smp_train.arguments.sources import is_hub_name, training_sources
 from smp_train.checkpoints.aws import sharded as aws
@@ -37,13 +37,20 @@ OF_OPTIMIZER = (
 log = get_logger()
 
 
+def with_saved_row_length(resolved: Resolved, start: Start) -> Resolved:
+    """Return the settings with the row length of the checkpoint whose model the run takes, if no flag gives either."""
+    newest = start.described
+    if newest is None or names_model(resolved.args) or resolved.args.max_context_width is not None:
+        return resolved
+    saved = (newest.meta.get("arguments") or {}).get("max_context_width")
+    return resolved if saved is None else resolved.with_values(newest.path, max_context_width=saved)
+
+
 def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
     """Return the model of the checkpoint that the run goes on from, if no flag names the model; not collective."""
     newest = start.described
     if newest is None or names_model(args):
         return None
-    if args.max_context_width is None:
-        args.max_context_width = (newest.meta.get("arguments") or {}).get("max_context_width")
     return resolve_saved(newest.model_config(), newest.marker.model_type, newest.path, newest.meta, args)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -518,3 +519,14 @@ def test_any_value_parses_or_is_refused_by_name(name: str, text: str) -> None:
     except ConfigError as refused:
         message = str(refused)
     assert f"--{name}" in message
+
+
+def test_settings_are_immutable_after_parsing() -> None:
+    resolved = parse(["--lr", "0.1"], {})
+    for settings, name in ((resolved.args, "lr"), (resolved, "args"), (resolved.own, "loss")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(settings, name, None)
+    changed = resolved.with_values("--auto", hybrid_shard_degree=2)
+    assert (resolved.args.hybrid_shard_degree, resolved.sources["hybrid_shard_degree"]) == (None, "default")
+    assert (changed.args.sharding_strategy, changed.sources["hybrid_shard_degree"]) == ("hybrid_shard", "--auto")
+    assert changed.sources["sharding_strategy"] == "follows from --hybrid_shard_degree"

@@ -73,8 +73,7 @@ def test_a_plan_takes_all_logits_for_a_programs_own_loss(
 
     monkeypatch.setattr(auto, "search", seen)
     for loss in (None, lambda logits, targets: logits.sum()):
-        resolved = parse([*LLAMA, "--auto", "--use_synthetic_data"], {})
-        resolved.own = Own(loss=loss)
+        resolved = dataclasses.replace(parse([*LLAMA, "--auto", "--use_synthetic_data"], {}), own=Own(loss=loss))
         chosen, _ = auto.choose(resolved, detect({}), torch.device("cpu"), RunFolder(tmp_path))
         assert chosen.args.chunked_loss
     assert found == [True, False]

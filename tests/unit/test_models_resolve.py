@@ -58,8 +58,8 @@ def test_key_value_heads_follow_num_heads_if_the_preset_has_equal_numbers() -> N
     assert key_value_heads(model_type="llama_v3", model_size="8b", num_heads=16) == 8
     args = SimpleNamespace(model_type="llama_v2", model_size="7b", num_heads=4)
     assert settled_flags(args)["num_key_value_heads"] == (4, "follows from --num_heads")
-    args.num_heads = None
-    assert settled_flags(args)["num_key_value_heads"] == (32, "preset llama_v2-7b")
+    preset = SimpleNamespace(model_type="llama_v2", model_size="7b", num_heads=None)
+    assert settled_flags(preset)["num_key_value_heads"] == (32, "preset llama_v2-7b")
 
 
 def test_the_original_systems_defaults() -> None:
