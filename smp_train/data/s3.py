@@ -17,9 +17,8 @@ from smp_train.data.source import digest_of
 from smp_train.errors import DataError
 from smp_train.storage.base import SCHEME, split
 from smp_train.storage.client import AT_ONCE
-from smp_train.storage.prefetch import prefetched
-from smp_train.storage.ranges import RangeFile
 from smp_train.storage.s3 import UNREADABLE, S3Storage
+from smp_train.storage.streams import RangeFile, prefetched
 
 if TYPE_CHECKING:
     from smp_train.data.files import DataFile
@@ -53,7 +52,7 @@ def list_objects(location: str) -> dict[str, tuple[str, int, str]]:
 def read_object(path: str) -> bytes | None:
     """Return the content of a small object; None if it does not exist or this role may not read it."""
     storage, key = _object(path)
-    return storage.read_unless(key, UNREADABLE)
+    return storage.read_if_there(key, UNREADABLE)
 
 
 def open_object(path: str, size: int, etag: str) -> io.BufferedReader:

@@ -52,6 +52,7 @@ class Storage(Protocol):
 
     def exists(self, name: str) -> bool:
         """Return whether a file exists."""
+        return self.entry(name) is not None
 
     def read(self, name: str) -> bytes:
         """Return a small file's content."""

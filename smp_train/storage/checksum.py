@@ -15,29 +15,17 @@ except ImportError:
 class FileRecord(NamedTuple):
     """A file's size in bytes, and its CRC-32 as eight hexadecimal digits."""
 
-    size: int
-    crc32: str
+    size: int = 0
+    crc32: str = "00000000"
 
-
-class Checksum:
-    """Size and CRC-32 of the bytes added so far."""
-
-    def __init__(self) -> None:
-        self._size = self._crc = 0
-
-    def add(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Add the next bytes."""
-        self._crc = _crc32(chunk, self._crc)
-        self._size += len(chunk)
-
-    def record(self) -> FileRecord:
-        """Return size and checksum."""
-        return FileRecord(self._size, f"{self._crc:08x}")
+    def extended(self, chunk: bytes | bytearray | memoryview) -> FileRecord:
+        """Return the record of the file with ``chunk`` appended."""
+        return FileRecord(self.size + len(chunk), f"{_crc32(chunk, int(self.crc32, 16)):08x}")
 
 
 def checksum_of(chunks: Iterable[bytes]) -> FileRecord:
-    """Return the size and the checksum of a file whose content is these chunks, in order."""
-    checksum = Checksum()
+    """Return the record of a file whose content is these chunks, in order."""
+    record = FileRecord()
     for chunk in chunks:
-        checksum.add(chunk)
-    return checksum.record()
+        record = record.extended(chunk)
+    return record

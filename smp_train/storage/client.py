@@ -27,14 +27,6 @@ SILENT_SECONDS = 30.0
 """Least interval between two warnings that S3 does not answer."""
 IDENTITY = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
 """A change of these variables makes a new client."""
-PERMISSIONS = {
-    "put_object": "PutObject", "copy_object": "PutObject", "copy": "PutObject", "create_multipart_upload": "PutObject",
-    "upload_part": "PutObject", "complete_multipart_upload": "PutObject", "get_object": "GetObject",
-    "head_object": "GetObject", "delete_object": "DeleteObject", "delete_objects": "DeleteObject",
-    "list_objects_v2": "ListBucket", "list_multipart_uploads": "ListBucketMultipartUploads",
-    "abort_multipart_upload": "AbortMultipartUpload",
-}  # fmt: skip
-"""The permission that each operation needs."""
 
 
 def client() -> Any:
@@ -49,26 +41,18 @@ def client() -> Any:
 def _made(process: int, read_timeout: float, *identity: str | None) -> Any:
     try:
         import boto3
-        import botocore.session
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise ConfigError(f"s3:// needs the package boto3: {install('s3')}") from None
+    config = Config(
+        max_pool_connections=4 * AT_ONCE, connect_timeout=10, read_timeout=read_timeout,
+        # The mode "standard" stops retrying when many of a client's requests fail at once.
+        retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
+    )  # fmt: skip
     try:
-        # The default session cannot make clients in several threads and keeps replaced credentials, so each client gets
-        # a session. All sessions share the loader, which caches boto3's own data files.
-        core = botocore.session.get_session()
-        core.register_component("data_loader", _loader())
-        made = boto3.session.Session(botocore_session=core).client(
-            "s3",
-            config=Config(
-                max_pool_connections=4 * AT_ONCE,
-                connect_timeout=10,
-                read_timeout=read_timeout,
-                # The mode "standard" stops retrying when many of a client's requests fail at once.
-                retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
-            ),
-        )
+        # The default session cannot make clients in several threads, and keeps replaced credentials.
+        made = boto3.session.Session().client("s3", config=config)
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(f"s3: no client can be made ({one_line(error)}); check the AWS variables") from None
     warned = -SILENT_SECONDS
@@ -76,21 +60,13 @@ def _made(process: int, read_timeout: float, *identity: str | None) -> Any:
     def warn(caught_exception: BaseException | None = None, attempts: int = 1, **_: Any) -> None:
         """Handle botocore's event ``needs-retry``. Returning None leaves the decision to botocore."""
         nonlocal warned
-        if caught_exception is None or attempts >= ATTEMPTS or time.monotonic() - warned < SILENT_SECONDS:
-            return
-        warned = time.monotonic()
-        logger.warning("%s does not answer (%s); trying again, up to %d times",
-                       made.meta.endpoint_url, one_line(caught_exception), ATTEMPTS)  # fmt: skip
+        if caught_exception and attempts < ATTEMPTS and time.monotonic() - warned >= SILENT_SECONDS:
+            warned = time.monotonic()
+            logger.warning("%s does not answer (%s); trying again, up to %d times",
+                           made.meta.endpoint_url, one_line(caught_exception), ATTEMPTS)  # fmt: skip
 
     made.meta.events.register("needs-retry.s3", warn)
     return made
-
-
-@lru_cache
-def _loader() -> Any:
-    from botocore.loaders import create_loader
-
-    return create_loader()
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -104,6 +80,10 @@ def failures() -> tuple[type[Exception], ...]:
 def code_of(error: BaseException | None) -> str:
     """Return S3's error code; empty if the error is not an answer from S3."""
     return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
+
+
+PERMISSIONS = {"get": "GetObject", "head": "GetObject", "delete": "DeleteObject", "list": "ListBucket"}
+"""The permission that an operation needs, by the operation's first word; all other operations need PutObject."""
 
 
 def explain(error: BaseException, location: str, operation: str, kind: type[SmpTrainError]) -> SmpTrainError:
@@ -122,9 +102,9 @@ def explain(error: BaseException, location: str, operation: str, kind: type[SmpT
     elif type(error).__name__ == "NoCredentialsError":
         reason = "no AWS credentials found; set AWS_PROFILE, or give the machine a role"
     else:
-        bucket = split(location, kind)[0]
+        bucket, permission = split(location, kind)[0], PERMISSIONS.get(operation.partition("_")[0], "PutObject")
         reason = {
-            403: f"access denied (403 {code}); the role in use needs s3:{PERMISSIONS[operation]} on {bucket}",
+            403: f"access denied (403 {code}); the role in use needs s3:{permission} on {bucket}",
             404: f"no such object (404 {code}); was it removed after the listing?",
             412: "was replaced while it was being read (412); start again when the data is complete",
             416: "is shorter than it should be (416); it has been replaced",

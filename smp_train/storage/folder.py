@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from smp_train.errors import CheckpointError
-from smp_train.storage.base import Entry, Range
+from smp_train.storage.base import Entry, Range, Storage
 from smp_train.storage.patience import patiently
 
 SMALL_FILE_BYTES = 64 << 20
@@ -26,7 +26,7 @@ PARTIAL = ".partial"
 """Suffix of a hidden temporary name, under which a file is written before it is renamed."""
 
 
-class FolderStorage:
+class FolderStorage(Storage):
     """See `Storage`."""
 
     def __init__(self, location: str) -> None:
@@ -53,9 +53,6 @@ class FolderStorage:
             return None
         return Entry(status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
-    def exists(self, name: str) -> bool:
-        return self.entry(name) is not None
-
     def read(self, name: str) -> bytes:
         """Return a small file's content. Raises `CheckpointError` for a large file, or a link."""
         path = self.root / name
@@ -80,24 +77,21 @@ class FolderStorage:
     # --- writing
 
     def put(self, name: str, data: bytes) -> None:
-        def write() -> None:
-            with self.writer(name) as file:
-                file.write(data)
-
-        patiently(write, self.root / name)  # each attempt writes a new temporary file
+        self._write(name, data, Path.rename)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        path = self.root / name
-
-        def write() -> None:
-            with _written(path, _publish) as file:
-                file.write(data)
-
         try:
-            patiently(write, path)
+            self._write(name, data, _link)
         except FileExistsError:
             return False
         return True
+
+    def _write(self, name: str, data: bytes, publish: Callable[[Path, Path], object]) -> None:
+        def write() -> None:  # each attempt writes a new temporary file
+            with _written(self.root / name, publish) as file:
+                file.write(data)
+
+        patiently(write, self.root / name)
 
     def writer(self, name: str, size: int = 0) -> AbstractContextManager[BinaryIO]:
         """Return a stream into a temporary file, which is synced and renamed to ``name`` at the end."""
@@ -117,12 +111,12 @@ class FolderStorage:
 
     def delete_folder(self, folder: str, but: Collection[str] = ()) -> None:
         path = self.root / folder
-        files, folders = self.level(folder) if but else ({}, [""])  # "" is the folder itself
+        files, folders = self.level(folder)
         for name in (name for name in (*files, *folders) if name not in but):
             remove = os.unlink if name in files else shutil.rmtree
             with suppress(FileNotFoundError):  # another process deletes it too
                 patiently(partial(remove, path / name), path)
-        self._remove_empty(path.parent)
+        self._remove_empty(path)
 
     def discard_unfinished(self, ours: Callable[[str], bool], killed_before: float) -> list[str]:
         discarded = []
@@ -145,17 +139,12 @@ class FolderStorage:
 
     def now(self) -> float:
         """Return the time of a file written now: a file server may have its own clock."""
-        probe = self.root / f".clock.{uuid.uuid4().hex[:8]}{PARTIAL}"
-
-        def touch() -> float:
-            _make(self.root)  # not made before the first file
-            probe.touch()
-            return probe.stat().st_mtime
-
+        probe = f".clock.{uuid.uuid4().hex[:8]}{PARTIAL}"
         try:
-            return patiently(touch, probe)
+            self.put(probe, b"")
+            return (self.root / probe).stat().st_mtime
         finally:
-            probe.unlink(missing_ok=True)
+            (self.root / probe).unlink(missing_ok=True)
 
 
 def _files_below(folder: str, prefix: str) -> Iterator[tuple[str, Entry]]:
@@ -214,7 +203,7 @@ def _written(path: Path, publish: Callable[[Path, Path], object]) -> Iterator[Bi
     sync_folder(path.parent)
 
 
-def _publish(draft: Path, path: Path) -> None:
+def _link(draft: Path, path: Path) -> None:
     """Give a written file the name ``path``. Raises FileExistsError if the name is taken."""
     try:
         os.link(draft, path)

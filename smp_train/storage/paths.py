@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import io
 import os
 import posixpath
@@ -15,8 +14,8 @@ from pathlib import Path
 
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from smp_train.storage.base import Entry, is_s3, normal, split
-from smp_train.storage.ranges import RangeFile
 from smp_train.storage.s3 import S3Storage, parts
+from smp_train.storage.streams import RangeFile
 
 READ_AHEAD = 1 << 18
 """Bytes of one request for an object that is read as a file."""
@@ -31,17 +30,16 @@ class S3Path:
 
     def __init__(self, location: str) -> None:
         split(location, CheckpointError)
-        self._text = normal(location)
-        self.storage = S3Storage(self._text)
+        self.storage = S3Storage(normal(location))
         """The storage of the objects below this path; the empty name is the object itself."""
 
     def __str__(self) -> str:
-        return self._text
+        return self.storage.location
 
     __fspath__ = __str__
 
     def __truediv__(self, name: str) -> S3Path:
-        return S3Path(f"{self._text}/{name}")
+        return S3Path(f"{self}/{name}")
 
     @property
     def name(self) -> str:
@@ -51,7 +49,7 @@ class S3Path:
     @property
     def parent(self) -> S3Path:
         """The folder that contains the object."""
-        return S3Path(self._text.rpartition("/")[0]) if self.name else self
+        return S3Path(posixpath.dirname(str(self))) if self.name else self
 
     def is_file(self) -> bool:
         """Return whether an object has this key."""
@@ -97,11 +95,11 @@ def place(location: str | os.PathLike[str]) -> Place:
     return S3Path(text) if is_s3(text) else Path(text).expanduser()
 
 
-def names_in(folder: Place, pattern: str = "*") -> list[str]:
-    """Return the sorted names of the files directly in a folder that match a pattern; empty without the folder."""
+def names_in(folder: Place) -> list[str]:
+    """Return the sorted names of the files directly in a folder; empty without the folder."""
     if isinstance(folder, S3Path):
-        return sorted(fnmatch.filter(folder.storage.level()[0], pattern))
-    return sorted(path.name for path in folder.glob(pattern) if path.is_file())
+        return sorted(folder.storage.level()[0])
+    return sorted(path.name for path in folder.glob("*") if path.is_file())
 
 
 @contextmanager
@@ -125,16 +123,15 @@ def on_this_machine(location: str) -> Iterator[str]:
         yield location
         return
     source = S3Path(location)
-    folder = source.parent if source.is_file() else source
+    is_file = source.is_file()
+    folder = source.parent if is_file else source
+    names = [source.name] if is_file else [
+        name for name, entry in folder.storage.level()[0].items() if entry.size <= SMALL_BYTES
+    ]  # fmt: skip
     with temporary(str(folder)) as copy:
-        if folder is source:
-            for name, entry in folder.storage.level()[0].items():
-                if entry.size <= SMALL_BYTES:
-                    (Path(copy) / name).write_bytes(folder.storage.read(name))
-            yield copy
-        else:
-            (Path(copy) / source.name).write_bytes(source.read_bytes())
-            yield os.path.join(copy, source.name)
+        for name in names:
+            Path(copy, name).write_bytes(folder.storage.read(name))
+        yield os.path.join(copy, source.name) if is_file else copy
 
 
 def private_folder(name: str, parent: str | None = None) -> str:

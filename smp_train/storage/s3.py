@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO
 
 from smp_train.errors import CheckpointError, SmpTrainError, one_line
 from smp_train.storage import client as s3_client
-from smp_train.storage.base import SCHEME, Entry, Range, split
-from smp_train.storage.client import code_of, explain
-from smp_train.storage.prefetch import prefetched
-from smp_train.storage.upload import Upload
+from smp_train.storage.base import SCHEME, Entry, Range, Storage, split
+from smp_train.storage.client import AT_ONCE, code_of, explain
+from smp_train.storage.streams import prefetched
 
 PART_BYTES = 16 << 20
 """Bytes of one request, up or down. A rank holds about twenty parts at most."""
@@ -42,7 +43,7 @@ def parts(name: str, start: int, length: int, etag: str = "") -> Iterator[Range]
         yield Range(name, first, min(PART_BYTES, start + length - first), etag)
 
 
-class S3Storage:
+class S3Storage(Storage):
     """See `Storage`."""
 
     def __init__(self, location: str, error: type[SmpTrainError] = CheckpointError) -> None:
@@ -55,19 +56,20 @@ class S3Storage:
         """Return the key of an object below the prefix."""
         return "/".join(part for part in (self.prefix, name) if part)
 
-    def request(self, operation: str, name: str | None = None, **parameters: Any) -> Any:
-        """Make one request about an object, or about the bucket. Raises the storage's error."""
+    def request(
+        self, operation: str, name: str | None = None, unless: tuple[str, ...] = (), **parameters: Any
+    ) -> Any:
+        """Make one request about an object, or about the bucket; return None for an S3 error code in ``unless``.
+
+        Raises the storage's error.
+        """
         if name is not None:
             parameters["Key"] = self.key(name)
-        with self._explained(operation, name):
-            return getattr(s3_client.client(), operation)(Bucket=self.bucket, **parameters)
-
-    def _request_unless(self, codes: tuple[str, ...], operation: str, name: str, **parameters: Any) -> Any:
-        """Make a request; return None if S3 answers with an error code in ``codes``."""
         try:
-            return self.request(operation, name, **parameters)
+            with self._explained(operation, name):
+                return getattr(s3_client.client(), operation)(Bucket=self.bucket, **parameters)
         except self.error as error:
-            if code_of(error.__cause__) in codes:
+            if code_of(error.__cause__) in unless:
                 return None
             raise
 
@@ -81,9 +83,9 @@ class S3Storage:
         try:
             yield
         except s3_client.failures() as error:
-            raise explain(error, self._shown(name), operation, self.error) from error
+            raise explain(error, self._url(name), operation, self.error) from error
 
-    def _shown(self, name: str | None) -> str:
+    def _url(self, name: str | None) -> str:
         return self.location if name is None else f"{SCHEME}{self.bucket}/{self.key(name)}"
 
     # --- listing
@@ -111,27 +113,21 @@ class S3Storage:
         prefix = f"{self.prefix}/" if self.prefix else ""
         return not self.request("list_objects_v2", Prefix=prefix, MaxKeys=1).get("KeyCount")
 
-    def exists(self, name: str) -> bool:
-        return self.entry(name) is not None
-
     def entry(self, name: str, missing: tuple[str, ...] = MISSING) -> Entry | None:
         """Return an object's entry; None for an error code in ``missing``."""
-        answer = self._request_unless(missing, "head_object", name)
+        answer = self.request("head_object", name, missing)
         return answer and Entry(answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"])
 
     # --- reading
 
     def read(self, name: str) -> bytes:
-        content = self.read_unless(name)
+        content = self.read_if_there(name, missing=())
         assert content is not None
         return content
 
-    def read_if_there(self, name: str) -> bytes | None:
-        return self.read_unless(name, MISSING)
-
-    def read_unless(self, name: str, missing: tuple[str, ...] = ()) -> bytes | None:
+    def read_if_there(self, name: str, missing: tuple[str, ...] = MISSING) -> bytes | None:
         """Return a small object's content; None for an error code in ``missing``."""
-        answer = self._request_unless(missing, "get_object", name)
+        answer = self.request("get_object", name, missing)
         if answer is None:
             return None
         content = bytearray()
@@ -145,8 +141,7 @@ class S3Storage:
         return bytes(content)
 
     def ranges(self, spans: Iterable[Range]) -> Iterator[bytes]:
-        """Yield the bytes of each range, in order, with one request per range."""
-        return prefetched(lambda span: self.read_range(*span), spans, s3_client.AT_ONCE)
+        return prefetched(lambda span: self.read_range(*span), spans, AT_ONCE)
 
     def receive(
         self, name: str, write: Callable[[bytes], object], start: int, end: int, etag: str = "", answer: Any = None
@@ -157,7 +152,7 @@ class S3Storage:
         ``answer`` is the answer to the first request, if the caller has made it.
         """
         done, failures, chunk_bytes = start, 0, CHUNK_BYTES
-        version = {"IfMatch": etag} if etag else {}
+        version: dict[str, Any] = {"IfMatch": etag} if etag else {}
         while done < end:
             previous = done
             if answer is None:
@@ -172,13 +167,12 @@ class S3Storage:
                 problem = error
             finally:
                 body.close()
-            if done < end:
-                # A chunk is lost if the connection breaks: where all connections are short, chunks must be small.
-                chunk_bytes = max(LEAST_CHUNK_BYTES, chunk_bytes // 4)
+            # A broken connection loses a chunk: where all connections are short, chunks must be small.
+            chunk_bytes = max(LEAST_CHUNK_BYTES, chunk_bytes // 4)
             failures = 0 if done > previous else failures + 1
             if failures >= BODY_ATTEMPTS:
                 reason = f"{failures} tries in a row brought nothing (last: {one_line(problem)})"
-                raise self.error(f"{self._shown(name)}: cannot be read: {reason}")
+                raise self.error(f"{self._url(name)}: cannot be read: {reason}")
             if failures:
                 time.sleep(min(WAIT_SECONDS * 2 ** (failures - 1), 10.0))
 
@@ -192,14 +186,13 @@ class S3Storage:
             return False
         refused = ("PreconditionFailed", "ConditionalRequestConflict")
         try:
-            if self._request_unless(refused, "put_object", name, Body=data, IfNoneMatch="*") is None:
-                # A first try may have written the object, and its answer was lost.
-                return self.read_if_there(name) == data
+            written = self.request("put_object", name, refused, Body=data, IfNoneMatch="*")
         except self.error as error:
             if code_of(error.__cause__) != "NotImplemented":
                 raise
-            self.put(name, data)
-        return True
+            written = self.request("put_object", name, Body=data)
+        # A first try may have written the object, and its answer was lost.
+        return written is not None or self.read_if_there(name) == data
 
     @contextmanager
     def writer(self, name: str, size: int = 0) -> Iterator[BinaryIO]:
@@ -247,3 +240,70 @@ class S3Storage:
         answer = self.request("list_objects_v2", Prefix=self.prefix, MaxKeys=1)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         return parsedate_to_datetime(date).timestamp() if date else time.time()
+
+
+class Upload(io.RawIOBase):
+    """A stream into an object, which appears when `complete` returns, or never. Raises the storage's errors.
+
+    Parts are sent while the next are written, so that memory holds only a few.
+    """
+
+    def __init__(self, storage: S3Storage, name: str, part_bytes: int) -> None:
+        self._storage, self._name, self._part_bytes = storage, name, part_bytes
+        self._buffer, self._size, self._id = bytearray(), 0, ""
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="smp-train-upload")
+        self._parts: list[Future[dict[str, Any]]] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: Any) -> int:
+        """Copy ``data`` to the buffer. Waits while `AT_ONCE` parts are being sent."""
+        with memoryview(data).cast("B") as view:
+            done = 0
+            while done < len(view):
+                room = self._part_bytes - len(self._buffer)
+                self._buffer += view[done : done + room]
+                done += room
+                if len(self._buffer) == self._part_bytes:
+                    self._send()
+            self._size += len(view)
+            return len(view)
+
+    def _send(self) -> None:
+        if not self._id:
+            self._id = self._storage.request("create_multipart_upload", self._name)["UploadId"]
+        if len(self._parts) >= AT_ONCE:
+            self._parts[-AT_ONCE].result()
+        part, self._buffer = self._buffer, bytearray()
+        self._parts.append(self._pool.submit(self._put, len(self._parts) + 1, part))
+
+    def _put(self, number: int, data: bytearray) -> dict[str, Any]:
+        answer = self._storage.request("upload_part", self._name, UploadId=self._id, PartNumber=number, Body=data)
+        checksums = {name: value for name, value in answer.items() if name.startswith("Checksum")}
+        return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
+
+    def complete(self) -> None:
+        """Send the last part, and wait until the object exists."""
+        if not self._id:
+            self._storage.put(self._name, bytes(self._buffer))
+            return
+        if self._buffer:
+            self._send()
+        parts = {"Parts": [part.result() for part in self._parts]}
+        upload = {"UploadId": self._id, "MultipartUpload": parts}
+        if self._storage.request("complete_multipart_upload", self._name, ("NoSuchUpload",), **upload) is None:
+            # A first try has completed the upload, and its answer was lost. Nobody else writes this object.
+            entry = self._storage.entry(self._name)
+            if entry is None or entry.size != self._size:
+                raise self._storage.error(f"{self._storage.location}/{self._name}: its upload was aborted; save again")
+
+    def abort(self) -> None:
+        """Delete the parts sent so far, without waiting for parts in flight: the next run deletes those."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._id:
+            with suppress(self._storage.error):
+                self._storage.request("abort_multipart_upload", self._name, UploadId=self._id)

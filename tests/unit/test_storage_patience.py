@@ -23,14 +23,13 @@ class Unanswered:
     """Fails the first ``times`` calls that concern a path with ``name`` in it."""
 
     def __init__(self, name: str, times: int, number: int = errno.EIO) -> None:
-        self.name, self.left, self.number, self.calls = name, times, number, 0
+        self.name, self.times, self.number, self.calls = name, times, number, 0
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def attempt(path: Any, *args: Any, **options: Any) -> Any:
             if not isinstance(path, int) and self.name in os.fspath(path):
                 self.calls += 1
-                self.left -= 1
-                if self.left >= 0:
+                if self.calls <= self.times:
                     raise OSError(self.number, os.strerror(self.number), os.fspath(path))
             return call(path, *args, **options)
 

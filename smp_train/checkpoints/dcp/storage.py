@@ -28,27 +28,27 @@ from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
 from smp_train.progress import MOVED
 from smp_train.storage import Storage, is_s3, wait_for
-from smp_train.storage.checksum import Checksum, FileRecord, checksum_of
-from smp_train.storage.ranges import RangeFile
+from smp_train.storage.checksum import FileRecord, checksum_of
 from smp_train.storage.s3 import parts
+from smp_train.storage.streams import RangeFile
 
 
 class _Checksummed(io.RawIOBase):
     """Writes to a file and computes the file's `FileRecord`."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._checksum = file, Checksum()
-        self.record = self._checksum.record
+        self._file = file
+        self.record = FileRecord()
 
     def writable(self) -> bool:
         return True
 
     def tell(self) -> int:
-        return self.record().size
+        return self.record.size
 
     def write(self, data: Any) -> int:
         with memoryview(data).cast("B") as view:
-            self._checksum.add(view)
+            self.record = self.record.extended(view)
             self._file.write(view)
             MOVED.done += len(view)
             return len(view)
@@ -75,7 +75,7 @@ class _Files:
             with self._storage.writer(str(path), self.expected_bytes) as file:
                 checksummed: Any = _Checksummed(file)
                 yield checksummed
-            self.records[str(path)] = checksummed.record()
+            self.records[str(path)] = checksummed.record
 
     def put(self, path: str, data: bytes) -> None:
         self._storage.put(path, data)
