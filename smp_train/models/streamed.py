@@ -1,25 +1,21 @@
-"""Weight files in S3, read by ranges: each rank fetches the rows it needs into memory, and nothing is put on a disk."""
+"""Safetensors in S3, read by ranges: each rank fetches the rows it needs into memory, and nothing is put on a disk."""
 
 from __future__ import annotations
 
-import io
+import itertools
 import json
-import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smp_train.distributed.host import older
 from smp_train.errors import CheckpointError
 from smp_train.storage import Entry, Range, s3
 from smp_train.storage.paths import S3Path
-
-logger = logging.getLogger("smp_train.models")
 
 FORMAT_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -29,7 +25,6 @@ FORMAT_DTYPES = {
 """dtypes by their names in the safetensors format."""
 LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
-ZIP = b"PK\x03\x04"
 Request = tuple[Range, Callable[[bytes], object]]
 """A range of a file, and the function that takes the range's bytes."""
 
@@ -62,36 +57,35 @@ class Streamed:
         return [(0, size) for size in self.shape] if index is ... else [(part.start or 0, part.stop) for part in index]
 
     def requests(self, target: Tensor, index: Any) -> Iterator[Request]:
-        """Yield the requests, of at most `PART_BYTES` each, that fill ``target`` with the block at ``index``."""
-        if target.numel():
-            target = target if self.shape else target.view(1)
-            yield from self._requests(target, self.shape or (1,), self._bounds(index) or [(0, 1)], 0)
+        """Yield the requests, of at most `PART_BYTES` each, that fill ``target`` with the block at ``index``.
 
-    def _requests(
-        self, target: Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]], first_element: int
-    ) -> Iterator[Request]:
-        """Yield the requests for ``bounds`` of a sub-tensor of ``shape`` that begins at ``first_element``.
-
-        A request fetches several whole rows, because skipping the unused columns would take a request per row. Rows
-        that do not fit twice into a request are split along their own rows.
+        A request fetches several whole rows, because skipping the unused columns would take a request per row. The rows
+        are those of the first dimension of which two rows fit into a request.
         """
-        (low, high), *inner = bounds
-        row, size = math.prod(shape[1:]), self.dtype.itemsize
-        if 2 * row * size > s3.PART_BYTES and len(shape) > 1:
-            for number in range(low, high):
-                yield from self._requests(target[number - low], shape[1:], inner, first_element + number * row)
-            return
-        columns = (slice(None), *(slice(*span) for span in inner))
-        rows_at_once = s3.PART_BYTES // (row * size)
-        for first in range(low, high, rows_at_once):
-            rows = target[first - low : first - low + rows_at_once]
+        shape, bounds = self.shape or (1,), self._bounds(index) or [(0, 1)]
+        target = target if self.shape else target.view(1)
+        below = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        split = next((dim for dim, row in enumerate(below) if 2 * row * self.itemsize <= s3.PART_BYTES), len(shape) - 1)
+        columns = (slice(None), *(slice(*span) for span in bounds[split + 1 :]))
+        low, high = bounds[split]
+        rows_at_once = max(1, s3.PART_BYTES // max(1, below[split] * self.itemsize))
+        for outer in itertools.product(*(range(*span) for span in bounds[:split])):
+            block = target[tuple(number - span[0] for number, span in zip(outer, bounds, strict=False))]
+            element = sum(number * row for number, row in zip(outer, below, strict=False))
+            for first in range(low, high if target.numel() else low, rows_at_once):
+                rows = block[first - low : first - low + rows_at_once]
 
-            def put(data: bytes, rows: Tensor = rows) -> None:
-                values = torch.frombuffer(bytearray(data), dtype=self.dtype)
-                rows.copy_(values.view(len(rows), *shape[1:])[columns])
+                def put(data: bytes, rows: Tensor = rows) -> None:
+                    values = torch.frombuffer(bytearray(data), dtype=self.dtype)
+                    rows.copy_(values.view(len(rows), *shape[split + 1 :])[columns])
 
-            begin = self.start + (first_element + first * row) * size
-            yield Range(self.file.name, begin, len(rows) * row * size, self.etag), put
+                begin = self.start + (element + first * below[split]) * self.itemsize
+                yield Range(self.file.name, begin, len(rows) * below[split] * self.itemsize, self.etag), put
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
 
 
 def fetch(copies: Iterable[tuple[Tensor, Any, Any]], folder: S3Path) -> None:
@@ -142,33 +136,3 @@ def _in_safetensors(path: S3Path, entry: Entry, data_start: int, fields: dict[st
     if last - first != math.prod(shape) * dtype.itemsize or data_start + last > entry.size:
         raise ValueError("it is shorter than its header says")
     return Streamed(path, entry.etag, data_start + first, dtype, shape)
-
-
-def open_pickled(path: S3Path, load: Callable[..., Any]) -> tuple[Any, Callable[[Tensor], Any]]:
-    """Open a file of ``torch.save``; return its content and a function that opens each tensor in the content.
-
-    ``load`` is `torch.load` for tensors and plain values. Only the file's pickle is fetched, so tensors have no memory.
-    Files of torch before 1.6, and torch before 2.7, do not give the tensors' offsets in the file: then the whole file
-    is read into memory, and the function is the identity.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    entry = path.entry()
-    with path.open_ranges(entry) as file:
-        magic = file.read(len(ZIP))
-        file.seek(0)
-        if magic == ZIP and not older(torch.__version__, "2.7"):
-            with FakeTensorMode():
-                return load(file), lambda tensor: _in_pickled(path, entry.etag, tensor)
-        logger.info("%s is not of a form that can be read in parts: fetching all of it into memory", path)
-        return load(io.BytesIO(file.read())), lambda tensor: tensor
-
-
-def _in_pickled(path: S3Path, etag: str, tensor: Tensor) -> Any:
-    storage: Any = tensor.untyped_storage()
-    start = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize)
-    if tensor.is_contiguous():
-        return Streamed(path, etag, start, tensor.dtype, tuple(tensor.shape))
-    # A transposed tensor, for example: fetch everything between its first and its last element.
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Streamed(path, etag, start, tensor.dtype, (span,))[...].as_strided(tensor.shape, tensor.stride())

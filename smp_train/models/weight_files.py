@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import math
 import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 from smp_train.errors import CheckpointError, first_line
@@ -24,6 +25,8 @@ ENVELOPES = ("model", "state_dict", "model_state_dict", "module")
 """Keys under which programs put the state dict in a file."""
 NOT_MODEL_FILES = ("optimizer", "scheduler", "training_args", "rng_state", "scaler")
 """Names that a trainer gives to its other files, without their suffixes."""
+
+logger = logging.getLogger("smp_train.models")
 
 Block = Any
 """A stored tensor that is read when it is indexed: a slice of safetensors, a `Streamed`, or a mapped tensor."""
@@ -67,9 +70,9 @@ class WeightFiles:
             from smp_train.models.streamed import fetch
 
             fetch(copies, self._folder)
-            return
-        for target, source, index in copies:
-            target.copy_(source[index])
+        else:
+            for target, source, index in copies:
+                target.copy_(source[index])
 
     def _open(self, file: str) -> OpenFile:
         if file not in self._opened:
@@ -122,17 +125,16 @@ def _open_safetensors(path: Place, stack: ExitStack) -> OpenFile:
 
 def _open_pickled(path: Place) -> OpenFile:
     """Open a file of ``torch.save`` with tensors and plain values only; nothing in it is executed."""
-    load = partial(load_plain, map_location="cpu")
+    in_s3 = isinstance(path, S3Path)
+    if in_s3:
+        logger.info("%s is not safetensors, which could be read in parts: fetching all of it into memory", path)
     try:
-        if isinstance(path, S3Path):
-            from smp_train.models.streamed import open_pickled
-
-            content, open_tensor = open_pickled(path, load)
-        else:
-            with path.open("rb") as file:
-                refuse_compressed(file)
-            # A file of torch before 1.6 cannot be mapped and is read whole.
-            content, open_tensor = load(path, mmap=zipfile.is_zipfile(path)), lambda tensor: tensor
+        with path.open_ranges(path.entry()) if isinstance(path, S3Path) else path.open("rb") as source:
+            file = io.BytesIO(source.read()) if in_s3 else source
+            refuse_compressed(file)
+            mapped = not in_s3 and zipfile.is_zipfile(file)  # files of torch before 1.6 are no archives
+            file.seek(0)
+            content = load_plain(path if mapped else file, map_location="cpu", mmap=mapped)
     except Exception as failure:  # files of unknown origin can raise anything
         raise CheckpointError(f"{path} cannot be read as a file of tensors: {first_line(failure)}") from failure
     tensors = _tensors_in(content)
@@ -142,7 +144,7 @@ def _open_pickled(path: Place) -> OpenFile:
     for name, tensor in tensors.items():
         if math.prod(tensor.shape) * tensor.dtype.itemsize > sum(storages.values()):
             raise CheckpointError(f"{path}: {name} would be larger than all that the file holds: {list(tensor.shape)}")
-    return list(tensors), lambda name: open_tensor(tensors[name])
+    return list(tensors), tensors.__getitem__
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:

@@ -69,17 +69,13 @@ def test_any_block_of_any_tensor(form: str, there: str, server, monkeypatch) -> 
 
 
 def test_only_the_requested_rows_are_fetched(there: str, server) -> None:
-    large = {f"layer{i}": torch.zeros(1000, 1000) for i in range(3)}
-    buffer = io.BytesIO()
-    torch.save(large, buffer)
-    upload(there, {"model.safetensors": as_safetensors(large), "full.bin": buffer.getvalue()})
-    for name in ("model.safetensors", "full.bin"):
-        server.gets.clear()
-        with ExitStack() as stack:
-            block = WeightFiles(place(f"{there}/{name}"), stack).tensor("layer1")
-            assert block[slice(10, 20), slice(0, 1000)].numel() == 10_000
-        spans = [span.removeprefix("bytes=").split("-") for _, span in server.gets]
-        assert sum(int(last) + 1 - int(first) for first, last in spans) < 2_000_000  # of 12
+    upload(there, {"model.safetensors": as_safetensors({f"layer{i}": torch.zeros(1000, 1000) for i in range(3)})})
+    server.gets.clear()
+    with ExitStack() as stack:
+        block = WeightFiles(place(f"{there}/model.safetensors"), stack).tensor("layer1")
+        assert block[slice(10, 20), slice(0, 1000)].numel() == 10_000
+    spans = [span.removeprefix("bytes=").split("-") for _, span in server.gets]
+    assert sum(int(last) + 1 - int(first) for first, last in spans) < 2_000_000  # of 12
 
 
 @pytest.mark.parametrize("family", ["llama_v3", "mixtral"])  # Tied; fused from one tensor per expert.
@@ -144,8 +140,6 @@ def test_a_tokenizer_is_copied_without_the_weights(there: str, monkeypatch) -> N
     upload(f"{there}/m", {"tokenizer.json": b"{}", "model.safetensors": b"x" * 200, "sub/other": b"y"})
     with on_this_machine(f"{there}/m") as folder:
         assert [path.name for path in Path(folder).iterdir()] == ["tokenizer.json"]
-    with on_this_machine(f"{there}/m/tokenizer.json") as file:
-        assert Path(file).read_bytes() == b"{}"
 
 
 def test_places_have_the_parts_of_paths() -> None:
