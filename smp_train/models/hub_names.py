@@ -141,13 +141,14 @@ def named_once(model: nn.Module) -> dict[str, Tensor]:
     return dict(first.values())
 
 
+def attached(model: nn.Module, attribute: str) -> Any:
+    """Return an attribute of the model, or of the module within a wrapped model that has it; None without one."""
+    return next((module.__dict__[attribute] for module in model.modules() if attribute in module.__dict__), None)
+
+
 def hub_names(model: nn.Module) -> HubNames:
     """Return the table that `attach_hub_names` attached to the model or to a module within it."""
-    for module in model.modules():
-        if HUB_NAMES in module.__dict__:
-            table: HubNames = module.__dict__[HUB_NAMES]
-            return table
-    return HubNames()
+    return attached(model, HUB_NAMES) or HubNames()
 
 
 def to_hub(plain: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ model's constructor and ``_init_weights`` decide the distribution (`smp_train.mo
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from smp_train.distributed.agree import rank
 from smp_train.distributed.dtensor import Part, local_tensor, part_of
 from smp_train.errors import SmpTrainError
 from smp_train.models import counter_random
-from smp_train.models.hub_names import HubNames, HubTensor, canonical_name, hub_names
+from smp_train.models.hub_names import HubTensor, attached, canonical_name, hub_names
 from smp_train.models.recording import OVERWRITES, PROGRAMS, RANDOM, REPLAYABLE, Program, Step
 from smp_train.progress import Progress
 
@@ -41,12 +41,12 @@ def initialise(
     Raises:
         SmpTrainError: a parameter without a recorded initialization, or whose initialization needs the whole tensor.
     """
-    programs, names = programs_of(model), hub_names(model)
+    initialiser = _Initialiser(model, seed, chunk)
     drawn, total = 0, sum(local_tensor(param).numel() for param in model.parameters())
     with torch.no_grad(), Progress("Drawing initial weights, rank 0's", total, "numbers", rank() == 0) as progress:
         for name, param in model.named_parameters():
             if only(canonical_name(name)):
-                drawn += _initialise(canonical_name(name), param, programs, names, seed, chunk)
+                drawn += initialiser.fill(canonical_name(name), param)
                 progress.update(local_tensor(param).numel())
     return drawn
 
@@ -57,7 +57,7 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
     It is for FSDP1's ``param_init_fn``, which materialises one module at a time. Create it before wrapping. Of tied
     parameters, only the first is filled; the caller ties all others to it.
     """
-    programs, names = programs_of(model), hub_names(model)
+    initialiser = _Initialiser(model, seed)
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     first = {name for name, _ in model.named_parameters()}
 
@@ -66,38 +66,52 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
         for key, param in module.named_parameters(recurse=False):
             name = prefixes[id(module)] + key
             if name in first:
-                _initialise(name, param, programs, names, seed, None)
+                initialiser.fill(name, param)
 
     return initialise_module
 
 
-def programs_of(model: nn.Module) -> dict[str, Program]:
-    """Return the recorded programs of a model made by `build_meta`, by canonical parameter name."""
-    for module in model.modules():
-        if PROGRAMS in module.__dict__:
-            return module.__dict__[PROGRAMS]
-    raise SmpTrainError("this model was not made by build_meta: how to initialise it is not known")
+class _Initialiser:
+    """Replays the programs of one model."""
 
+    def __init__(self, model: nn.Module, seed: int, chunk: int | None = None) -> None:
+        self._programs: dict[str, Program] | None = attached(model, PROGRAMS)
+        self._names, self._seed, self._chunk = hub_names(model), seed, chunk
+        if self._programs is None:
+            raise SmpTrainError("this model was not made by build_meta: how to initialise it is not known")
 
-def _initialise(
-    name: str, param: Tensor, programs: Mapping[str, Program], names: HubNames, seed: int, chunk: int | None
-) -> int:
-    program = programs.get(name) or []
-    _check(name, program)
-    if param.is_meta:
-        raise SmpTrainError(f"parameter {name} is still on the meta device; call materialise first")
-    tensors = names.tensors_of(name, param.shape)
-    if len(tensors) > 1 and any(step.view is not None or step.op == "constant" for step in program):
-        tensors = (HubTensor(name, tuple(param.shape)),)  # the program refers to the whole parameter
-    local, part = local_tensor(param), part_of(param)
-    if tuple(local.shape) != part.local_shape:
-        raise SmpTrainError(f"parameter {name}: holds {tuple(local.shape)}, its placements say {part.local_shape}")
-    drawn = 0
-    for tensor in tensors:
-        common = tensor.within(part)
-        if common is not None:
-            drawn += _fill(local[common[0]], common[1], program, seed, tensor.name, chunk)
-    return drawn
+    def fill(self, name: str, param: Tensor) -> int:
+        """Fill this rank's part of a parameter with a canonical name; return how many numbers were drawn."""
+        program = (self._programs or {}).get(name) or []
+        _check(name, program)
+        if param.is_meta:
+            raise SmpTrainError(f"parameter {name} is still on the meta device; call materialise first")
+        tensors = self._names.tensors_of(name, param.shape)
+        if len(tensors) > 1 and any(step.view is not None or step.op == "constant" for step in program):
+            tensors = (HubTensor(name, tuple(param.shape)),)  # the program refers to the whole parameter
+        local, part = local_tensor(param), part_of(param)
+        if tuple(local.shape) != part.local_shape:
+            raise SmpTrainError(f"parameter {name}: holds {tuple(local.shape)}, its placements say {part.local_shape}")
+        blocks = ((tensor.name, tensor.within(part)) for tensor in tensors)
+        return sum(self._draw(local[block[0]], block[1], program, hub_name) for hub_name, block in blocks if block)
+
+    def _draw(self, local: Tensor, part: Part, program: Program, name: str) -> int:
+        """Fill the elements of the hub's tensor ``name`` that this rank holds; return how many numbers were drawn."""
+        if len(program) == 1 and program[0].op == "fill_":
+            local.fill_(program[0].args[0])
+            return 0
+        drawn, device = 0, local.device
+        rows = local.view(-1, local.shape[-1]) if local.dim() else local.view(1, 1)
+        chunk = self._chunk or (CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK)
+        for target, index in _chunks(rows, part, chunk) if local.numel() else ():
+            values = torch.zeros(1, dtype=torch.float64, device=device).expand(index.numel())
+            ordinal = 0
+            for step in program:
+                values = _apply(step, values, index.view(-1), counter_random.stream_key(self._seed, name, ordinal))
+                ordinal += step.op in RANDOM
+            drawn += index.numel() * ordinal
+            target.copy_(values.view(index.shape))
+        return drawn
 
 
 def _check(name: str, program: Program) -> None:
@@ -107,28 +121,6 @@ def _check(name: str, program: Program) -> None:
     if bad or program[0].op not in OVERWRITES or program[0].view is not None:
         problem = bad[0] if bad else f"{program[0].op} on unset memory"
         raise SmpTrainError(f"{name}: its initialization ({problem}) cannot be drawn in parts; start from weights")
-
-
-def _fill(local: Tensor, part: Part, program: Program, seed: int, name: str, chunk: int | None) -> int:
-    if local.numel() == 0:
-        return 0
-    if len(program) == 1 and program[0].op == "fill_":
-        local.fill_(program[0].args[0])
-        return 0
-    device = local.device
-    chunk = chunk or (CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK)
-    drawn = 0
-    rows = local.view(-1, local.shape[-1]) if local.dim() else local.view(1, 1)
-    for target, index in _chunks(rows, part, chunk):
-        values = torch.zeros(1, dtype=torch.float64, device=device).expand(index.numel())
-        ordinal = 0
-        for step in program:
-            key = counter_random.stream_key(seed, name, ordinal)
-            values = _apply(step, values, index.view(-1), key)
-            ordinal += step.op in RANDOM
-        drawn += index.numel() * ordinal
-        target.copy_(values.view(index.shape))
-    return drawn
 
 
 def _chunks(rows: Tensor, part: Part, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -8,11 +8,11 @@ The record is the parameter's `Program`; `smp_train.models.initialization` repla
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """An operation on a parameter, or on a view of it."""
 
     op: str
     """Name of the in-place operation ("normal_", "fill_", "mul_", ...), or "constant" for given values."""
     args: tuple[Any, ...] = ()
     """Positional arguments after the tensor."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = MappingProxyType({})
     view: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
     """(offset, sizes, strides) of the view in the parameter; None for the whole parameter."""
 
@@ -49,8 +48,11 @@ OVERWRITES = RANDOM | {"fill_", "constant"}
 POINTWISE = {"mul_", "add_", "sub_", "div_", "neg_", "abs_", "clamp_", "clamp_min_", "clamp_max_", "sqrt_"}
 """Operations that give the same bits on every device and for every part of a tensor."""
 REPLAYABLE = OVERWRITES | POINTWISE
-NOT_IN_PARTS = ("orthogonal_", "sparse_", "dirac_", "eye_")
-"""Initializers that need the whole tensor. On meta, torch skips some of them without any operation to record."""
+SKIPPED_ON_META = {"_no_grad_trunc_normal_": "trunc_normal_"} | {
+    name: name for name in ("orthogonal_", "sparse_", "dirac_", "eye_")
+}
+"""Functions of `torch.nn.init` that do nothing on meta, and the operation to record. All but the first need the whole
+tensor and cannot be replayed."""
 PROGRAMS = "_smp_train_initial_weights"
 """Attribute of a model that holds its programs, by parameter name."""
 
@@ -65,22 +67,19 @@ class Recorder(TorchDispatchMode):
 
     def program(self, tensor: Tensor) -> Program | None:
         """Return the program of the tensor's storage, None for a storage that was created before recording."""
-        entry = self._programs.get(tensor.untyped_storage()._cdata)
-        return entry[1] if entry else None
+        return self._programs.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
     def assign(self, tensor: Tensor, program: Program) -> None:
         """Set the program of the tensor's storage."""
         storage = tensor.untyped_storage()
         self._programs[storage._cdata] = (StorageWeakRef(storage), program)
 
-    def write(
-        self, tensor: Tensor, op: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> bool:
+    def write(self, tensor: Tensor, op: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
         """Record an in-place operation; return False for a storage that was created before recording."""
         program = self.program(tensor)
         if program is None:
             return False
-        whole = tensor.untyped_storage().nbytes() // tensor.element_size() == tensor.numel()
+        whole = _is_whole(tensor)
         if op == "zero_":
             op, args = "fill_", (0.0,)
         elif op == "copy_":
@@ -107,13 +106,14 @@ class Recorder(TorchDispatchMode):
             elif self.write(target, name, tuple(args[1:]), kwargs) and target.is_meta:
                 return target
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor):
-            if name in ("full", "full_like"):
-                self.assign(out, [Step("fill_", (args[1],))])
-            elif name in FACTORIES:
-                step = FACTORIES[name]
-                self.assign(out, [] if step is None else [step])
+        if isinstance(out, Tensor) and (name in FACTORIES or name in ("full", "full_like")):
+            step = FACTORIES[name] if name in FACTORIES else Step("fill_", (args[1],))
+            self.assign(out, [] if step is None else [step])
         return out
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _values(source: Tensor, target: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _values(source: Tensor, target: Tensor) -> Tensor:
 
 def _to_meta(recorder: Recorder, param: nn.Parameter) -> nn.Parameter:
     program = recorder.program(param)
-    alone = param.untyped_storage().nbytes() == param.numel() * param.element_size() and param.is_contiguous()
+    alone = _is_whole(param) and param.is_contiguous()
     if program is None or not alone or any(step.op not in REPLAYABLE for step in program):
         # The constructor computed the values. They are kept, which takes little memory in all known models.
         program = [Step("constant", (_values(param, param),))]
@@ -135,52 +135,28 @@ def _to_meta(recorder: Recorder, param: nn.Parameter) -> nn.Parameter:
 
 def construct_on_meta(construct: Callable[[], nn.Module]) -> nn.Module:
     """Return the model that ``construct`` builds, with its parameters on meta and their programs attached."""
-    recorder, init = Recorder(), nn.init
-    register, truncated = nn.Module.register_parameter, init._no_grad_trunc_normal_
+    recorder, register = Recorder(), nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param if param is None or param.is_meta else _to_meta(recorder, param))
 
-    def record_truncated(
-        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
-    ) -> Tensor:
-        if tensor.is_meta and recorder.write(tensor, "trunc_normal_", (mean, std, a, b)):
-            return tensor
-        return truncated(tensor, mean, std, a, b, generator=generator)
-
-    def recording(name: str) -> Callable[..., Tensor]:
-        original: Callable[..., Tensor] = getattr(init, name)
+    def recording(name: str, op: str) -> Callable[..., Tensor]:
+        original: Callable[..., Tensor] = getattr(nn.init, name)
 
         def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return tensor if tensor.is_meta and recorder.write(tensor, name) else original(tensor, *args, **kwargs)
+            return tensor if tensor.is_meta and recorder.write(tensor, op, args) else original(tensor, *args, **kwargs)
 
         return record
 
-    recorded = {name: recording(name) for name in NOT_IN_PARTS}
+    functions: dict[str, Any] = {name: recording(name, op) for name, op in SKIPPED_ON_META.items()}
     # transformers 5 has its own references to torch's functions.
     references = getattr(sys.modules.get("transformers.initialization"), "TORCH_INIT_FUNCTIONS", {})
-    referenced = {name: function for name, function in recorded.items() if name in references}
-    with (
-        _replaced(vars(nn.Module), {"register_parameter": register_on_meta}, partial(setattr, nn.Module)),
-        _replaced(vars(init), recorded | {"_no_grad_trunc_normal_": record_truncated}, partial(setattr, init)),
-        _replaced(references, referenced, references.__setitem__),
-        recorder,
-    ):
+    referenced = {name: function for name, function in functions.items() if name in references}
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(nn.Module, "register_parameter", register_on_meta))
+        patches.enter_context(patch.multiple(nn.init, **functions))
+        patches.enter_context(patch.dict(references, referenced))
+        patches.enter_context(recorder)
         model = construct()
     model.__dict__[PROGRAMS] = {name: list(recorder.program(param) or []) for name, param in model.named_parameters()}
     return model
-
-
-@contextmanager
-def _replaced(
-    values: Mapping[str, Any], replacements: dict[str, Any], assign: Callable[[str, Any], object]
-) -> Iterator[None]:
-    """Replace some of ``values`` while the context is open, by calls of ``assign``."""
-    originals = {name: values[name] for name in replacements}
-    for name, value in replacements.items():
-        assign(name, value)
-    try:
-        yield
-    finally:
-        for name, value in originals.items():
-            assign(name, value)
