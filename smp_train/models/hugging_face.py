@@ -32,8 +32,6 @@ GENERATION_FILE = "generation_config.json"
 """How the model generates text: end tokens, temperature."""
 OUR_META = "meta.json"
 """A checkpoint's metadata, with the content of the two files above under "model_config" and "generation_config"."""
-OUR_MARK = "COMMITTED"
-"""A checkpoint's commit marker. Its "root" is the sub-folder with the files of a checkpoint that was saved to S3."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 """Configuration, tokenizer and chat template."""
 PROBE_SECONDS = 5.0
@@ -165,10 +163,7 @@ def open_configuration(location: str, weights: str | None = None) -> Opened:
     """
     path, name = place(location), location
     if path.is_file():
-        # A checkpoint saved to S3 has its files in a sub-folder.
-        in_sub_folder = path.name == OUR_META and (path.parent.parent / OUR_MARK).is_file()
-        folder = path.parent.parent if in_sub_folder else path.parent
-        return Opened(folder.name, _read_config(path), weights, _read_generation(path.parent))
+        return Opened(path.parent.name, _read_config(path), weights, _read_generation(path.parent))
     if path.is_dir():
         folder, name = path, path.name
         if not (folder / CONFIG_FILE).is_file():

@@ -14,7 +14,7 @@ from smp_train.arguments.values import nearest
 from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.configuration import SHAPES, apply_flags, checked, following_heads, with_flags
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, SYNONYMS, Family, family_of
-from smp_train.models.hugging_face import CONFIG_FILE, OUR_MARK, OUR_META, open_configuration, trust_code
+from smp_train.models.hugging_face import CONFIG_FILE, OUR_META, open_configuration, trust_code
 from smp_train.storage.paths import Place, place
 
 if TYPE_CHECKING:
@@ -87,26 +87,24 @@ def model_source(args: Any) -> ModelSource:
     if not getattr(args, "finetune", False):
         return ModelSource(config)
     config = config or args.pretrained_model_name
-    for flag in ("finetune_checkpoint_load_dir", "pretrained_checkpoint_file"):
-        location = getattr(args, flag)
-        if location is None:
-            continue
-        weights = place(location)
-        if not weights.exists():
-            raise ConfigError(f"{location} does not exist (--{flag})")
-        if flag == "finetune_checkpoint_load_dir" and config and not place(config).exists():
-            # Clusters without access to the hub keep models in one folder, each in a sub-folder with the hub's name.
-            weights = weights / config if (weights / config).is_dir() else weights
-            config = str(weights / CONFIG_FILE) if (weights / CONFIG_FILE).is_file() else config
-        if config is None and not _has_model_flags(args):
-            config = configuration_next_to(weights)
-        return ModelSource(config, str(weights))
-    return ModelSource(config)
+    flag = "finetune_checkpoint_load_dir" if args.finetune_checkpoint_load_dir else "pretrained_checkpoint_file"
+    location = getattr(args, flag)
+    if location is None:
+        return ModelSource(config)
+    weights = place(location)
+    if not weights.exists():
+        raise ConfigError(f"{location} does not exist (--{flag})")
+    if flag == "finetune_checkpoint_load_dir" and config and not place(config).exists():
+        # Clusters without access to the hub keep models in one folder, each in a sub-folder with the hub's name.
+        weights = weights / config if (weights / config).is_dir() else weights
+        config = str(weights / CONFIG_FILE) if (weights / CONFIG_FILE).is_file() else config
+    if config is None and not _has_model_flags(args):
+        config = configuration_next_to(weights)
+    return ModelSource(config, str(weights))
 
 
 def _has_model_flags(args: Any) -> bool:
-    flags = ("model_type", "model_size", *SHAPES)
-    return any(getattr(args, flag, None) is not None for flag in flags)
+    return any(getattr(args, flag, None) is not None for flag in ("model_type", "model_size", *SHAPES))
 
 
 def names_model(args: Any) -> bool:
@@ -119,15 +117,7 @@ def names_model(args: Any) -> bool:
 def configuration_next_to(weights: Place) -> str | None:
     """Return the file with the configuration of weights or of a checkpoint; None if it does not exist."""
     folder = weights if weights.is_dir() else weights.parent
-    for name in (CONFIG_FILE, OUR_META):
-        if (folder / name).is_file():
-            return str(folder / name)
-    if (folder / OUR_MARK).is_file():
-        try:
-            return str(folder / str(json.loads((folder / OUR_MARK).read_text(encoding="utf-8"))["root"]) / OUR_META)
-        except (ValueError, RecursionError, KeyError, TypeError):
-            raise ConfigError(f"{folder / OUR_MARK} cannot be read; {weights} is no checkpoint to start from") from None
-    return None
+    return next((str(folder / name) for name in (CONFIG_FILE, OUR_META) if (folder / name).is_file()), None)
 
 
 def resolve(args: Any, *, needs_weights: bool = True) -> ModelSpec:
@@ -151,19 +141,17 @@ def resolve(args: Any, *, needs_weights: bool = True) -> ModelSpec:
             if source.config != getattr(args, "hf_pretrained_model_name_or_dir", None):
                 raise
             raise ConfigError(f"--hf_pretrained_model_name_or_dir: {failure}") from None
-        weights = opened.weights
-        config = with_flags(opened.config, flags, weights, source.config)
-        name, lora = opened.name or config.model_type, _lora(args, weights, needs_weights)
-        return ModelSpec(name, _family_of(config), config, weights, lora, opened.generation)
-    weights = source.weights
-    if weights is not None and not _has_model_flags(args):
+        config = with_flags(opened.config, flags, opened.weights, source.config)
+        name, lora = opened.name or config.model_type, _lora(args, opened.weights, needs_weights)
+        return ModelSpec(name, _family_of(config), config, opened.weights, lora, opened.generation)
+    if source.weights is not None and not _has_model_flags(args):
         raise ConfigError(
-            f"{weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
+            f"{source.weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
             "--model_type and its widths"
         )
     family_name, family, name, fields, _ = _described(args, flags)
-    lora = _lora(args, weights, needs_weights)
-    return ModelSpec(name, family_name, checked(fields, family, name), weights, lora)
+    lora = _lora(args, source.weights, needs_weights)
+    return ModelSpec(name, family_name, checked(fields, family, name), source.weights, lora)
 
 
 def resolve_saved(

@@ -25,7 +25,6 @@ table: dict[str, list[str]] = {}
 WRAPPERS = frozenset({"module", "lm", "inner"})
 """Path components that wrappers add to names."""
 _FOLDER = re.compile(r"tp(?P<tensor>\d+)_ep(?P<expert>\d+)(?:_fsdp(?P<shard>\d+))?")
-_EARLIER = re.compile(r"(?:tp(?P<tensors>\d+)-(?P<tensor>\d+))?/?(?:ep(?P<experts>\d+)-(?P<expert>\d+))?")
 _LAYER = re.compile(r"(?:^|\.)(?:seq_)?layers\.(\d+)\.(.+)")
 _EXPERTS = re.compile(
     r"(?:mlp|block_sparse_moe)\.(?:(?P<router>router(?:\.weight)?|gate\.weight)"
@@ -56,21 +55,18 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of_folder(cls, folder: str) -> tuple[Ranks, int] | None:
-        """Return the ranks in a sub-folder's name and the shard rank; earlier names have group sizes as well."""
+        """Return the ranks in a sub-folder's name and the shard rank; the checkpoint's own folder is of one rank."""
         match = _FOLDER.fullmatch(folder)
-        if match is not None:
-            return cls(tensor=int(match["tensor"]), expert=int(match["expert"])), int(match["shard"] or 0)
-        match = _EARLIER.fullmatch(folder)
         if match is None:
-            return None
-        return cls(*(int(match[field] or default) for field, default in cls._field_defaults.items())), 0
+            return None if folder else (cls(), 0)
+        return cls(tensor=int(match["tensor"]), expert=int(match["expert"])), int(match["shard"] or 0)
 
     @classmethod
     def of_folders(cls, folders: Iterable[str]) -> dict[str, Ranks]:
         """Return the ranks that wrote one checkpoint, by sub-folder."""
         writers = {folder: ranks_and_shard[0] for folder in folders if (ranks_and_shard := cls.of_folder(folder))}
-        tensors = max((max(ranks.tensors, ranks.tensor + 1) for ranks in writers.values()), default=1)
-        experts = max((max(ranks.experts, ranks.expert + 1) for ranks in writers.values()), default=1)
+        tensors = max((ranks.tensor + 1 for ranks in writers.values()), default=1)
+        experts = max((ranks.expert + 1 for ranks in writers.values()), default=1)
         return {folder: ranks._replace(tensors=tensors, experts=experts) for folder, ranks in writers.items()}
 
 
