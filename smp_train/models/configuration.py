@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +107,7 @@ def with_flags(config: PretrainedConfig, flags: dict[str, Any], weights: str | N
     positions = family.fields.get("max_context_width", "")
     if weights and fields.get(positions, 0) > (original.get(positions) or sys.maxsize):
         _warn_of_positions(location, fields[positions], original[positions])
-    return checked(fields, family, location, type(config).from_dict)
+    return checked(fields, family, location, type(config))
 
 
 @cache  # a start resolves its model more than once
@@ -119,29 +118,25 @@ def _warn_of_positions(location: str, positions: int, pretrained: int) -> None:
     )  # fmt: skip
 
 
-def checked(
-    fields: dict[str, Any],
-    family: Family,
-    name: str,
-    make: Callable[[dict[str, Any]], PretrainedConfig] | None = None,
-) -> PretrainedConfig:
+def checked(fields: dict[str, Any], family: Family, name: str, config_class: Any = None) -> PretrainedConfig:
     """Return the configuration of ``fields``, by default of the family's class; ``name`` is the model's, for messages.
 
     Raises `ConfigError` if widths contradict each other or transformers rejects the fields.
     """
     from transformers import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[family.hf_model_type]
-    defaults = kind()
+    config_class = config_class or CONFIG_MAPPING[family.hf_model_type]
+    defaults = config_class()
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = fields.get(key, getattr(defaults, key, None))
         if isinstance(token, int) and token >= fields.get("vocab_size", token + 1):
             fields[key] = None  # --vocab_size is too small for this token
     _check_widths(family, fields, name)
     try:
-        return make(fields) if make else kind(**fields)
+        config: PretrainedConfig = config_class.from_dict(fields)
     except Exception as failure:  # transformers' validation raises exceptions of several libraries
         raise ConfigError(f"{name}: transformers refuses the configuration: {one_line(failure)}") from failure
+    return config
 
 
 def _check_widths(family: Family, fields: dict[str, Any], name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from smp_train.errors import ConfigError
 from smp_train.models.build import build_meta, materialise
-from smp_train.models.configuration import checked, with_flags
+from smp_train.models.configuration import with_flags
 from smp_train.models.families import FAMILIES
 from smp_train.models.flops import count_parameters
 from smp_train.models.initialization import initialise
@@ -67,15 +67,15 @@ def test_the_original_systems_defaults() -> None:
     assert config.model_type == "gpt_neox"
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (768, 12, 12)
     assert (config.vocab_size, config.max_position_embeddings, config.intermediate_size) == (50432, 2048, 3072)
-    assert rope(config)["rope_theta"] == 10000
 
 
-# The table of the FSDP sample's README: explicit widths are the presets.
-ROWS = [("7b", 11008, 32, 4096, 32, 32), ("13b", 13824, 40, 5120, 40, 40), ("70b", 28672, 8, 8192, 80, 64)]
-
-
-@pytest.mark.parametrize(("size", "width", "kv", "hidden", "layers", "heads"), ROWS)
-def test_explicit_widths_equal_the_preset(size: str, width: int, kv: int, hidden: int, layers: int, heads: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "width", "kv", "hidden", "layers", "heads"),
+    [("7b", 11008, 32, 4096, 32, 32), ("13b", 13824, 40, 5120, 40, 40), ("70b", 28672, 8, 8192, 80, 64)],
+)
+def test_the_widths_of_the_fsdp_sample_equal_the_preset(
+    size: str, width: int, kv: int, hidden: int, layers: int, heads: int
+) -> None:
     widths = {"model_type": "llama_v2", "hidden_width": hidden, "num_heads": heads}
     all_of_them = {"num_layers": layers, "num_key_value_heads": kv, "intermediate_size": width}
     given = spec(**widths, **all_of_them, max_context_width=4096).config.to_dict()
@@ -85,49 +85,34 @@ def test_explicit_widths_equal_the_preset(size: str, width: int, kv: int, hidden
 
 
 def test_rope_parameters_reach_the_configuration() -> None:
-    preset = rope(spec(model_type="llama_v3", model_size="8b").config)
-    assert preset["rope_theta"] == 500000.0
-    assert preset["rope_type"] == "llama3"
-    assert preset["factor"] == 8.0
-    assert preset["original_max_position_embeddings"] == 8192
-    longer = spec(model_type="llama_v3", model_size="8b", rope_scaling_factor=32.0, rotary_emb_base=1000000).config
-    assert rope(longer)["factor"] == 32.0
-    assert rope(longer)["rope_theta"] == 1000000
-    plain = spec(model_type="llama_v3", model_size="8b", rope_scaling_type="default").config
-    assert rope(plain)["rope_type"] == "default"
-    assert spec(model_type="phi", model_size="2.7b").config.to_dict()
+    llama = {"model_type": "llama_v3", "model_size": "8b"}
+    preset = rope(spec(**llama).config)
+    published = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    assert preset.items() >= published.items()
+    longer = rope(spec(**llama, rope_scaling_factor=32.0, rotary_emb_base=1000000).config)
+    assert longer == preset | {"factor": 32.0, "rope_theta": 1000000}
+    assert rope(spec(**llama, rope_scaling_type="default").config)["rope_type"] == "default"
     neox = spec(model_type="gpt_neox", rotary_pct=0.5, rotary_emb_base=5000).config
     assert rope(neox) == {"rope_theta": 5000, "partial_rotary_factor": 0.5, "rope_type": "default"}
 
 
-def test_flags_over_a_configuration_file(tmp_path: Path) -> None:
+def test_flags_over_a_configuration_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny = {"num_layers": 2, "num_heads": 4, "hidden_width": 64, "num_key_value_heads": 2, "vocab_size": 99}
-    spec(model_type="llama_v3", model_size="8b", **tiny).config.save_pretrained(tmp_path)
-    file = str(tmp_path / "config.json")
-    same = spec(hf_pretrained_model_name_or_dir=file)
-    assert same.pretrained is None
-    changed = spec(hf_pretrained_model_name_or_dir=file, num_layers=3, hidden_width=128, rope_scaling_factor=16.0)
-    assert changed.config.num_hidden_layers == 3
-    assert changed.config.head_dim == 32
-    assert rope(changed.config) == rope(same.config) | {"factor": 16.0}
+    config = spec(model_type="llama_v3", model_size="8b", **tiny).config
+    config.save_pretrained(tmp_path)
+    over = {"hf_pretrained_model_name_or_dir": str(tmp_path / "config.json")}
+    assert spec(**over).pretrained is None
+    changed = spec(**over, num_layers=3, hidden_width=128, rope_scaling_factor=16.0).config
+    assert (changed.num_hidden_layers, changed.head_dim) == (3, 32)
+    assert rope(changed) == rope(config) | {"factor": 16.0}
+    positions = config.max_position_embeddings
+    for width, warned in ((positions // 2, False), (positions, False), (2 * positions, True)):
+        with caplog.at_level(logging.WARNING, "smp_train"):
+            with_flags(config, {"max_context_width": width}, "weights", str(tmp_path))
+        # a longer context than the weights were trained on has to be learned
+        assert any(str(width) in line and str(positions) in line for line in caplog.messages) == warned
 
 
-@pytest.mark.parametrize(("width", "warned"), [(64, False), (128, False), (256, True)])
-def test_positions_beyond_the_pretrained_ones_are_named(
-    width: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = checked({**WIDTHS, "max_position_embeddings": 128}, FAMILIES["llama_v2"], "tiny")
-    logger = logging.getLogger("smp_train.models")
-    logger.addHandler(caplog.handler)
-    for _ in range(2):
-        with_flags(config, {"max_context_width": width}, str(tmp_path), str(tmp_path))
-    logger.removeHandler(caplog.handler)
-    lines = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
-    assert bool(lines) == warned
-    assert all("256" in line and "128" in line for line in lines)
-
-
-WIDTHS = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 TINY = {"hidden_width": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "max_context_width": 32}
 
 
@@ -187,6 +172,14 @@ def test_contradicting_flags_are_refused_in_one_line(flags: dict[str, Any], word
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_without_a_usable_configuration_is_refused(tmp_path: Path) -> None:
+    for content, named in ((None, r"config\.json"), ("{broken", str(tmp_path)), ('{"model_type": "lama"}', "lama")):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=named):
+            spec(hf_pretrained_model_name_or_dir=str(tmp_path))
+
+
 def test_flags_that_scripts_always_pass_are_logged_if_they_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "smp_train"):
         spec(model_type="mixtral", **TINY, rotary_pct=0.25, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.1)
@@ -194,14 +187,6 @@ def test_flags_that_scripts_always_pass_are_logged_if_they_have_no_effect(caplog
         "--rotary_pct 0.25 has no effect: mixtral has no such setting",
         "--resid_pdrop 0.1 has no effect: mixtral has no such setting",
     ]
-
-
-def test_folders_without_a_usable_configuration(tmp_path: Path) -> None:
-    for content, named in ((None, r"config\.json"), ("{broken", str(tmp_path)), ('{"model_type": "lama"}', "lama")):
-        if content is not None:
-            (tmp_path / "config.json").write_text(content)
-        with pytest.raises(ConfigError, match=named):
-            spec(hf_pretrained_model_name_or_dir=str(tmp_path))
 
 
 def test_a_hub_model_has_its_chat_template_and_generation_settings(
