@@ -145,64 +145,71 @@ def test_a_checkpoint_is_small_and_resumes_bit_for_bit(base: Path, trained: Path
     assert sum(value.numel() for value in whole.values()) < 3.1 * 4 * (2 * 32 * 20 + 2 * 48 * 6)
     found = {"resume_from_checkpoint": trained / "checkpoints/run/llama_v2-2steps"}
     no_model = {**dict.fromkeys(WIDTHS), **DATA, **LORA, **found, "lora_rank": None, "lora_alpha": None}
-    commands = (options(tmp_path / "0", base, **found), flags(tmp_path / "1", **no_model))
-    for number, command in enumerate(commands):
-        harness.run(train, 2 if number else 1, command)
-        again = read_checkpoint(tmp_path / str(number) / "checkpoints/run/llama_v2-4steps")
-        assert again.keys() == whole.keys()
-        if number == 0:
-            assert all(torch.equal(again[name], whole[name]) for name in whole)
-    two = {"lora_rank": 2}
-    for command in (options(tmp_path / "2", base, **found, **two), flags(tmp_path / "3", **no_model | two)):
+    harness.run(train, 1, options(tmp_path / "0", base, **found))
+    harness.run(train, 2, flags(tmp_path / "1", **no_model))
+    one, two = (read_checkpoint(tmp_path / n / "checkpoints/run/llama_v2-4steps") for n in ("0", "1"))
+    assert one.keys() == two.keys() == whole.keys()
+    assert all(torch.equal(one[name], value) for name, value in whole.items())
+    rank = {"lora_rank": 2}
+    for command in (options(tmp_path / "2", base, **found, **rank), flags(tmp_path / "3", **no_model | rank)):
         with pytest.raises(harness.RankFailed, match=r"rank 4.*rank 2.*lora_rank"):
             harness.run(train, 1, command)
 
 
-def test_exports_open_in_peft_and_in_transformers(base: Path, trained: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def adapter(trained: Path) -> Path:
+    """The run's adapters, exported."""
+    from smp_train.checkpoints.cli import main
+
+    assert main(["export", str(trained / "checkpoints"), str(trained / "adapter")]) == 0
+    return trained / "adapter"
+
+
+def adapted(base: Path, adapter: Path) -> tuple[Any, Any]:
+    """Return the adapted model as peft opens it, and its tokenizer."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    return model, AutoTokenizer.from_pretrained(base)
+
+
+def test_exports_open_in_peft_and_in_transformers(base: Path, trained: Path, adapter: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
 
     from smp_train import load_model
     from smp_train.checkpoints.cli import main
 
     whole = (str(trained / "checkpoints"), str(tmp_path / "merged"))
-    assert main(["export", str(trained / "checkpoints"), str(tmp_path / "adapter")]) == 0
+    assert main(["export", *whole]) == 0
     # Over an adapter: transformers would open that in place of the model.
-    assert main(["export", str(trained / "checkpoints"), str(tmp_path / "merged")]) == 0
     assert main(["export", *whole, "--merge", "--overwrite", "1", "--dtype", "bfloat16"]) == 0
     assert main(["export", *whole, "--merge", "1", "--overwrite", "1", "--model", str(base)]) == 0
     assert not list((tmp_path / "merged").glob("adapter*"))
     with pytest.raises(ConfigError, match="--model"):
         main(["export", *whole, "--overwrite", "1", "--model", str(base)])
-    ids = AutoTokenizer.from_pretrained(tmp_path / "merged")(PROMPT, return_tensors="pt")["input_ids"]
-    plain = AutoModelForCausalLM.from_pretrained(base)
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    model, tokenizer = adapted(base, adapter)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    loaded, _ = load_model(str(trained / "checkpoints"))
     with torch.no_grad():
-        expected = adapted(ids).logits
-        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
-        loaded, _ = load_model(str(trained / "checkpoints"))
-        torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-4)
-        assert loaded.state_dict().keys() == merged.state_dict().keys()
-        assert not torch.allclose(plain(ids).logits, expected, atol=1e-3)
-    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+        expected = model(ids).logits
+        for same in (merged, loaded):
+            torch.testing.assert_close(same(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(base)(ids).logits, expected, atol=1e-3)
+    assert loaded.state_dict().keys() == merged.state_dict().keys()
+    config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["r"]) == (str(base), 4)
     assert "rank 4" in (tmp_path / "merged/README.md").read_text()
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_generate_and_evaluate_with_adapters(world: int, base: Path, trained: Path, tmp_path: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from smp_train.checkpoints.cli import main
+def test_generate_and_evaluate_with_adapters(world: int, base: Path, trained: Path, adapter: Path) -> None:
     from tests.distributed.test_from_a_checkpoint import verb
 
-    main(["export", str(trained / "checkpoints"), str(tmp_path / "adapter")])
-    adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    model, tokenizer = adapted(base, adapter)
     ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-    expected = adapted.generate(input_ids=ids, max_new_tokens=16, do_sample=False, pad_token_id=0)[0]
+    expected = model.generate(input_ids=ids, max_new_tokens=16, do_sample=False, pad_token_id=0)[0]
     where = ["--checkpoint", trained / "checkpoints"]
     text = harness.run(verb, world, "generate", *where, "--prompt", PROMPT, "--num_tokens=16")[0]
     assert text == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
@@ -251,8 +258,5 @@ def test_adapters_follow_weights_that_have_moved(base: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", slow(sorted(set(FAMILIES) - {"llama_v2"}), lambda family: family != "mixtral"))
 def test_every_family_has_adapters(family: str, tmp_path: Path) -> None:
-    base = base_model(tmp_path / "base", family)
-    harness.run(train, 2, options(tmp_path, base, max_steps=2))
-    losses = [record["loss"] for record in steps(tmp_path)]
-    assert all(loss == loss for loss in losses)
-    assert read_checkpoint(next((tmp_path / "checkpoints" / "run").glob("*-2steps")))
+    harness.run(train, 2, options(tmp_path, base_model(tmp_path / "base", family), max_steps=2))
+    assert all(record["loss"] == record["loss"] for record in steps(tmp_path))

@@ -76,9 +76,8 @@ def test_every_family_goes_through_every_mesh_and_back(tmp_path: Path) -> None:
             for value in values.values():
                 value.copy_(torch.rand(value.shape, generator=torch.Generator().manual_seed(number)))
         manager = CheckpointManager([Policy(str(tmp_path / "first"), 1, 0)], run_name=family, model_type=family)
-        # As older versions saved it: under the names and layouts in memory.
         config: Any = model.config
-        manager.save(1, state.in_memory, {"model_config": config.to_dict()})
+        manager.save(1, state, {"model_config": config.to_dict()})
         first[family] = flatten(state)
     run(hand_on, 4, str(tmp_path), "first", timeout=600)
     for family, expected in first.items():

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from smp_train import losses
@@ -167,67 +167,8 @@ def test_other_models_keep_the_path_of_transformers(caplog: pytest.LogCaptureFix
 # --- documents by their bounds ------------------------------------------------------------------------------------
 
 
-def weights(query: Tensor, key: Tensor, ends: Tensor, scale: float | None, back: int) -> tuple[Tensor, float]:
-    """Return softmax's weights, ``[heads, tokens, tokens]``, and the scale of scores."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    document = torch.repeat_interleave(ends.diff())
-    tokens = torch.arange(len(document))
-    behind = tokens[:, None] - tokens
-    seen = (document[:, None] == document) & (behind >= 0) & ((behind <= back) | (back < 0))
-    groups = query.shape[1] // key.shape[1]
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, dim=1)) * scale
-    return scores.masked_fill(~seen, -torch.inf).softmax(dim=-1), scale
-
-
-@torch.library.custom_op("smp_train_tests::documents", mutates_args=())
-def documents_op(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None, back: int
-) -> Tensor:
-    """Stand in for the kernel of torch's `varlen_attn`, which runs on a GPU alone."""
-    assert int(ends.diff().max()) <= longest
-    values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return torch.einsum("hqk,khd->qhd", weights(query, key, ends, scale, back)[0], values).contiguous()
-
-
-@documents_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: Any, back: int) -> Tensor:
-    return torch.empty_like(query)
-
-
-@torch.library.custom_op("smp_train_tests::documents_backward", mutates_args=())
-def backward_op(
-    slope: Tensor, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None, back: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiate `documents_op`."""
-    groups = query.shape[1] // key.shape[1]
-    shares, scale = weights(query, key, ends, scale, back)
-    keys, values = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-    through = torch.einsum("qhd,khd->hqk", slope, values)
-    scores = shares * (through - (through * shares).sum(dim=-1, keepdim=True)) * scale
-    of_keys, of_values = torch.einsum("hqk,qhd->khd", scores, query), torch.einsum("hqk,qhd->khd", shares, slope)
-    of_keys, of_values = (part.unflatten(1, (-1, groups)).sum(dim=2) for part in (of_keys, of_values))
-    return torch.einsum("hqk,khd->qhd", scores, keys).contiguous(), of_keys, of_values
-
-
-@backward_op.register_fake
-def _(slope: Tensor, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: Any, back: int) -> Any:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, ends, _, ctx.scale, ctx.back = inputs
-    ctx.save_for_backward(query, key, value, ends)
-
-
-def _backward(ctx: Any, slope: Tensor) -> Any:
-    return *backward_op(slope, *ctx.saved_tensors, ctx.scale, ctx.back), None, None, None, None
-
-
-documents_op.register_autograd(_backward, setup_context=_keep)
-
-
 class Varlen:
-    """In the place of ``torch.nn.attention.varlen``; remembers what it was asked for."""
+    """In the place of ``torch.nn.attention.varlen``, whose kernel runs on a GPU alone; remembers its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -240,8 +181,15 @@ class Varlen:
         assert max_q == max_k
         if not torch.compiler.is_compiling():
             self.calls.append((cu_seq_q.tolist(), int(max_q), window_size))
-        assert window_size[1] == 0
-        return documents_op(query, key, value, cu_seq_q, max_q, scale, window_size[0])
+        back, ahead = window_size
+        assert ahead == 0
+        tokens = torch.arange(len(query))
+        document, behind = torch.searchsorted(cu_seq_q, tokens, right=True), tokens[:, None] - tokens
+        seen = (document[:, None] == document) & (behind >= 0) & (behind < max_q)
+        seen = seen & (behind <= back) if back >= 0 else seen
+        heads = (part.transpose(0, 1)[None] for part in (query, key, value))
+        output = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=True)
+        return output[0].transpose(0, 1)
 
 
 @pytest.fixture
@@ -285,17 +233,7 @@ def test_torchs_own_kernel_takes_these_arguments(family: str, monkeypatch: pytes
     _, ours, how = pair(family, packed=WIDTH)
     batch = rows_of("packed")
     inputs = {name: tensor.to("meta") for name, tensor in ours_of(how, batch).items()}
-    logits = ours.to("meta")(input_ids=batch.input_ids.to("meta"), use_cache=False, **inputs).logits
-    seen = []
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(function.overloadpacket.__name__)
-            return function(*args, **(kwargs or {}))
-
-    with Operations():
-        logits.sum().backward()
-    assert seen.count("_varlen_attn_backward") == 2
+    ours.to("meta")(input_ids=batch.input_ids.to("meta"), use_cache=False, **inputs).logits.sum().backward()
     assert ours.get_input_embeddings().weight.grad.shape == (64, 32)
 
 
@@ -320,24 +258,12 @@ def test_flash_attention_gets_the_bounds_from_the_host() -> None:
     assert inputs.get("attention_mask") is None
 
 
-@pytest.mark.parametrize("kind", ["llama", "falcon"])
-def test_the_cost_of_a_dense_mask_is_logged_once(
-    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("smp_train"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="smp_train")
-    for packed, lines in ((0, 0), (8192, 1)):
-        caplog.clear()
-        Attention(copy.deepcopy(model_of(kind)), CPU, half=True, packed=packed, compiled=False)
-        said = [record.getMessage() for record in caplog.records if "dense mask" in record.getMessage()]
-        assert len(said) == lines
-    assert "192 MiB" in said[0]  # 3 bytes of 2^26 pairs
-    assert "8192 x 8192" in said[0]
-
-
-def test_why_documents_have_no_bounds() -> None:
-    config = model_of("llama").config
-    assert "GPU" in str(attention._against_bounds(config, CPU, half=True))
+def test_the_cost_of_a_dense_mask_is_logged_if_rows_are_packed(caplog: pytest.LogCaptureFixture) -> None:
+    for packed in (0, 8192):
+        with caplog.at_level(logging.INFO, "smp_train"):
+            Attention(copy.deepcopy(model_of("llama")), CPU, half=True, packed=packed, compiled=False)
+    (line,) = (message for message in caplog.messages if "dense mask" in message)
+    assert "192 MiB" in line  # 3 bytes of 2^26 pairs
 
 
 @pytest.mark.slow
