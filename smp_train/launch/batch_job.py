@@ -1,7 +1,8 @@
-"""The body of every Slurm batch script: start the step, forward requests to stop, requeue what did not finish.
+"""The body of every Slurm batch script: run the step, forward requests to stop, requeue a run that has not finished.
 
-Runs on the first node of the job, outside of any container: ``python3 -m smp_train.launch.batch_job ... -- FLAGS``.
-Standard library only and Python 3.8 or newer, as the host's own interpreter may run it.
+Runs on the first node of the job, outside of any container: ``python3 -m smp_train.launch.batch_job ASKED <JOB``.
+ASKED is the signal that Slurm has sent already, or empty; JOB is a `Job` as JSON. Standard library only and Python 3.8
+or newer, as the host's own interpreter may run it.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch.srun_step import Job, ignore_term, make_folders, output, read_command_line, say, step
+from smp_train.launch.command import ask, ignore_sigterm, say
+from smp_train.launch.srun_step import Job, check_start, make_folders, srun_command
+from smp_train.launch.starts import SENT, Starts
 
 REQUEUED = 128 + signal.SIGTERM
 NOT_SHARED = re.compile(r"execve\(\)|No module named '?smp_train|pyxis: .*(No such file|does not exist)")
 FAILURE = re.compile(r"LAUNCH-FAIL node=(?P<node>\S+) rank=(?P<rank>\S+) rc=(?P<rc>\d+) cause=(?P<cause>\S+)")
 OVERDUE_SECONDS = 300.0
-LOST = ("lost-peer", "aborted")
-"""Causes of ranks that only lost touch with another rank, or that NCCL aborted for it."""
+SECONDARY = ("lost-peer", "aborted")
+"""Causes of ranks that lost touch with another rank, or that NCCL aborted because of another rank."""
 
 
-def read(path: str | Path, offset: int = 0) -> str:
-    """Return the text of a file from a byte offset on; "" where it cannot be read."""
+def read_text(path: str | Path, offset: int = 0) -> str:
+    """Return the text of a file from a byte offset on; "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(offset)
@@ -41,228 +44,183 @@ def read(path: str | Path, offset: int = 0) -> str:
         return ""
 
 
-def size(path: str | Path) -> int:
-    """Return the size of a file in bytes, 0 without it."""
+def file_size(path: str | Path) -> int:
+    """Return the size of a file in bytes, 0 if there is no file."""
     return os.path.getsize(path) if os.path.exists(path) else 0
 
 
+def ask_slurm(*command: str) -> str:
+    """Return the output of one of Slurm's commands, "" if it fails."""
+    code, output = ask(*command, survives=True)
+    return "" if code else output
+
+
 class Start:
-    """One start of a job, from its folders as they were before it to what is decided after it."""
+    """One start of a job: from the state of its folders before the step to the decision after it."""
 
     def __init__(self, job: Job, asked: str = "") -> None:
         self.job, self.run_dir = job, Path(job.run_dir)
         self.id = os.environ["SLURM_JOB_ID"]
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.asked = asked
-        """Signal that Slurm asked to stop by: USR1 (time is up, or preempted), TERM, or ""."""
-        self.user = False
-        """A person asked to stop: by STOP, or by ^C in an allocation."""
-        self.ended = False
+        """Signal by which Slurm asked to stop: USR1 (time is up, or preempted), TERM, or ""."""
+        self.user_asked = False
+        """A person asked to stop, by STOP or by ^C in an allocation."""
         self.end_step = False
         """A person asked twice: end the step without saving, even if it is still starting."""
+        self.ended = False
         self.step: subprocess.Popen[bytes] | None = None
         self.stop = self.run_dir / "STOP"
-        self.starts = self.run_dir / "logs" / f"starts-{self.id}"
-        """One line (restart, newest checkpoint known) for each start since the job's last checkpoint."""
-        self.attempts = f"{job.run_dir}/logs/{self.id}.{self.restart}"
-        """Folder of the logs of a step of this start, without its last part, the number of the step."""
-        # Markers of an earlier run in this folder differ in their text, which has the time.
-        self.markers = {name: read(self.run_dir / name) for name in ("DONE", "STOPPED")}
-        self.recorded = size(self.run_dir / "metrics.jsonl")
+        self.starts = Starts(job.run_dir, self.id)
+        self.logs = f"{job.run_dir}/logs/{self.id}.{self.restart}"
+        """Log folders of this start's steps, without the number of the step at the end."""
+        # The text of a marker has its time, so that the marker of an earlier run in this folder is recognized.
+        self.markers = {name: read_text(self.run_dir / name) for name in ("DONE", "STOPPED")}
+        self.metrics_size = file_size(self.run_dir / "metrics.jsonl")
 
-    def shown(self, pattern: str) -> list[str]:
-        """Return what matches in Slurm's description of the job: Name=value pairs."""
-        return re.findall(pattern, output("scontrol", "show", "job", self.id), re.MULTILINE)
-
-    def counted(self) -> list[tuple[int, int]]:
-        """Return (restart, checkpoint known then) of the starts since the last checkpoint."""
-        rows = [line.split() for line in read(self.starts).splitlines()]
-        return [(int(row[0]), int(row[1])) for row in rows if len(row) == 2]
-
-    def keep(self, count: int) -> None:
-        """Keep the first ``count`` of the counted starts; a full disk does not prevent the next start."""
-        kept = self.counted()[:count]
-        with suppress(OSError):
-            self.starts.write_text("".join(f"{restart} {known}\n" for restart, known in kept), encoding="utf-8")
-
-    def begun(self) -> tuple[dict[int, int], int]:
-        """Return (step that each restart of this job began with, newest one of the run), as node agents recorded."""
-        begun, newest = {}, 0
-        for line in read(self.run_dir / "launches.jsonl").splitlines():
-            try:
-                record = json.loads(line)
-                newest = int(record["committed_step"])
-                job, restart, _ = str(record["attempt"]).split(".")
-            except (ValueError, KeyError, TypeError):
-                continue
-            if job == self.id:
-                begun[int(restart)] = newest
-        return begun, newest
-
-    def saved(self) -> bool:
-        """Whether this run committed a checkpoint in a folder since the starts were last counted."""
-        markers = ("-mindepth", "2", "-maxdepth", "2", "-name", "COMMITTED", "-newer", str(self.starts))
-        return any(output("find", folder, *markers) for folder in self.job.checkpoints)
-
-    def refuse_loop(self, last: str | None = None) -> None:
-        """Raise `SmpTrainError` where too many starts, after the ``last`` step with this one, brought no checkpoint."""
-        counted = self.counted()
-        begun, newest = self.begun()
-        reached = read(f"{last}/committed-step").strip()
-        if last and not self.job.checkpoints_in_s3:
-            in_vain = len(counted)
-        elif reached.isdigit():  # the node agent has looked into S3
-            in_vain = sum(begun.get(restart, known) == int(reached) for restart, known in counted)
-        else:  # the node agent counts those that reach it
-            in_vain = sum(known == newest and restart not in begun for restart, known in counted)
-        if in_vain >= self.job.max_attempts:
-            raise SmpTrainError(
-                f"{in_vain} starts of job {self.id} brought no new checkpoint: not trying again; logs: "
-                f"{self.attempts}.* and the output of srun. Lower --checkpoint_freq if they needed longer"
-            )
+    def job_values(self, pattern: str) -> list[str]:
+        """Return the matches in Slurm's description of the job, which has Name=value pairs."""
+        return re.findall(pattern, ask_slurm("scontrol", "show", "job", self.id), re.MULTILINE)
 
     def count(self) -> None:
-        """Record this start; `SmpTrainError` where too many before it never reached the node agent."""
-        if self.counted() and self.saved():
-            self.keep(0)
-        self.refuse_loop()
-        with self.starts.open("a", encoding="utf-8") as file:
-            file.write(f"{self.restart} {self.begun()[1]}\n")
+        """Record this start; raise `SmpTrainError` after too many starts without a checkpoint."""
+        if self.starts.has_saved(self.job.checkpoints):
+            self.starts.write({})
+        self.starts.refuse_loop(self.job.max_attempts, reported_only=self.job.checkpoints_in_s3)
+        self.starts.add(f"{self.restart}.0", SENT)
 
-    def stop_is_mine(self) -> bool:
-        """Whether STOP was written by a start of this script; one that a person makes is empty."""
-        return read(self.stop).strip() in ("USR1", "TERM")
+    def is_own_stop(self) -> bool:
+        """Return whether STOP was written by a start of this script; a person's STOP is empty."""
+        return read_text(self.stop).strip() in ("USR1", "TERM")
 
     def stopped_before(self) -> bool:
-        """Remove STOP; return whether a person made it since this job was submitted."""
+        """Remove STOP; return whether a person made it after this job was submitted."""
         if not self.stop.exists():
             return False
-        mine, made = self.stop_is_mine(), self.stop.stat().st_mtime
+        is_own, made = self.is_own_stop(), self.stop.stat().st_mtime
         self.stop.unlink()
-        if mine or self.restart:
-            return not mine
-        submitted = self.shown(r"SubmitTime=(\d\S+)")
+        if is_own or self.restart:
+            return not is_own
+        submitted = self.job_values(r"SubmitTime=(\d\S+)")
         return bool(submitted) and int(made) >= time.mktime(time.strptime(submitted[0], "%Y-%m-%dT%H:%M:%S"))
 
     def run(self, command: list[str]) -> int:
         """Run the step to its end, forwarding requests to stop; return srun's exit code."""
-        os.environ["SMP_TRAIN_KEEP_STOP"] = "1"  # from here on a STOP is meant for this start
-        self.outputs = {path: size(path) for path in self.shown(r"^ *Std(?:Out|Err)=(.+)$")}
+        os.environ["SMP_TRAIN_KEEP_STOP"] = "1"  # from here on, STOP is meant for this start
+        self.outputs = {path: file_size(path) for path in self.job_values(r"^ *Std(?:Out|Err)=(.+)$")}
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         if self.asked:
-            self.ask()
+            self.request_stop()
         say(
             f"job {self.id}, start {self.restart + 1}, nodes {os.environ.get('SLURM_JOB_NODELIST', '')}, run folder "
             f"{self.run_dir}; to stop and save: touch {self.stop}"
         )
-        # ^C of a terminal reaches srun too, which would answer it by itself.
+        # A terminal sends ^C to srun too, which would answer it.
         self.step = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         if self.end_step:
             self.step.terminate()
         code = self.wait(self.step)
         self.ended = True
-        if self.stop_is_mine():
+        if self.is_own_stop():
             self.stop.unlink()
         return code if code >= 0 else 128 - code
 
     def wait(self, step: subprocess.Popen[bytes]) -> int:
-        """Wait for srun; end it where it goes on long after the run has ended, or after a person asked twice."""
+        """Wait for srun; end it if it runs on long after the run has ended, or after a person asked twice."""
         overdue = 0
         while True:
             try:
                 return step.wait(OVERDUE_SECONDS)
             except subprocess.TimeoutExpired:
-                overdue += self.end_step or self.new("DONE") or self.new("STOPPED")
+                overdue += self.end_step or self.wrote("DONE") or self.wrote("STOPPED")
             if overdue > 1:
                 say(f"warning: the run has ended, srun has not for {OVERDUE_SECONDS:g} s: ending it")
                 (step.terminate if overdue == 2 else step.kill)()
 
     def on_signal(self, number: int, _: Any) -> None:
-        """Forward a request to stop; ^C of a person in an allocation saves and stops, ^C again ends the step."""
+        """Forward a request to stop; a person's ^C in an allocation saves and stops, a second ^C ends the step."""
         if number == signal.SIGINT:
-            self.end_step = self.user
+            self.end_step = self.user_asked
             if self.end_step and self.step is not None:
                 self.step.terminate()
-            self.user = True
+            self.user_asked = True
             if not self.stop.exists():
                 self.stop.touch()
             return
         self.asked = "USR1" if number == signal.SIGUSR1 else self.asked or "TERM"
         if not self.ended:
-            self.ask()
+            self.request_stop()
 
-    def ask(self) -> None:
-        """Ask the run to stop; a person's request stays as it is, and has precedence."""
-        if self.stop.exists() and not self.stop_is_mine():
-            self.user = True
+    def request_stop(self) -> None:
+        """Write STOP for the run; a person's STOP stays as it is, and has precedence."""
+        if self.stop.exists() and not self.is_own_stop():
+            self.user_asked = True
             return
         with suppress(OSError):
             self.stop.write_text(f"{self.asked}\n", encoding="utf-8")
 
-    def new(self, marker: str) -> bool:
-        """Whether this start wrote DONE or STOPPED."""
-        return read(self.run_dir / marker) not in ("", self.markers[marker])
+    def wrote(self, marker: str) -> bool:
+        """Return whether this start wrote DONE or STOPPED."""
+        return read_text(self.run_dir / marker) not in ("", self.markers[marker])
 
     def conclude(self, code: int) -> int:
-        """Requeue the job, or return its exit code, by what the run left: srun's ``code`` is 0 also for a lost node."""
-        if self.new("DONE"):
+        """Requeue the job, or return its exit code, depending on the run folder: srun returns 0 also for a lost node.
+
+        Raises:
+            SmpTrainError: too many starts brought no checkpoint, or the job cannot be requeued.
+        """
+        stopped = self.wrote("STOPPED")
+        if self.wrote("DONE") or stopped or self.starts.has_saved(self.job.checkpoints):
+            self.starts.write({})
+        if self.wrote("DONE"):
             say(f"finished: {self.run_dir}/DONE")
             return 0
-        if (not self.asked or self.user) and self.new("STOPPED"):
+        if stopped and (not self.asked or self.user_asked):
             say(f"stopped on request and saved: {self.run_dir}/STOPPED; submit the same script again to go on")
             return 0
-        last = self.last_step()
-        first, reported = self.first_failure(last)
-        if first:
-            silent = self.silent_nodes(reported) if first["cause"] in LOST else ""
-            say(f"first failure of this start: {first[0]}{silent}")
-            if not self.worth_another_start(first["cause"]):
-                say(f"error: this would fail again in the same way: not starting it again; logs: {self.attempts}.*")
-                return int(first["rc"])
-        state = "".join(self.shown(r"JobState=([A-Z_]*)")[:1])
+        failure, reporting_nodes = self.first_failure()
+        if failure:
+            silent = self.silent_nodes(reporting_nodes) if failure["cause"] in SECONDARY else ""
+            say(f"first failure of this start: {failure[0]}{silent}")
+            if not self.may_succeed_later(failure["cause"]):
+                say(f"error: this would fail again in the same way: not starting it again; logs: {self.logs}.*")
+                return int(failure["rc"])
+        state = "".join(self.job_values(r"JobState=([A-Z_]*)")[:1])
         if self.asked == "TERM" and state != "RUNNING":
-            # No fault of the run's: it does not count, here and in the node agent.
-            self.keep(len(self.counted()) - 1)
-            with suppress(OSError):
-                Path(last, "ended-by-slurm").touch()
+            self.starts.remove(self.restart)  # the run is not at fault
             say(
                 f"ended by Slurm ({state}): it starts the job again when it lost a node; otherwise submit the same "
                 "script again to go on"
             )
             return REQUEUED
-        if self.saved() or (self.asked and self.new("STOPPED")):
-            self.keep(0)
-        else:
-            self.refuse_loop(last)
+        self.starts.refuse_loop(self.job.max_attempts, reported_only=self.job.checkpoints_in_s3)
         why = f"asked to stop by {self.asked}; " if self.asked else ""
         say(f"not finished ({why}srun returned {code}): putting the job back into the queue")
-        return self.requeue(first["node"] if first and first["cause"] == "node" else None)
+        return self.requeue(failure["node"] if failure and failure["cause"] == "node" else None)
 
-    def last_step(self) -> str:
-        """Return the log folder of the last step: auto-resume runs several in one start."""
-        steps = [path.rpartition(".")[2] for path in glob.glob(f"{glob.escape(self.attempts)}.*/")]
-        return f"{self.attempts}.{max((int(step[:-1]) for step in steps if step[:-1].isdigit()), default=-1)}"
-
-    def first_failure(self, last: str) -> tuple[Any, list[str]]:
-        """Return (match of `FAILURE`, nodes that left one) of the last step; None where nothing is known."""
-        found = [match for path in sorted(Path(last).glob("failed-*")) for match in FAILURE.finditer(read(path))]
-        # The crash-loop guard overrules all. Ranks that lost touch with a peer do not know why: they come last.
-        found.sort(key=lambda match: 0 if match["cause"] == "crash-loop" else 2 if match["cause"] in LOST else 1)
-        if found:
-            return found[0], [match["node"] for match in found]
-        # A run that was asked to stop has not failed, whatever an earlier step of it has.
+    def first_failure(self) -> tuple[Any, list[str]]:
+        """Return (match of `FAILURE`, nodes that reported one) of the last step; None if no failure is known."""
+        steps = [path.rpartition(".")[2][:-1] for path in glob.glob(f"{glob.escape(self.logs)}.*/")]
+        last = max((int(step) for step in steps if step.isdigit()), default=-1)  # auto-resume runs several steps
+        files = sorted(Path(f"{self.logs}.{last}").glob("failed-*"))
+        failures = [match for file in files for match in FAILURE.finditer(read_text(file))]
+        # A crash loop comes first. Ranks that lost touch with another rank do not know the cause: they come last.
+        failures.sort(key=lambda match: (match["cause"] != "crash-loop", match["cause"] in SECONDARY))
+        if failures:
+            return failures[0], [match["node"] for match in failures]
+        # A run that was asked to stop has not failed, even if an earlier step of it has.
         return (None if self.asked else self.failure_in_output()), []
 
     def failure_in_output(self) -> Any:
-        """Return the failure in the job's output, of a node that could leave no file.
+        """Return the failure of a node that could not write a file, from the job's output.
 
-        A node without the shared file system cannot even start the agent. What this host has and a node has not is the
-        node's fault; what is missing on this host as well, or any other end, may be the fault of all.
+        A node without the shared file system cannot start the agent. A file that is missing on a node and present on
+        this host is the node's fault; any other end may be the fault of all.
         """
-        text = "\n".join(read(path, before) for path, before in self.outputs.items())
-        earlier = "\n".join(map(read, glob.glob(f"{glob.escape(self.attempts)}.*/failed-*")))
+        text = "\n".join(read_text(path, size_before) for path, size_before in self.outputs.items())
+        earlier = "\n".join(map(read_text, glob.glob(f"{glob.escape(self.logs)}.*/failed-*")))
         for match in FAILURE.finditer(text):
             if match[0] not in earlier:
                 return match
@@ -270,31 +228,35 @@ class Start:
         if not ends:
             return None
         node, code = ends[0]
-        here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-        cause = "node" if NOT_SHARED.search(text) and (here, code) not in ends else "error"
+        this_host = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+        cause = "node" if NOT_SHARED.search(text) and (this_host, code) not in ends else "error"
         return FAILURE.search(f"LAUNCH-FAIL node={node} rank=-1 rc={code} cause={cause}")
 
-    def silent_nodes(self, reported: list[str]) -> str:
-        """Return which nodes left nothing while others lost touch with them, and which of them Slurm has lost."""
+    def silent_nodes(self, reporting_nodes: list[str]) -> str:
+        """Return a text on the nodes that reported nothing while others lost touch with them, and on lost nodes."""
         nodes = os.environ.get("SLURM_JOB_NODELIST", "")
-        silent = [name for name in output("scontrol", "show", "hostnames", nodes).split() if name not in reported]
-        states = output("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format", "%N %T")
+        names = ask_slurm("scontrol", "show", "hostnames", nodes).split()
+        silent = [name for name in names if name not in reporting_nodes]
+        states = ask_slurm("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format", "%N %T")
         down = sorted(set(re.findall(r"^(\S+) +\S*(?:down|fail|\*$)", states, re.MULTILINE)))
-        # Most of the nodes: they were ended by srun before they could write.
-        text = f"; no word from {','.join(silent)}" if 0 < len(silent) <= len(reported) else ""
+        # If most nodes are silent, srun ended them before they could write.
+        text = f"; no word from {','.join(silent)}" if 0 < len(silent) <= len(reporting_nodes) else ""
         return text + (f"; Slurm has lost {','.join(down)}" if down else "")
 
-    def worth_another_start(self, cause: str) -> bool:
-        """A mistake shows at the first start, before its first step; later the same cause means a disk or a network."""
+    def may_succeed_later(self, cause: str) -> bool:
+        """Return whether another start may succeed.
+
+        A mistake shows at the first start, before the first step; later the same cause means a disk or a network.
+        """
         if cause not in ("configuration", "data", "checkpoint"):
             return cause != "crash-loop"
-        return self.restart > 0 or '"loss"' in read(self.run_dir / "metrics.jsonl", self.recorded)
+        return self.restart > 0 or '"loss"' in read_text(self.run_dir / "metrics.jsonl", self.metrics_size)
 
     def requeue(self, bad: str | None) -> int:
-        """Put the job back into the queue, off a bad node; Slurm ends this script as it takes the job back."""
-        gone: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, _: gone.append(number))
-        if subprocess.run(["scontrol", "requeue", self.id], check=False, preexec_fn=ignore_term).returncode:
+        """Put the job back into the queue, without a bad node; Slurm ends this script as it takes the job back."""
+        ended: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+        if subprocess.run(["scontrol", "requeue", self.id], check=False, preexec_fn=ignore_sigterm).returncode:
             raise SmpTrainError(
                 "the job could not be requeued (is it submitted with --requeue, and does the cluster allow it?); "
                 "submit the same script again to go on"
@@ -302,26 +264,25 @@ class Start:
         if bad:
             self.exclude(bad)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(REQUEUED))
-        if not gone:
+        if not ended:
             time.sleep(60)
         return REQUEUED
 
     def exclude(self, bad: str) -> None:
-        """Keep the job off bad nodes as long as enough others are left for it."""
-        if self.shown(r"(?:ReqNodeList|Features|Reservation)=[^( \n]"):
+        """Exclude bad nodes from the job's next starts if enough others are left."""
+        if self.job_values(r"(?:ReqNodeList|Features|Reservation)=[^( \n]"):
             say(f"warning: the job may run on certain nodes only, and {bad} is not left out; replace or reboot it")
             return
-        excluded = ",".join([*(name for name in self.shown(r"ExcNodeList=(\S+)")[:1] if name != "(null)"), bad])
-        names = output("scontrol", "show", "hostnames", excluded).split()
-        there = output(
+        excluded = ",".join([*(name for name in self.job_values(r"ExcNodeList=(\S+)")[:1] if name != "(null)"), bad])
+        names = ask_slurm("scontrol", "show", "hostnames", excluded).split()
+        usable = ask_slurm(
             "sinfo", "--noheader", "--Node", "--partition", os.environ.get("SLURM_JOB_PARTITION", ""), "--responding",
             "--states", "idle,alloc,mix,comp", "--format", "%N",
-        )  # fmt: skip
-        if len(set(there.split()) - set(names)) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 1):
+        ).split()  # fmt: skip
+        if len(set(usable) - set(names)) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 1):
             say(f"warning: no other node can take the place of {bad}; replace or reboot it")
             return
-        update = ["scontrol", "update", f"JobId={self.id}", f"ExcNodeList={excluded}"]
-        if subprocess.run(update, check=False, preexec_fn=ignore_term).returncode == 0:
+        if ask("scontrol", "update", f"JobId={self.id}", f"ExcNodeList={excluded}", survives=True)[0] == 0:
             say(f"the job stays off {bad} from now on")
 
 
@@ -330,18 +291,19 @@ def run(job: Job, *, asked: str = "", dry_run: bool = False) -> int:
     try:
         if not dry_run and not os.environ.get("SLURM_JOB_ID"):
             raise ConfigError("this is a batch script: submit it with sbatch")
-        # Slurm chooses GPUs where it has GRES; anything else comes from the shell that submitted this job.
-        leaked = os.environ.get("CUDA_VISIBLE_DEVICES")
+        # With GRES, Slurm chooses GPUs; otherwise the variable comes from the shell that submitted this job.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         by_slurm = os.environ.get("SLURM_JOB_GPUS") or os.environ.get("SLURM_GPUS_ON_NODE")
-        if leaked is not None and job.nproc == "auto" and not by_slurm:
-            say(f"warning: CUDA_VISIBLE_DEVICES={leaked} is left out: each node has its own GPUs; NPROC keeps it")
+        if visible is not None and not by_slurm and not any(word.startswith("--nproc=") for word in job.agent):
+            say(f"warning: CUDA_VISIBLE_DEVICES={visible} is left out: each node has its own GPUs; NPROC keeps it")
             del os.environ["CUDA_VISIBLE_DEVICES"]
         if dry_run:
-            print(shlex.join(step(job, dry_run=True)))
+            print(shlex.join(srun_command(job, dry_run=True)))
             return 0
+        check_start(job)
         make_folders(job)
         start = Start(job, asked)
-        command = step(job)
+        command = srun_command(job)
         if start.stopped_before():
             say(f"stopped on request before it started: {start.stop} was there; submit the same script again to go on")
             return 0
@@ -357,6 +319,5 @@ def run(job: Job, *, asked: str = "", dry_run: bool = False) -> int:
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # until `Start.run` forwards it
-    rendered, already = read_command_line(sys.argv[1:])
     showing = bool(os.environ.get("DRY_RUN")) and not os.environ.get("SLURM_JOB_ID")
-    sys.exit(run(rendered, asked=already, dry_run=showing))
+    sys.exit(run(Job(**json.load(sys.stdin)), asked="".join(sys.argv[1:]), dry_run=showing))

@@ -1,24 +1,43 @@
-"""Other programs, asked and called."""
+"""Run other programs, and report to the user. Standard library only, Python 3.8 or newer: batch jobs import it."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 
 from smp_train.errors import ConfigError
 
-Advice = Sequence[tuple[str, str]]
-"""Pairs of a part of an error message, without regard to case, and what to do about it."""
+
+def say(line: str) -> None:
+    """Print a line on stderr."""
+    print(f"smp-train: {line}", file=sys.stderr, flush=True)
 
 
-def ask(*command: str, seconds: float = 60) -> tuple[int, str]:
-    """Run a command; return (exit code, its output): 124 when it does not end, 127 when it is not there.
+def node_name() -> str:
+    """Return this node's name: Slurm's name if Slurm started this process, else the host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
-    The output is stdout alone where the command succeeds, and both streams where it fails.
+
+def ignore_sigterm() -> None:
+    """Ignore SIGTERM in a child process: Slurm sends it to all processes of a batch job that it requeues."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def ask(*command: str, seconds: float = 60, survives: bool = False) -> tuple[int, str]:
+    """Run a command and return (exit code, output): code 124 on a time-out, 127 if the program is not installed.
+
+    The output is stdout after success, stdout and stderr after a failure. A command that ``survives`` ignores SIGTERM.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds, errors="replace")
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=seconds, errors="replace",
+            preexec_fn=ignore_sigterm if survives else None,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return 124, f"no answer within {seconds:g} s"
     except OSError as problem:
@@ -26,10 +45,13 @@ def ask(*command: str, seconds: float = 60) -> tuple[int, str]:
     return done.returncode, (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()
 
 
-def call(*command: str, text: str, absent: str, advice: Advice) -> subprocess.CompletedProcess[str]:
-    """Run a cluster's own command with ``text`` as its input.
+def call(
+    *command: str, text: str, absent: str, advice: Sequence[tuple[str, str]]
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run a cluster's command with ``text`` as its input.
 
-    `ConfigError` has the command's own error and what to do about it, or ``absent`` where it is not installed.
+    Raises:
+        ConfigError: with the command's own error and its remedy from ``advice``, or ``absent`` if it is not installed.
     """
     if not shutil.which(command[0]):
         raise ConfigError(f"there is no {command[0]} here; {absent}")
@@ -40,6 +62,6 @@ def call(*command: str, text: str, absent: str, advice: Advice) -> subprocess.Co
     return done
 
 
-def advise(message: str, advice: Advice) -> str:
-    """Return what to do about an error message, to be appended to it; "" where nothing is known."""
+def advise(message: str, advice: Sequence[tuple[str, str]]) -> str:
+    """Return "; " and the remedy of the first (part of a message, remedy) found in ``message``; "" if no part is."""
     return next((f"; {remedy}" for part, remedy in advice if part.lower() in message.lower()), "")

@@ -1,4 +1,4 @@
-"""What a container keeps: folders that are mounted into it. The rest is lost with it, without a message."""
+"""Folders that end with the container: only what is mounted into it is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def refuse_lost(folders: Sequence[str]) -> None:
-    """Refuse, inside of a container, folders of checkpoints that are on its root file system."""
+    """Refuse folders of checkpoints on the root file system of the container that this process runs in."""
     points: list[str] = []
     with suppress(OSError):
         # proc(5): the fifth field is the mount point, a space in it written in octal.

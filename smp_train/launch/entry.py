@@ -1,4 +1,4 @@
-"""The program of each process where the platform starts it: SageMaker's toolkit, or torchrun on Kubernetes."""
+"""The program of each process on SageMaker, where a toolkit starts it, and on Kubernetes, where torchrun does."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-"""Environment variables of a run: those that launchers set, and those that they advise to unset.
+"""Environment variables that launchers set, and variables that they advise to unset.
 
-Few are needed. The EFA plugin of NCCL (aws-ofi-nccl) chooses provider, buffer sizes, protocol and tuner for each
+A run needs few. The EFA plugin of NCCL (aws-ofi-nccl) chooses provider, buffer sizes, protocol and tuner for each
 instance type; most exports in older scripts were workarounds for old releases.
 """
 
@@ -35,50 +35,50 @@ SOCKETS_KUBERNETES = "^lo,docker,veth,eni,pod-id-link0"
 
 
 def variables(instance: Instance | None, *, kubernetes: bool = False) -> dict[str, str]:
-    """Return what a launcher exports for training on ``instance`` (None: unknown, or no GPU)."""
-    chosen = {"HF_HUB_ETAG_TIMEOUT": "60", "TOKENIZERS_PARALLELISM": "false"}
+    """Return the variables that a launcher sets for training on ``instance`` (None: unknown, or no GPU)."""
+    values = {"HF_HUB_ETAG_TIMEOUT": "60", "TOKENIZERS_PARALLELISM": "false"}
     if instance is None:
-        return chosen
-    chosen |= {
+        return values
+    values |= {
         "NCCL_DEBUG": "WARN",
         "NCCL_SOCKET_IFNAME": SOCKETS_KUBERNETES if kubernetes else SOCKETS_SLURM,
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     }
     if instance.efa:
-        # Else forked data workers run out of huge pages (ENOMEM).
-        chosen["FI_EFA_USE_HUGE_PAGE"] = "0"
+        # Forked data workers run out of huge pages otherwise (ENOMEM).
+        values["FI_EFA_USE_HUGE_PAGE"] = "0"
     if instance.family in ("g5", "g6", "g6e") and instance.gpus > 1:
-        chosen["NCCL_SHM_USE_CUDA_MEMCPY"] = "1"
-    return chosen
+        values["NCCL_SHM_USE_CUDA_MEMCPY"] = "1"
+    return values
 
 
-def places(run_dir: str, logs: str, environ: Mapping[str, str], *, inside: bool) -> dict[str, str]:
-    """Return variables that place files below the run folder that would otherwise be lost with a node or a container.
+def output_places(run_dir: str, logs: str, environ: Mapping[str, str], *, inside: bool) -> dict[str, str]:
+    """Return variables that place files below the run folder, which outlives the node and the container.
 
-    NCCL's flight recorder writes what each rank did when a collective hangs; and with ``inside``, a container, the
-    models and data that Hugging Face downloads are kept for the next start.
+    NCCL's flight recorder writes there what each rank did when a collective hangs. ``inside`` a container, downloads
+    from Hugging Face go there too, for the next start.
     """
-    chosen = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{logs}/nccl-trace-rank-"}
-    baked = os.path.join(environ.get("HOME", "/root"), ".cache/huggingface")  # what the image may bring
-    if inside and not environ.get("HF_HUB_CACHE") and not os.path.isdir(baked):
-        chosen["HF_HOME"] = f"{run_dir}/huggingface"
-    return chosen
+    values = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{logs}/nccl-trace-rank-"}
+    in_image = os.path.join(environ.get("HOME", "/root"), ".cache/huggingface")
+    if inside and not environ.get("HF_HUB_CACHE") and not os.path.isdir(in_image):
+        values["HF_HOME"] = f"{run_dir}/huggingface"
+    return values
 
 
 def lint(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each variable of ``environ`` that should not be set."""
-    found = {name: why for name, why in DROPPED.items() if name in environ}
+    reasons = {name: why for name, why in DROPPED.items() if name in environ}
     sockets = environ.get("NCCL_SOCKET_IFNAME", "")
     excluded = sockets.removeprefix("^").split(",")
     if sockets and not sockets.startswith("^"):
-        found["NCCL_SOCKET_IFNAME"] = "names of interfaces differ between instance types"
+        reasons["NCCL_SOCKET_IFNAME"] = "names of interfaces differ between instance types"
     elif any((name and "ens32".startswith(name)) or name.startswith("eth") for name in excluded):
-        found["NCCL_SOCKET_IFNAME"] = "it may exclude the only interface there is"
+        reasons["NCCL_SOCKET_IFNAME"] = "it may exclude the only interface there is"
     if environ.get("GLOO_SOCKET_IFNAME", "").startswith("^"):
-        found["GLOO_SOCKET_IFNAME"] = "Gloo knows no ^ and looks for an interface of that name"
+        reasons["GLOO_SOCKET_IFNAME"] = "Gloo knows no ^ and looks for an interface of that name"
     if environ.get("TMPDIR") and not os.path.isdir(environ["TMPDIR"]):
-        found["TMPDIR"] = "there is no such folder here"
+        reasons["TMPDIR"] = "this folder does not exist here"
     if environ.get("NCCL_DEBUG_SUBSYS", "").lower() == "off":
-        found["NCCL_DEBUG_SUBSYS"] = "that is not a value of it"
-    return [f"{name}={environ[name]} is set: {why}; unset it" for name, why in found.items()]
+        reasons["NCCL_DEBUG_SUBSYS"] = "NCCL knows no such value"
+    return [f"{name}={environ[name]} is set: {why}; unset it" for name, why in reasons.items()]

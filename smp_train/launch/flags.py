@@ -1,4 +1,4 @@
-"""Training flags as launchers complete them, so that a run that is started again resumes."""
+"""Training flags, completed so that a run that is started again resumes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from smp_train.checkpoints.folder import folder_of_run
 from smp_train.errors import CheckpointError, SmpTrainError
 
 
-def without(words: Sequence[str], names: set[str]) -> list[str]:
-    """Return a command line without the flags ``names`` and their values."""
-    kept: list[str] = []
-    dropping = False
-    for word in words:
-        dropping = _name(word) in names if word.startswith("--") else dropping
-        kept += [] if dropping else [word]
-    return kept
-
-
-def _name(word: str) -> str:
+def flag_name(word: str) -> str:
+    """Return the name of a flag as a command line has it, with underscores."""
     return canonical(word[2:].partition("=")[0])
 
 
+def without(words: Sequence[str], names: set[str]) -> list[str]:
+    """Return a command line without the flags ``names`` and their values."""
+    remaining: list[str] = []
+    dropping = False
+    for word in words:
+        dropping = flag_name(word) in names if word.startswith("--") else dropping
+        remaining += [] if dropping else [word]
+    return remaining
+
+
 def as_words(name: str, value: Any) -> list[str]:
-    """Return a flag and its value, of any type that a file or a mapping gives it, as words of a command line."""
+    """Return a flag and its value, of any type from a file or a mapping, as words of a command line."""
     if isinstance(value, list | tuple):
         return [f"--{name}", *map(str, value)]
     return [] if value is None else [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
@@ -39,15 +40,15 @@ def as_words(name: str, value: Any) -> list[str]:
 def inline_files(words: Sequence[str]) -> list[str]:
     """Return ``words`` with ``--config`` and ``--smp_config`` expanded to flags, for a container without these files.
 
-    The command line's own flags come last, and so take precedence.
+    The command line's flags come last, and so take precedence.
     """
     args = parse(words, {}).args
-    files = [
+    settings = [
         *(read_config(args.config) if args.config else []),
         *(read_smp_config(args.smp_config) if args.smp_config else []),
     ]
-    named = {_name(word) for word in words if word.startswith("--")}
-    flags = [word for given in files if given.name not in named for word in as_words(given.name, given.value)]
+    overridden = {flag_name(word) for word in words if word.startswith("--")}
+    flags = [word for one in settings if one.name not in overridden for word in as_words(one.name, one.value)]
     return [*flags, *without(words, {"config", "smp_config"})]
 
 
@@ -56,10 +57,10 @@ def complete(
 ) -> tuple[list[str], Resolved]:
     """Return training flags completed so that a restarted run resumes, as words and parsed; idempotent.
 
-    A run without a name is called after its run folder, else after its model. ``base`` is an absolute path: a relative
-    run folder and the default --checkpoint_dir are placed below it. Without --resume_from_checkpoint the run resumes
-    from the first --checkpoint_dir that outlives a node. A --resume_from_checkpoint that the user gave is kept at every
-    restart, because training itself prefers the run's own newest checkpoint.
+    - A run without a name takes the name of its run folder, else of its model.
+    - A relative run folder and the default --checkpoint_dir are placed below ``base``, an absolute path.
+    - Without --resume_from_checkpoint the run resumes from the first --checkpoint_dir that outlives a node. The user's
+      own stays at every restart, because training prefers the run's newest checkpoint.
 
     Raises `ConfigError` as `smp_train.arguments.parse` does.
     """
@@ -73,24 +74,29 @@ def complete(
         completed = [*without(completed, {"run_dir"}), f"--run_dir={os.path.normpath(os.path.join(base, run_dir))}"]
     if base and not resolved.given("checkpoint_dir"):
         completed.append(f"--checkpoint_dir={os.path.join(base, CHECKPOINTS)}")
-    parents = parse(completed, environ).args.checkpoint_dir
-    durable = [parent for parent in parents if not parent.startswith(NODE_LOCAL)]
+    durable = durable_folders(parse(completed, environ).args)
     if durable and not resolved.given("resume_from_checkpoint"):
         completed.append(f"--resume_from_checkpoint={durable[0]}")
     return completed, parse(completed, environ)
 
 
+def durable_folders(args: Arguments) -> list[str]:
+    """Return the run's --checkpoint_dir that outlive a node: folders of shared file systems, and S3."""
+    return [folder for folder in args.checkpoint_dir if not folder.startswith(NODE_LOCAL)]
+
+
 def newest_step(args: Arguments, *, in_s3: bool) -> int:
-    """Return the step of the run's newest committed checkpoint that outlives a node, 0 without one.
+    """Return the step of the run's newest committed checkpoint that outlives a node, 0 without a checkpoint.
 
     Without ``in_s3``, checkpoints in S3 are left out: this machine may lack access, or the packages that read S3.
 
-    Raises `SmpTrainError` when S3 does not answer, and no `CheckpointError`, which would end the job for good.
+    Raises `SmpTrainError` if S3 does not answer, and never `CheckpointError`, which would end the job for good.
     """
-    parents = [parent for parent in args.checkpoint_dir if not parent.startswith(NODE_LOCAL)]
+    parents = [folder for folder in durable_folders(args) if in_s3 or "://" not in folder]
     try:
-        folders = [folder_of_run(parent, args.run_name) for parent in parents if in_s3 or "://" not in parent]
-        return max((newest[:2] for folder in folders for newest in folder.committed()[:1]), default=(0, 0))[1]
+        folders = [folder_of_run(parent, args.run_name) for parent in parents]
+        newest = [checkpoint[:2] for folder in folders for checkpoint in folder.committed()[:1]]
+        return max(newest, default=(0, 0))[1]
     except CheckpointError as error:
         raise SmpTrainError(str(error)) from None
     except OSError:  # this machine cannot read a folder

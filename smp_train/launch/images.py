@@ -13,8 +13,9 @@ from smp_train.launch.instances import Instance, release
 SMP_NAME = "smdistributed-modelparallel"
 SMP_TORCH = ((2, 4, 1), (2, 5, 1))
 """Releases of torch whose SMP images the SMP backend runs in."""
+SMP_RELEASES = " and ".join(".".join(map(str, torch)) for torch in SMP_TORCH)
 MACHINES = {0x3E: "x86_64", 0xB7: "aarch64"}  # e_machine of ELF
-NAMED = (
+ARCHITECTURES = (
     (r"(?<![a-z0-9])(arm64|aarch64|sbsa)(?![a-z0-9])", "aarch64"),
     (r"(?<![a-z0-9])(amd64|x86_64|x86-64)(?![a-z0-9])", "x86_64"),
     # AWS' training images have the architecture in their name unless it is x86_64.
@@ -23,19 +24,19 @@ NAMED = (
 
 
 def backends(backend: str, image: str | None) -> tuple[str, ...]:
-    """Return the backends that a run may take in an image; ``--backend auto`` takes SMP where the image has it."""
+    """Return the backends that a run in an image may use; ``--backend auto`` takes SMP if the image has SMP."""
     if backend != "auto" or not image:
         return (backend,)
-    if SMP_NAME in image or os.path.basename(image) == "smpv2.sqsh":  # docker_build.sh gives this name to SMP's
+    if SMP_NAME in image or os.path.basename(image) == "smpv2.sqsh":  # docker_build.sh names SMP's image so
         return ("smp",)
     return ("native",) if "/pytorch-training" in image else ("smp", "native")
 
 
 def check_image(instance: Instance | None, image: str, backend: str = "auto") -> None:
-    """Refuse an image that the instance's GPUs, its processors or the backend cannot be used with.
+    """Refuse an image that does not fit the instance's GPUs, its processors or the backend.
 
-    CUDA and architecture are found by the name and tag (``cu124``, ``arm64``, SMP's own), and by the programs in an
-    Enroot file where `unsquashfs` is installed; what nothing tells is let pass.
+    CUDA, torch and architecture follow from name and tag (``cu124``, ``arm64``, AWS's own images), the architecture of
+    an Enroot file from its programs if `unsquashfs` is installed. An unknown property is accepted.
 
     Raises:
         ConfigError: with an image, or an instance type, that would do.
@@ -52,25 +53,26 @@ def check_image(instance: Instance | None, image: str, backend: str = "auto") ->
             f"--image {image}: CUDA {cuda[1]}.{cuda[2]} does not know the {instance.gpu} of {instance.name}, which "
             f"needs {instance.min_cuda}; take a newer image, or another instance type"
         )
-    named = re.search(rf"({SMP_NAME}|/pytorch-training(?:-arm64)?):(\d+\.\d+(?:\.\d+)?)", image)
-    if named is None:
+    of_aws = re.search(rf"({SMP_NAME}|/pytorch-training(?:-arm64)?):(\d+\.\d+(?:\.\d+)?)", image)
+    if of_aws is None:
         return
-    of_smp, torch = named[1] == SMP_NAME, named[2]
-    natively = backend == "native" or (backend == "auto" and not of_smp)
+    has_smp, torch = of_aws[1] == SMP_NAME, of_aws[2]
+    natively = backend == "native" or (backend == "auto" and not has_smp)
     if natively and older(torch, OLDEST["torch"]):
-        remedy = "leave --backend out, or take an image without SMP" if of_smp else "take a newer image"
+        remedy = "leave --backend out, or take an image without SMP" if has_smp else "take a newer image"
         raise ConfigError(
             f"--image {image}: has torch {torch}, and --backend native needs {OLDEST['torch']} or newer; {remedy}"
         )
-    if of_smp and not natively and release(torch) not in SMP_TORCH:
-        known = " and ".join(".".join(map(str, one)) for one in SMP_TORCH)
-        raise ConfigError(f"--image {image}: the SMP backend runs in SMP's images of torch {known}; take one of them")
+    if has_smp and not natively and release(torch) not in SMP_TORCH:
+        raise ConfigError(
+            f"--image {image}: the SMP backend runs in SMP's images of torch {SMP_RELEASES}; take one of them"
+        )
 
 
 def architecture(image: str) -> str | None:
     """Return x86_64 or aarch64, by a program in the Enroot file or by the image's name; None: unknown."""
     if not os.path.isfile(image):
-        return next((arch for pattern, arch in NAMED if re.search(pattern, image)), None)
+        return next((arch for pattern, arch in ARCHITECTURES if re.search(pattern, image)), None)
     try:
         head = subprocess.run(
             ["unsquashfs", "-cat", image, "usr/bin/env"], capture_output=True, check=False, timeout=60

@@ -12,7 +12,7 @@ from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
 
 PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
-"""File in which an EC2 machine finds its own instance type."""
+"""File with the instance type of an EC2 machine."""
 TABLE = Path(__file__).with_name("instances.json")
 
 
@@ -20,9 +20,9 @@ TABLE = Path(__file__).with_name("instances.json")
 class Instance:
     """One EC2 instance type.
 
-    ``gpu_memory_gb`` is of one GPU, in 10^9 bytes; ``host_memory_gib`` of the instance, in 2^30; ``efa`` counts Elastic
-    Fabric Adapters; ``network_gbit_s`` is of all adapters together, 10^9 bits; ``rdma``: GPUs read and write through
-    them without the host; ``min_cuda`` is the oldest CUDA release that knows the GPU.
+    ``gpu_memory_gb`` is the memory of one GPU, in 10^9 bytes; ``host_memory_gib`` the instance's, in 2^30; ``efa``
+    counts Elastic Fabric Adapters; ``network_gbit_s`` is the rate of all adapters together, 10^9 bits; ``rdma``: GPUs
+    read and write through the adapters without the host; ``min_cuda`` is the oldest CUDA release that knows the GPU.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Instance:
 
     @property
     def most_gpu_bytes(self) -> int:
-        """More than the driver of a GPU reports, which is up to 7 % above 10^9 for each GB (H100: 85.5e9 of 80 GB)."""
+        """More than a driver reports: up to 7 % above 10^9 bytes for each GB (85.5e9 for an H100 with 80 GB)."""
         return self.gpu_memory_gb << 30
 
     @property
@@ -58,8 +58,22 @@ class Instance:
 
 
 @dataclass(frozen=True)
+class Machines:
+    """The machines of a run: instance type (None: unknown), number, and processes on each (0: one per GPU)."""
+
+    instance: Instance | None
+    nodes: int
+    processes: int
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole run; 0: not known yet."""
+        return self.nodes * self.processes
+
+
+@dataclass(frozen=True)
 class Gpu:
-    """Rates of a GPU, in 10^9 bytes per second, and of its peak what is reached; the table's sources say by whom."""
+    """Rates of a GPU in 10^9 bytes per second, and the reached fractions of its peak; sources are in the table."""
 
     memory_gb_s: float
     link_gb_s: float
@@ -69,7 +83,7 @@ class Gpu:
 
 
 def gpu_of(instance: Instance) -> Gpu | None:
-    """Return the rates of an instance's GPUs; None where they are not known."""
+    """Return the rates of an instance's GPUs; None if they are unknown."""
     row = json.loads(TABLE.read_text(encoding="utf-8"))["gpus"].get(f"{instance.gpu} {instance.gpu_memory_gb}")
     return None if row is None else Gpu(**row)
 
@@ -86,8 +100,8 @@ def instances() -> dict[str, Instance]:
     return {name: Instance(name, **row) for name, row in rows.items()}
 
 
-def here() -> Instance | None:
-    """Return the instance type of this machine; None where it is none of the table."""
+def this_machine() -> Instance | None:
+    """Return the instance type of this machine; None if the table does not have it."""
     try:
         return instances().get(PRODUCT.read_text(encoding="utf-8").strip())
     except (OSError, ValueError):
@@ -95,7 +109,7 @@ def here() -> Instance | None:
 
 
 def find(name: str) -> Instance:
-    """Return an instance type by name, with or without ``ml.``; `ConfigError` names the nearest one."""
+    """Return an instance type by name, with or without ``ml.``; `ConfigError` names the nearest type."""
     plain = name.removeprefix("ml.")
     if re.match(r"(trn|inf)\d", plain):
         raise ConfigError(

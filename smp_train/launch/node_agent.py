@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from smp_train.arguments import Resolved
 from smp_train.distributed import expand_hostlist
@@ -28,13 +27,16 @@ from smp_train.distributed.host import free_port
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import container, environment, instances, network_check, nsys, preflight, supervisor, timing
 from smp_train.launch import flags as launch_flags
-from smp_train.launch.command import ask
-from smp_train.launch.instances import Instance
-from smp_train.launch.srun_step import INSIDE, node_name, say
-from smp_train.launch.supervisor import Failure, Place, supervise
+from smp_train.launch.command import ask, node_name, say
+from smp_train.launch.instances import Instance, Machines
+from smp_train.launch.options import LaunchParser
+from smp_train.launch.spec import warn
+from smp_train.launch.srun_step import INSIDE
+from smp_train.launch.starts import BEGAN, ENDED, Starts
+from smp_train.launch.supervisor import Failure, Node, supervise
 
 FIRST_PORT, PORTS = 20000, 10000  # below the range of ephemeral ports
-GUARD = "launches.jsonl"
+HISTORY = "launches.jsonl"
 USR1_SECONDS = 300
 """How long before the time limit Slurm signals the batch scripts."""
 ADAPTERS = Path("/sys/class/infiniband")
@@ -43,7 +45,7 @@ NSYS = "SMP_TRAIN_UNDER_NSYS"
 
 
 class BadNodeError(SmpTrainError):
-    """A node that is not what the run needs; another may be. ``node`` is its name where it is not this one."""
+    """A node is not what the run needs; another node may be. ``node`` names it, if it is not this node."""
 
     exit_code = network_check.BAD_NODE
     cause = "node"
@@ -53,28 +55,19 @@ class BadNodeError(SmpTrainError):
         self.node = node
 
 
-class CrashLoopError(SmpTrainError):
-    """The run fails again and again without progress."""
-
-    cause = "crash-loop"
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> LaunchParser:
     """Return the parser of the options before ``--``."""
-    options = argparse.ArgumentParser(prog="python -m smp_train.launch.node_agent", allow_abbrev=False)
-    options.add_argument("--nproc", default="auto", help="processes on each node; auto: one per GPU, or one")
-    options.add_argument("--instance_type", help="check this node against the table of instance types")
-    options.add_argument("--failures", type=Path, help="folder for what failed where (default: logs of the run folder)")
-    options.add_argument("--inside", action="store_true", help="insist on running inside the container")
-    options.add_argument("--max_attempts", type=int, help="refuse to start after so many without a new checkpoint")
-    options.add_argument("--preflight", type=float, default=0, help="seconds for all nodes to reach each other, first")
-    options.add_argument("--time_left", help="until the time limit of the job, as Slurm writes it")
-    options.add_argument("--nsys", action="store_true", help="record this node with Nsight Systems")
+    options = LaunchParser("node_agent", "")
+    options.share("nproc", "instance_type", "preflight", "max_attempts", "profile")
+    options.set_defaults(max_attempts=None)  # a person who starts the agent by hand watches it
+    options.add("failures", "folder for failures (default: logs of the run folder)")
+    options.add("inside", "insist on running inside the container", bool)
+    options.add("time_left", "time until the job's time limit, in Slurm's form")
     return options
 
 
-def find_place(environ: Mapping[str, str], processes: int) -> Place:
-    """Return this node's rank and peers, from the step that srun started, or from NNODES and NODE_RANK set by hand.
+def find_node(environ: Mapping[str, str], processes: int) -> Node:
+    """Return this node's rank and peers, from srun's step, or from NNODES and NODE_RANK set by hand.
 
     Raises:
         ConfigError: naming the variables that are missing or contradict each other.
@@ -86,10 +79,10 @@ def find_place(environ: Mapping[str, str], processes: int) -> Place:
             raise ConfigError(
                 f"srun started {tasks} tasks on {len(hosts)} nodes; it must be one per node: --ntasks-per-node=1"
             )
-        # Each step has two ports of its own, as those of the step before may still be in use.
+        # Each step has two ports: those of the step before may still be in use.
         pair = (int(environ["SLURM_JOB_ID"]) * 7 + int(environ.get("SLURM_STEP_ID", "0"))) % (PORTS // 2)
         port = FIRST_PORT + 2 * pair
-        return Place(processes, len(hosts), int(environ["SLURM_NODEID"]), hosts[0], port)
+        return Node(processes, len(hosts), int(environ["SLURM_NODEID"]), hosts[0], port)
 
     def number(name: str, default: int) -> int:
         text = environ.get(name) or str(default)
@@ -99,7 +92,7 @@ def find_place(environ: Mapping[str, str], processes: int) -> Place:
 
     nodes = number("NNODES", 1)
     if nodes == 1:
-        return Place(processes, master_port=free_port())
+        return Node(processes, master_port=free_port())
     if not environ.get("NODE_RANK") or not environ.get("MASTER_ADDR"):
         raise ConfigError(
             f"NNODES={nodes} needs NODE_RANK (0 to {nodes - 1}, another on each node) and MASTER_ADDR (the name or "
@@ -108,7 +101,7 @@ def find_place(environ: Mapping[str, str], processes: int) -> Place:
     rank = number("NODE_RANK", 0)
     if rank >= nodes:
         raise ConfigError(f"NODE_RANK={rank} is not from 0 to {nodes - 1} (NNODES={nodes})")
-    return Place(processes, nodes, rank, environ["MASTER_ADDR"], number("MASTER_PORT", 29500))
+    return Node(processes, nodes, rank, environ["MASTER_ADDR"], number("MASTER_PORT", 29500))
 
 
 def count_gpus() -> int:
@@ -129,54 +122,54 @@ def count_efa() -> int:
     return len(list(ADAPTERS.glob("*")))
 
 
-def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int = 1, given: bool = True) -> int:
-    """Return how many processes to start, after comparing this node with what its instance type has.
+def check_node(
+    instance: Instance | None, nproc: int | None, gpus: int, *, nodes: int = 1, given: bool = True
+) -> int:  # fmt: skip
+    """Return how many processes to start, after comparing this node with its instance type.
 
-    Not ``given``: the type is the machine's own, and a choice of GPUs, or no EFA at all, is accepted.
+    If the user has not ``given`` the type, it is the machine's, and a choice of GPUs, or no EFA at all, is accepted.
 
     Raises:
-        BadNodeError: when GPUs or network adapters are missing.
+        BadNodeError: GPUs or network adapters are missing.
     """
-    here, machine = socket.gethostname(), platform.machine()
-    wanted = None if nproc == "auto" else int(nproc)
+    processes = nproc or gpus or 1
     if instance is None:
-        return wanted or gpus or 1
+        return processes
+    host, machine = socket.gethostname(), platform.machine()
     if machine in ("x86_64", "aarch64") and machine != instance.arch:
         raise ConfigError(
-            f"{here}: has {machine} processors, and a {instance.name} has {instance.arch}; give the instance type that "
+            f"{host}: has {machine} processors, and a {instance.name} has {instance.arch}; give the instance type that "
             "the nodes have"
         )
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if gpus < (wanted or instance.gpus) and (given or (wanted is None and chosen is None)):
-        # What the environment chose is no fault of the node's: every node would be called bad.
-        raise (BadNodeError if chosen is None else ConfigError)(
-            f"{here}: {gpus} of {wanted or instance.gpus} GPUs are visible on this {instance.name}"
-            + (f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen is not None else "")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus < (nproc or instance.gpus) and (given or (nproc is None and visible is None)):
+        # A choice by the environment is not the node's fault: every node would be called bad.
+        raise (BadNodeError if visible is None else ConfigError)(
+            f"{host}: {gpus} of {nproc or instance.gpus} GPUs are visible on this {instance.name}"
+            + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else "")
             + "; in Slurm with GRES ask for them (--gpus-per-node), otherwise "
-            + ("replace the node" if chosen is None else "unset it")
+            + ("replace the node" if visible is None else "unset it")
         )
     efa = count_efa()
     if 0 < efa < instance.efa or (not efa and instance.efa and nodes > 1 and given):
         raise BadNodeError(
-            f"{here}: {efa} of {instance.efa} EFA adapters are there; replace the node"
+            f"{host}: {efa} of {instance.efa} EFA adapters are there; replace the node"
             + ("" if efa else ", or leave the instance type out where nodes are to do without EFA")
         )
-    return wanted or gpus or 1
+    return processes
 
 
-def warn(resolved: Resolved, instance: Instance | None, place: Place, left: float | None) -> None:
-    """Warn of what is missing on this node, and of a run that may not save before the job ends in ``left`` seconds."""
-    found = environment.lint(os.environ)
-    if left is not None:
-        found += timing.save_warnings(
-            resolved, limit=left, margin=USR1_SECONDS, instance=instance, nodes=place.nodes, processes=place.processes,
-            setting="--signal=B:USR1@SECONDS (sbatch)",
-        )  # fmt: skip
-    found += preflight.missing_token(resolved, os.environ)
-    if instance and instance.efa and place.nodes > 1 and resolved.args.distributed_backend != "gloo":
-        found += preflight.missing_plugin(instance)
-    for line in found:
-        say(f"warning: {line}")
+def warn_of_node(resolved: Resolved, machines: Machines, seconds_left: float | None) -> None:
+    """Warn of this node's environment, and of a run that may not save before the job ends."""
+    warnings = environment.lint(os.environ)
+    if seconds_left is not None:
+        setting = "--signal=B:USR1@SECONDS (sbatch)"
+        warnings += timing.save_warnings(resolved, machines, seconds_left, USR1_SECONDS, setting)
+    warnings += preflight.missing_token(resolved, os.environ)
+    instance = machines.instance
+    if instance and instance.efa and machines.nodes > 1 and resolved.args.distributed_backend != "gloo":
+        warnings += preflight.missing_plugin(instance)
+    warn(warnings)
 
 
 def attempt_name(environ: Mapping[str, str]) -> str:
@@ -186,65 +179,48 @@ def attempt_name(environ: Mapping[str, str]) -> str:
     return ".".join(environ.get(f"SLURM_{name}") or "0" for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
 
 
-def guard(
-    resolved: Resolved, environ: Mapping[str, str], limit: int | None, attempt: str, *, in_s3: bool = True
-) -> None:
-    """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint.
+def record_start(resolved: Resolved, attempt: str, limit: int | None, *, in_s3: bool) -> None:
+    """Record this start in the run folder; raise `CrashLoopError` after ``limit`` starts without a checkpoint.
 
-    Without ``limit`` (a person starts it, and watches) it is only recorded. Starts up to one that ended in `DONE` or
-    `STOPPED` do not count.
+    The history is for people. ``limit`` is None if a person starts the run, and watches.
     """
-    job, run_dir = environ.get("SLURM_JOB_ID"), Path(resolved.args.run_dir)
+    job, run_dir = os.environ.get("SLURM_JOB_ID"), Path(resolved.args.run_dir)
     step = launch_flags.newest_step(resolved.args, in_s3=in_s3)
-    path = run_dir / GUARD
-    before: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            before.append(json.loads(line))
     if job and limit:
-        ended = max(_time(run_dir / marker) for marker in ("DONE", "STOPPED"))
-        in_vain = [
-            one for one in before
-            if one.get("job") == job and one.get("committed_step") == step and float(one.get("time", 0)) > ended
-            and not (run_dir / "logs" / str(one.get("attempt")) / "ended-by-slurm").exists()
-        ]  # fmt: skip
-        if len(in_vain) >= limit:
-            raise CrashLoopError(
-                f"{len(in_vain)} starts of job {job} brought no checkpoint beyond step {step}: not trying again; the "
-                f"first failing rank of each is named in {run_dir}/logs. Lower --checkpoint_freq if they needed longer"
-            )
-    start = {
-        "attempt": attempt, "time": time.time(), "job": job, "committed_step": step,
-        "nodes": environ.get("SLURM_STEP_NODELIST") or socket.gethostname(),
-    }  # fmt: skip
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(start) + "\n")
+        starts, start = Starts(run_dir, job), attempt.partition(".")[2]
+        starts.add(start, BEGAN, step)
+        starts.refuse_loop(limit, without=start)
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or socket.gethostname()
+    row = {"attempt": attempt, "time": time.time(), "job": job, "committed_step": step, "nodes": nodes}
+    with (run_dir / HISTORY).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
-def _time(marker: Path) -> float:
-    """Return the time that a marker contains; 0 without one."""
-    with suppress(OSError, ValueError, TypeError):
-        return float(json.loads(marker.read_text(encoding="utf-8"))["time"])
-    return 0.0
+def record_failure(folder: Path, node_rank: int, failure: Failure) -> None:
+    """Record a failure for the batch script and for people, under a name that sorts by time."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"failed-{time.time():.3f}-node-{node_rank}").write_text(failure.line() + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this node and run its processes; return the exit code, and record what failed first."""
+    """Check this node and run its processes; return the exit code, and record the first failure."""
     words = list(sys.argv[1:] if argv is None else argv)
     middle = words.index("--") if "--" in words else len(words)
-    before, training = words[:middle], words[middle + 1 :]
-    options = parser().parse_args(before)
+    option_words, training = words[:middle], words[middle + 1 :]
+    options = parser().parse_args(option_words)
     attempt = attempt_name(os.environ)
-    node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
-    outside = options.inside and not os.path.exists(INSIDE)  # then packages that S3 needs may be missing, too
-    failures, resolved = options.failures, None
+    node_rank = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
+    outside = options.inside and not os.path.exists(INSIDE)  # packages that S3 needs may be missing outside
+    is_first = node_rank == 0 and NSYS not in os.environ
+    failures, resolved = Path(options.failures) if options.failures else None, None
     try:
         training, resolved = launch_flags.complete(training)
         logs = Path(resolved.args.run_dir) / "logs" / attempt
         failures = failures or logs.parent
         _make(logs)
-        if node == 0 and NSYS not in os.environ:
-            guard(resolved, os.environ, options.max_attempts, attempt, in_s3=not outside)
+        if is_first:
+            record_start(resolved, attempt, options.max_attempts, in_s3=not outside)
         if outside:
             raise BadNodeError(
                 f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
@@ -252,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if options.inside:
             container.refuse_lost(resolved.args.checkpoint_dir)
-        code, failure = start(options, before, training, resolved, logs)
+        code, failure = start(options, option_words, training, resolved, logs)
     except SmpTrainError as error:
         say(f"error: {' '.join(str(error).split())}")
         code = error.exit_code
@@ -260,76 +236,67 @@ def main(argv: Sequence[str] | None = None) -> int:
         failure = Failure(-1, getattr(error, "node", None) or node_name(), code, cause)
         say(failure.line())
     if failure is not None and failures is not None:
-        record(failures / attempt, node, failure, resolved, in_s3=not outside)
+        record_failure(failures / attempt, node_rank, failure)
+    job = os.environ.get("SLURM_JOB_ID")
+    if failure is not None and resolved is not None and node_rank == 0 and job and options.max_attempts:
+        with suppress(SmpTrainError):
+            step = launch_flags.newest_step(resolved.args, in_s3=not outside)
+            Starts(resolved.args.run_dir, job).add(attempt.partition(".")[2], ENDED, step)
     return code
 
 
 def start(
-    options: argparse.Namespace, before: Sequence[str], training: Sequence[str], resolved: Resolved, logs: Path
+    options: argparse.Namespace, option_words: Sequence[str], training: Sequence[str], resolved: Resolved, logs: Path
 ) -> tuple[int, Failure | None]:
     """Check this node's hardware against its type and the other nodes, then run its processes to their end."""
     given = bool(options.instance_type)
-    instance = instances.find(options.instance_type) if given else instances.here()
-    place = find_place(os.environ, 1)
-    processes = check_node(instance, options.nproc, count_gpus(), nodes=place.nodes, given=given)
-    place = replace(place, processes=processes)
-    if given or options.nproc == "auto":
-        preflight.check(resolved, instance, place.nodes, place.processes)
-    if place.nodes > 1 and "SLURM_STEP_NODELIST" in os.environ:
-        efa = count_efa() if options.nproc == "auto" else 0
+    instance = instances.find(options.instance_type) if given else instances.this_machine()
+    node = find_node(os.environ, 1)
+    processes = check_node(instance, options.nproc, count_gpus(), nodes=node.nodes, given=given)
+    node, machines = replace(node, processes=processes), Machines(instance, node.nodes, processes)
+    if given or options.nproc is None:
+        preflight.check(resolved, machines)
+    if node.nodes > 1 and "SLURM_STEP_NODELIST" in os.environ:
+        efa = count_efa() if options.nproc is None else 0
         hosts = expand_hostlist(os.environ["SLURM_STEP_NODELIST"])
         try:
-            odd, message = network_check.compare(logs, hosts, place.node_rank, processes, efa, RENDEZVOUS_SECONDS)
+            odd, message = network_check.compare(logs, hosts, node.node_rank, processes, efa, RENDEZVOUS_SECONDS)
         except OSError as problem:
-            here = node_name()
-            odd, message = [here], f"{here}: cannot write {logs} ({problem.strerror}), as other nodes can"
+            odd, message = [node_name()], f"{node_name()}: cannot write {logs} ({problem.strerror}), as other nodes can"
         if odd:
             raise BadNodeError(message, ",".join(odd))
-    if options.nsys and NSYS not in os.environ:
+    if options.profile == "nsys" and NSYS not in os.environ:
         profiles = logs.parents[1] / "profile"
         _make(profiles)
-        again = [sys.executable, "-m", "smp_train.launch.node_agent", *before, "--", *training]
-        again = nsys.command(profiles / f"{logs.name}_node{place.node_rank}_{socket.gethostname()}", again)
+        again = [sys.executable, "-m", "smp_train.launch.node_agent", *option_words, "--", *training]
+        again = nsys.command(profiles / f"{logs.name}_node{node.node_rank}_{socket.gethostname()}", again)
         os.execve(again[0], again, {**os.environ, NSYS: "1"})
     environ = {
         **environment.variables(instance),
-        **environment.places(resolved.args.run_dir, str(logs), os.environ, inside=options.inside),
+        **environment.output_places(resolved.args.run_dir, str(logs), os.environ, inside=options.inside),
         **os.environ,
     }
-    if place.node_rank == 0:
-        warn(resolved, instance, place, timing.slurm_seconds(options.time_left))
-    if options.preflight and place.nodes > 1:
+    if node.node_rank == 0:
+        warn_of_node(resolved, machines, timing.slurm_seconds(options.time_left))
+    if options.preflight and node.nodes > 1:
         backend, efa = resolved.args.distributed_backend, instance.efa if instance else 0
-        code, failure = network_check.run(place, options.preflight, backend, efa, environ, logs)
+        code, failure = network_check.run(node, options.preflight, backend, efa, environ, logs)
         if code:
             return code, failure
-    return supervise([sys.executable, "-m", "smp_train", "train", *training], place, environ=environ, log_dir=logs)
+    return supervise([sys.executable, "-m", "smp_train", "train", *training], node, environ=environ, log_dir=logs)
 
 
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        # The first node has made it, in the batch script. Room is short on all of them.
+        # The batch script made it on the first node. A full disk is full for all nodes.
         if int(os.environ.get("SLURM_NODEID") or 0) > 0 and problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise BadNodeError(
                 f"{node_name()}: cannot write {folder} ({problem.strerror}), as the first node can: is its file system "
                 "mounted here?"
             ) from None
         raise ConfigError(f"{folder}: {problem.strerror}; set --run_dir to a folder that all nodes can write") from None
-
-
-def record(folder: Path, node: int, failure: Failure, resolved: Resolved | None, *, in_s3: bool) -> None:
-    """Record a failure for the batch script and for people, under a name that sorts by time.
-
-    The first node also records the newest checkpoint in S3, where the batch script cannot look.
-    """
-    with suppress(OSError, SmpTrainError):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"failed-{time.time():.3f}-node-{node}").write_text(failure.line() + "\n", encoding="utf-8")
-        if node == 0 and resolved is not None and any("://" in place for place in resolved.args.checkpoint_dir):
-            step = launch_flags.newest_step(resolved.args, in_s3=in_s3)
-            (folder / "committed-step").write_text(f"{step}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

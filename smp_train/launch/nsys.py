@@ -1,4 +1,4 @@
-"""How Nsight Systems records a node: from cudaProfilerStart to Stop, which the training calls."""
+"""Nsight Systems records a node from cudaProfilerStart to cudaProfilerStop, which the training calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smp_train.errors import ConfigError
 
 
 def recording(nsys: str, report: str, words: Sequence[str]) -> list[str]:
-    """Return the command that runs ``words`` under ``nsys`` and leaves ``report``.nsys-rep."""
+    """Return the command that runs ``words`` under ``nsys`` and writes ``report``.nsys-rep."""
     return [
         nsys, "profile", "--trace", "cuda,nvtx", "--sample", "none", "--capture-range", "cudaProfilerApi",
         "--capture-range-end", "stop", "--force-overwrite", "true", "--output", report, *words,
@@ -20,10 +20,10 @@ def recording(nsys: str, report: str, words: Sequence[str]) -> list[str]:
 
 
 def command(report: Path, words: Sequence[str]) -> list[str]:
-    """Return the command that records ``words`` on this machine; `ConfigError` where nsys is not installed."""
+    """Return the command that records ``words`` on this machine; `ConfigError` if nsys is not installed."""
     target = "target-linux-sbsa-armv8" if platform.machine() == "aarch64" else "target-linux-x64"
-    own = os.environ.get("NSYS_DIR") or "/fsx/nsight-efa"
-    places = ["nsys", f"{own}/nsys", f"{own}/{target}/nsys", "/usr/local/cuda/bin/nsys"]
-    for nsys in filter(None, map(shutil.which, places)):
+    nsys_dir = os.environ.get("NSYS_DIR") or "/fsx/nsight-efa"
+    paths = ["nsys", f"{nsys_dir}/nsys", f"{nsys_dir}/{target}/nsys", "/usr/local/cuda/bin/nsys"]
+    for nsys in filter(None, map(shutil.which, paths)):
         return recording(nsys, str(report), words)
-    raise ConfigError(f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container")
+    raise ConfigError(f"there is no nsys ({', '.join(paths)}); install Nsight Systems, or mount it into the container")

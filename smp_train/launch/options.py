@@ -1,99 +1,112 @@
-"""Options of `smp-train launch <where>`, which share a command line with the training flags."""
+"""Options of `smp-train launch <platform>`, which share a command line with the training flags."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from smp_train.arguments.aliases import NAMES
 from smp_train.arguments.parse import canonical
 from smp_train.arguments.values import is_bool, nearest, read_bool
+from smp_train.arguments.verb_parser import VerbParser
 from smp_train.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Option:
-    """One launch option. ``kind`` is str, int or bool; ``many`` takes several words and may be repeated."""
+class LaunchParser(VerbParser):
+    """The parser of one platform's options. Values of the wrong kind are `ConfigError`."""
 
-    name: str
-    help: str
-    kind: type = str
-    default: Any = None
-    many: bool = False
-    metavar: str = ""
-    dashes: bool = False
-    """Its first word may begin with dashes: it is an option of another program."""
+    def __init__(self, platform: str, about: str, usage: str = "[options]") -> None:
+        super().__init__(
+            prog=f"smp-train launch {platform}", usage=f"%(prog)s {usage} <training flags>", description=about,
+            epilog="Every other flag is a training flag.", allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        self.names: dict[str, argparse.Action] = {}
+
+    def add(
+        self, name: str, about: str, kind: type = str, default: Any = None, *, many: bool = False, metavar: str = "X"
+    ) -> None:
+        """Add an option: ``kind`` is str, int (from 1 on) or bool; ``many`` takes several words, also repeatedly."""
+        if default not in (None, False):
+            about += f" (default {default})"
+        settings: dict[str, Any] = {"type": _reader(f"--{name}", kind), "default": default, "metavar": metavar}
+        if many:
+            settings |= {"nargs": "+", "default": []}
+        elif kind is bool:
+            settings |= {"nargs": "?", "const": True, "default": False, "metavar": "0|1"}
+        elif kind is int:
+            settings["metavar"] = "N"
+        self.names[name] = self.add_argument(f"--{name}", help=about.replace("%", "%%"), **settings)
+
+    def share(self, *names: str) -> LaunchParser:
+        """Add options of `SHARED`; return the parser."""
+        for name in names:
+            self.add(name, **SHARED[name])
+        return self
 
 
-COMMON = (
-    Option("dry_run", "print exactly what would be done, and do nothing", bool, False),
-    Option("check", "check everything that can be checked beforehand, and start nothing", bool, False),
-)
+SHARED: dict[str, dict[str, Any]] = {
+    "dry_run": {"about": "print exactly what would be done, and do nothing", "kind": bool},
+    "check": {"about": "check everything that can be checked beforehand, and start nothing", "kind": bool},
+    "nodes": {"about": "number of nodes", "kind": int, "default": 1},
+    "instance_type": {"about": "EC2 instance type, such as p5.48xlarge (on HyperPod also ml.p5.48xlarge)"},
+    "nproc": {"about": "processes on each node; without it, one per GPU, or one", "kind": int},
+    "image": {"about": "container image that holds this package; docker_build.sh makes it"},
+    "preflight": {"about": "before training, all nodes reach each other in so many seconds, or are named", "kind": int},
+    "max_attempts": {"about": "starts without a new checkpoint before giving up", "kind": int, "default": 3},
+    "env": {"about": "further environment variables: NAME=VALUE", "many": True},
+    "profile": {"about": "torch: PyTorch profiler; nsys: Nsight Systems, which must be in the image or in NSYS_DIR"},
+    "job_name": {"about": "name of the job; without it, from the run's name"},
+}  # fmt: skip
+"""Options of several platforms."""
 
 
-def split(words: Sequence[str], options: Sequence[Option]) -> tuple[dict[str, Any], list[str]]:
-    """Return (value by option name, training flags in their order).
+def _reader(flag: str, kind: type) -> Callable[[str], Any]:
+    """Return the function that reads the text of one option."""
+
+    def read(text: str) -> Any:
+        if kind is bool:
+            if not is_bool(text):
+                raise ConfigError(f"{flag} {text!r}: expects 0 or 1 (or true, false)")
+            return read_bool(text)
+        if kind is int and not (text.isdigit() and int(text) >= 1):
+            raise ConfigError(f"{flag} {text!r}: expects a number, at least 1")
+        if not text:
+            raise ConfigError(f"{flag} expects a value")
+        return int(text) if kind is int else text
+
+    return read
+
+
+def split(words: Sequence[str], parser: LaunchParser) -> tuple[argparse.Namespace, list[str]]:
+    """Return (launch options, training flags in their order).
 
     Raises:
-        ConfigError: for an option without its value or with one of another kind, and for a flag that is neither
-            a launch option nor a training flag, with the nearest one of both.
+        ConfigError: an option lacks its value, or a flag is neither a launch option nor a training flag.
     """
-    table = {option.name: option for option in options}
-    values: dict[str, Any] = {option.name: [] if option.many else option.default for option in options}
+    options: list[str] = []
     training: list[str] = []
-    rest = [str(word) for word in words]
-    while rest:
-        word = rest.pop(0)
-        name, equals, attached = word[2:].partition("=") if word.startswith("--") else ("", "", "")
-        option = table.get(canonical(name))
-        if option is None:
-            _check_known(word, canonical(name), table)
-            training.append(word)
-            continue
-        given = [attached] if equals else []
-        while not equals and rest and (option.many or not given):
-            is_flag = rest[0].startswith("--") and not (option.dashes and not given)
-            if is_flag or (option.kind is bool and not is_bool(rest[0])):
-                break
-            given.append(rest.pop(0))
-        values[option.name] = _read(option, word.partition("=")[0], given, values[option.name])
-    if values.get("dry_run") and values.get("check"):
+    group = training
+    remaining = iter([str(word) for word in words])
+    for word in remaining:
+        if word.startswith("--") or word == "-h":
+            name, equals, value = word[2:].partition("=")
+            name = canonical(name)
+            is_option = name in parser.names or word in ("-h", "--help")
+            if not is_option and name not in NAMES and name.removeprefix("no_") not in NAMES:
+                hint = nearest(name, [*parser.names, *NAMES]).replace("mean ", "mean --")
+                raise ConfigError(f"unknown flag {word.partition('=')[0]}{hint or '; see --help'}")
+            group = options if is_option else training
+            if name in parser.names:
+                word = f"--{name}{equals}{value}"
+            if name == "sbatch" and not equals:  # its value is an option too, which argparse would not take
+                word = f"--sbatch={next(remaining, '')}"
+        group.append(word)
+    values = parser.parse_args(options)
+    if getattr(values, "dry_run", False) and values.check:
         raise ConfigError(
             "--dry_run and --check: give one of them; --dry_run prints what would be submitted and asks nobody, "
             "--check asks whether it would be accepted and prints no text"
         )
     return values, training
-
-
-def _check_known(word: str, name: str, table: dict[str, Option]) -> None:
-    if not name or name in NAMES or name.removeprefix("no_") in NAMES:
-        return
-    hint = nearest(name, [*table, *NAMES]).replace("mean ", "mean --")
-    raise ConfigError(f"unknown flag {word.partition('=')[0]}{hint or '; see --help'}")
-
-
-def _read(option: Option, spelling: str, given: list[str], before: Any) -> Any:
-    if option.kind is bool:
-        return read_bool(given[0]) if given else True
-    if not given or (not option.many and given[0] == ""):
-        raise ConfigError(f"{spelling} expects a value")
-    if option.kind is int:
-        if not given[0].isdigit() or int(given[0]) < 1:
-            raise ConfigError(f"{spelling} {given[0]!r}: expects a number, at least 1")
-        return int(given[0])
-    return [*before, *given] if option.many else given[0]
-
-
-def print_help(words: Sequence[str], usage: str, about: str | None, options: Sequence[Option]) -> bool:
-    """Print the help of one place to launch at if ``words`` ask for it, and return whether they do."""
-    if not {"-h", "--help"} & set(words):
-        return False
-    print(f"usage: {usage}\n\n{about}\n")
-    for option in options:
-        metavar = option.metavar or {int: "N", bool: ""}.get(option.kind, "X")
-        left = f"--{option.name} {metavar}{' ...' if option.many else ''}".rstrip()
-        default = "" if option.default in (None, False) else f" (default {option.default})"
-        print(f"  {left:<28} {option.help}{default}")
-    print("\nEvery other flag is a training flag.\n")
-    return True

@@ -1,4 +1,4 @@
-"""What `smp-train plan` says of a run that is about to be launched."""
+"""The plan of a run (`smp-train plan`) before its launch: whether it fits the GPUs, or its settings with --auto."""
 
 from __future__ import annotations
 
@@ -8,70 +8,58 @@ from collections.abc import Sequence
 
 from smp_train.arguments import Arguments, Resolved
 from smp_train.errors import ConfigError
-from smp_train.launch.command import ask
-from smp_train.launch.instances import Instance
+from smp_train.launch.command import ask, say
+from smp_train.launch.instances import Machines
 from smp_train.models.resolve import names_model
 
 SECONDS = 600
-"""That a plan may take; it takes some ten, most of them imports, and more where it looks for what lowers it."""
+"""Limit for a plan; it takes some ten, most of them imports, and more if it looks for settings that lower memory."""
 
 
-def _has_plan(args: Arguments, instance: Instance, processes: int) -> bool:
-    known = names_model(args) or args.resume_from_checkpoint is None
+def _has_plan(args: Arguments, machines: Machines) -> bool:
+    is_known = names_model(args) or args.resume_from_checkpoint is None
     planned = args.memory_check and not (args.evaluate_only or args.trust_remote_code)
-    return bool(known and planned and processes == instance.gpus)
+    return bool(machines.instance and is_known and planned and machines.processes == machines.instance.gpus)
 
 
-def tell_unplanned(args: Arguments, instance: Instance | None, processes: int) -> None:
-    """Say on stderr, of a dry run, which has to be fast, that `check` was not called; arguments are its."""
-    if instance is not None and _has_plan(args, instance, processes):
-        what = "settings were not searched (--auto)" if args.auto != "off" else "whether the run fits was not planned"
-        print(f"smp-train: {what} in this dry run; --check does it", file=sys.stderr)
+def note_unplanned(args: Arguments, machines: Machines) -> None:
+    """Print that a dry run, which must be fast, has not called `check`."""
+    if _has_plan(args, machines):
+        planned = (
+            "whether the run fits was not planned" if args.auto == "off" else "settings were not searched (--auto)"
+        )
+        say(f"{planned} in this dry run; --check does it")
 
 
-def check(
-    resolved: Resolved, words: Sequence[str], instance: Instance | None, nodes: int, processes: int
-) -> list[str]:  # fmt: skip
-    """Return a warning of a run that is planned to run out of memory; nothing where it fits, or there is no plan.
+def check(resolved: Resolved, words: Sequence[str], machines: Machines) -> list[str]:
+    """Return a warning if the run with flags ``words`` is planned to run out of memory; nothing without a plan.
 
-    With ``--auto`` the settings are searched as the run will search them, and printed.
-
-    The plan is made by a process of its own: launchers do without torch, and this machine may have none.
-
-    Args:
-        resolved: The run.
-        words: Its flags.
-        instance: That it runs on; None: unknown.
-        nodes: Number of them.
-        processes: Of each.
+    With ``--auto`` the settings are searched as the run will search them, and printed. The plan is made by a process of
+    its own: launchers do without torch, and this machine may have no torch.
 
     Raises:
-        ConfigError: Even what no kernel can avoid exceeds the memory, and the backend is the one that is planned; with
-            ``--auto``, nothing fits.
+        ConfigError: memory that no kernel can avoid exceeds the GPU, on the planned backend; or with ``--auto``,
+            nothing fits.
     """
-    args = resolved.args
-    if instance is None or not _has_plan(args, instance, processes):
+    args, instance = resolved.args, machines.instance
+    if instance is None or not _has_plan(args, machines):
         return []
-    if args.auto != "off":
-        gpus = nodes * processes
-        print(f"smp-train: searching settings for {gpus} GPUs (--auto); a minute or more", file=sys.stderr, flush=True)
-    plan = [sys.executable, "-m", "smp_train", "plan", "--json", "--instance_type", instance.name]
-    search = ["--search"] * (args.auto != "off")
-    code, output = ask(*plan, "--nodes", str(nodes), *search, *words, seconds=SECONDS)
-    first, _, last = output.partition("\n")
-    if search and code == 0:
-        best = json.loads(first)["best"][0]
-        print(f"smp-train: --auto would choose {best['words']}, by plan", file=sys.stderr)
-    if search and code and not first.startswith("{"):
-        said = output.splitlines()[-1].partition("error: ")[2] if output else ""
-        if code == ConfigError.exit_code:
-            raise ConfigError(f"--auto: {said}")
-        return [f"--auto was not planned here ({said or f'exit code {code}'}); the run will plan when it starts"]
-    if code != ConfigError.exit_code or not first.startswith("{"):
-        return []
-    found = f"the plan {last.splitlines()[-1].partition('error: ')[2]}"
+    search = ["--search"] if args.auto != "off" else []
     if search:
-        raise ConfigError(f"--auto: {found}")
+        say(f"searching settings for {machines.world_size} GPUs (--auto); a minute or more")
+    plan = [sys.executable, "-m", "smp_train", "plan", "--json", "--instance_type", instance.name]
+    code, output = ask(*plan, "--nodes", str(machines.nodes), *search, *words, seconds=SECONDS)
+    first, _, after = output.partition("\n")
+    error = output.splitlines()[-1].partition("error: ")[2] if output else ""
+    refused, has_json = code == ConfigError.exit_code, first.startswith("{")
+    if search and code == 0:
+        say(f"--auto would choose {json.loads(first)['best'][0]['words']}, by plan")
+    elif search and refused:
+        raise ConfigError(f"--auto: {'the plan ' * has_json}{error}")
+    elif search and not has_json:
+        return [f"--auto was not planned here ({error or f'exit code {code}'}); the run will plan when it starts"]
+    if not (refused and has_json and after):
+        return []
     if args.backend == "native" and json.loads(first)["least"] > instance.most_gpu_bytes:
-        raise ConfigError(f"{found}; --memory_check 0 launches all the same")
-    return [found]
+        raise ConfigError(f"the plan {error}; --memory_check 0 launches all the same")
+    return [f"the plan {error}"]

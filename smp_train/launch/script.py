@@ -1,4 +1,4 @@
-"""The program that the scripts of launchers/ call: it turns environment variables into options and flags of `launch`.
+"""The program of the scripts in launchers/: it turns environment variables into options and flags of `launch`.
 
 ``python -m smp_train.launch.script KIND SCRIPT [flags]``. A flag, under any of its names, and a --config file win over
 a variable. ``enroot``, ``conda`` and ``slurm`` make the checks of `smp-train launch slurm`, then submit the script, or,
@@ -20,12 +20,12 @@ from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import k8s, local
 from smp_train.launch import slurm as launch_slurm
 from smp_train.launch.batch_job import run
-from smp_train.launch.options import COMMON, split
-from smp_train.launch.spec import CODE_DIR
-from smp_train.launch.srun_step import say
+from smp_train.launch.command import say
+from smp_train.launch.options import LaunchParser, split
+from smp_train.launch.spec import CODE_DIR, warn
 
 Table = dict[str, tuple[str, str]]
-"""Default and help by the name of a variable."""
+"""Default and help by the name of a variable; a variable without help has that of its launch option."""
 PRESET: Table = {
     "model_type": ("llama_v2", "with model_size a preset (`smp-train train --help`)"),
     "model_size": ("70b", ""),
@@ -41,7 +41,7 @@ FSDP2 = {
     "max_steps": "100000", "lr": "3e-4", "min_lr": "3e-5", "warmup": "2000", "weight_decay": "0.1",
     "logging_freq": "10",
 }  # fmt: skip
-"""Defaults of FSDP2 LLM Training, whose scripts have these names, where training's own defaults are others."""
+"""Defaults of FSDP2 LLM Training, whose scripts have these names, if training's defaults differ."""
 UNLESS = {"max_steps": ("epochs",), "min_lr": ("lr",)}
 RUN: Table = {
     "TRAINING_DIR": ("", "folder of .json or .json.gz shards (data/README.md)"),
@@ -50,20 +50,20 @@ RUN: Table = {
     "RUN_DIR": ("", "run.json, metrics, logs, DONE; runs/<model> below the folder you submit from"),
     "CHECKPOINT_DIR": ("", "has a folder of checkpoints for each run; checkpoints below the folder you submit from"),
     "shard_degree": ("", "processes that share one copy of the model; all of them when empty"),
-    "NPROC": ("auto", "processes on each node: one per GPU, or one"),
-    "PREFLIGHT": ("", "such as 180: before training, all nodes reach each other within so many seconds, or are named"),
-    "PROFILE": ("", "torch or nsys"),
+    "NPROC": ("auto", ""),
+    "PREFLIGHT": ("", ""),
+    "PROFILE": ("", ""),
     "DRY_RUN": ("", "1: as --dry_run after the script's name"),
 }
 SLURM: Table = {
     "IMAGE": ("", "Enroot file, or REGISTRY#IMAGE:TAG; launch_training_enroot.sh takes the checkout's .sqsh file"),
     "PYTHON": ("", "interpreter that trains; the checkout's .venv, in a container its python"),
     "INSTANCE_TYPE": ("", "such as p5.48xlarge: each node is checked against the table"),
-    "MAX_ATTEMPTS": ("3", "starts without a new checkpoint before giving up"),
+    "MAX_ATTEMPTS": ("3", ""),
     "CONTAINER_ENV": ("", "further variables whose values here beat the image's, separated by commas; those of AWS, "
                       "EFA, NCCL, torch and Hugging Face do anyway"),
     "FSX_MOUNT": ("/fsx", "mounted into the container; several are separated by commas; the default where it exists"),
-    "HYPERPOD_PATH": ("", "the checkout, where it is not the one that the script is in"),
+    "HYPERPOD_PATH": ("", "the checkout, if the script is not in it"),
     "HOST_PYTHON": ("", "a Python of this host that reads the flags, 3.10 or newer"),
 }  # fmt: skip
 EKS: Table = {
@@ -71,7 +71,7 @@ EKS: Table = {
     "CLAIM": ("", "NAME:/path of the persistent volume claim that all pods share"),
     "NODES": ("8", ""),
     "INSTANCE_TYPE": ("ml.p5.48xlarge", ""),
-    "OPERATOR": ("kubeflow", "or hyperpod, where HyperPod's training operator is installed"),
+    "OPERATOR": ("kubeflow", ""),
     "NAMESPACE": ("kubeflow", ""),
     "JOB_NAME": ("", ""),
     "QUEUE": ("", ""),
@@ -82,27 +82,31 @@ KINDS: dict[str, Table] = {
     "enroot": PRESET | RUN | SLURM,
     "conda": PRESET | RUN | SLURM,
     "slurm": CHOICE | RUN | SLURM,
-    "local": CHOICE | {
+    "local": CHOICE
+    | {
         "USE_HF_MODEL": ("", "true: HF_MODEL with its weights, unless MODEL_SIZE is set; false: from scratch"),
         "GRAD_ACCUM_STEPS": ("2", ""),
-    } | RUN,
+    }
+    | RUN,
     "k8s": PRESET | EKS | {name: row for name, row in RUN.items() if name != "PREFLIGHT"},
 }
 MODEL = ("hf_pretrained_model_name_or_dir", "pretrained_model_name", "from_scratch", "model_type")
 DATA = ("training_dir", "dataset", "use_synthetic_data")
+OPTION_NAMES = {"CLAIM": "claims", "HF_SECRET": "secrets", "FSX_MOUNT": "mounts"}
+"""Options whose name is not that of their variable."""
 
 
 def variables(kind: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of one kind of script; an empty one has its default."""
+    """Return the variables of one kind of script; an empty variable has its default."""
     values = {name: environ.get(name) or default for name, (default, _) in KINDS[kind].items()}
     if kind == "local" and not values["USE_HF_MODEL"]:
         values["USE_HF_MODEL"] = "false" if environ.get("MODEL_SIZE") else "true"
     return values
 
 
-def training_flags(flags: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Return the script's choices as flags, then ``flags``, which win."""
-    is_given = parse(flags, {}).given
+def script_flags(user_flags: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Return the training flags that the variables choose and the user has not given."""
+    is_given = parse(user_flags, {}).given
     choices: list[str] = []
 
     def choose(flag: str, value: str, unless: Sequence[str] = ()) -> None:
@@ -129,23 +133,19 @@ def training_flags(flags: Sequence[str], values: Mapping[str, str]) -> list[str]
     choose("run_dir", values["RUN_DIR"])
     choose("checkpoint_dir", values["CHECKPOINT_DIR"])
     choose("hybrid_shard_degree", values["shard_degree"])
-    return [*choices, *flags]
+    return choices
 
 
-OPTIONS_OF = {"slurm": launch_slurm.OPTIONS, "local": local.OPTIONS, "k8s": k8s.OPTIONS}
-NAMES = {"CLAIM": "claims", "HF_SECRET": "secrets", "FSX_MOUNT": "mounts"}
-"""Options that are not called as their variable."""
-
-
-def options_of(kind: str) -> dict[str, str]:
-    """Return the launch option by the name of the variable that gives it."""
-    known = {option.name for option in OPTIONS_OF.get(kind, launch_slurm.OPTIONS)}
-    return {name: option for name in KINDS[kind] if (option := NAMES.get(name, name.lower())) in known}
+def options_of(kind: str) -> tuple[LaunchParser, dict[str, str]]:
+    """Return the parser of a kind's launch options, and the option by the name of the variable that gives it."""
+    parser = {"local": local, "k8s": k8s}.get(kind, launch_slurm).parser()
+    names = {name: OPTION_NAMES.get(name, name.lower()) for name in KINDS[kind]}
+    return parser, {name: option for name, option in names.items() if option in parser.names}
 
 
 def option_words(kind: str, values: Mapping[str, str]) -> list[str]:
     """Return the launch options that variables give, as words of a command line."""
-    options = {option: [values[name]] for name, option in options_of(kind).items()}
+    options = {option: [values[name]] for name, option in options_of(kind)[1].items()}
     options["nproc"] = [] if values["NPROC"] == "auto" else [values["NPROC"]]
     if "mounts" in options:
         mounts, is_default = values["FSX_MOUNT"].split(","), not os.environ.get("FSX_MOUNT")
@@ -163,9 +163,9 @@ def header(script: str) -> list[str]:
 
 
 def slurm(kind: str, script: str, arguments: Sequence[str], asked: str = "") -> int:
-    """Check the run as `launch slurm` does; then submit the script, run the job that it is, or print the command."""
+    """Check the run as `launch slurm` does; then submit the script, run its job, or print the command."""
     values, in_job = variables(kind, os.environ), bool(os.environ.get("SLURM_JOB_ID"))
-    common, flags = split(arguments, COMMON)
+    common, user_flags = split(arguments, LaunchParser("slurm", "").share("dry_run", "check"))
     if kind == "conda":
         values["IMAGE"] = ""
     elif kind == "enroot" and not values["IMAGE"]:  # docker_build.sh makes these
@@ -173,37 +173,32 @@ def slurm(kind: str, script: str, arguments: Sequence[str], asked: str = "") -> 
         values["IMAGE"] = next(filter(os.path.exists, images), images[0])
     if not values["IMAGE"]:
         values["PYTHON"] = values["PYTHON"] or f"{CODE_DIR}/.venv/bin/python"
-    of_sbatch = [f"--nodes={os.environ.get('SLURM_JOB_NUM_NODES', 1)}"] if in_job else header(script)
-    flags = training_flags(flags, values)
-    options, spec, job = launch_slurm.read([*of_sbatch, *option_words(kind, values), *flags])
-    dry_run = common["dry_run"] or options["dry_run"]
+    sbatch_words = [f"--nodes={os.environ.get('SLURM_JOB_NUM_NODES', 1)}"] if in_job else header(script)
+    flags = [*script_flags(user_flags, values), *user_flags]
+    options, spec, job = launch_slurm.read([*sbatch_words, *option_words(kind, values), *flags])
+    dry_run = common.dry_run or options.dry_run
     if dry_run:
         launch_slurm.show(spec)
     elif not in_job:
         launch_slurm.check(spec, options, job)
-        os.execvp("sbatch", ["sbatch", *["--test-only"] * common["check"], script, *arguments])
+        os.execvp("sbatch", ["sbatch", *["--test-only"] * common.check, script, *arguments])
     elif os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # at a later start a file system may be away for a while
         try:
-            warnings = launch_slurm.check_files(spec, job)
-        except ConfigError as lacking:
-            raise ConfigError(f"{socket.gethostname()}: {lacking}") from None
-        for warning in warnings:
-            say(f"warning: {warning}")
-    if common["check"]:
-        return 0
-    return run(job, asked=asked, dry_run=dry_run)
+            warn(launch_slurm.check_files(spec, job))
+        except ConfigError as missing:
+            raise ConfigError(f"{socket.gethostname()}: {missing}") from None
+    return 0 if common.check else run(job, asked=asked, dry_run=dry_run)
 
 
 def launch(kind: str, arguments: Sequence[str]) -> int:
     """Launch on this machine, or on Kubernetes."""
     values = variables(kind, os.environ)
-    launcher = k8s if kind == "k8s" else local
     for name in ("PREFLIGHT", "MAX_ATTEMPTS", "CONTAINER_ENV", "FSX_MOUNT") if kind == "k8s" else ():
         if os.environ.get(name):
             say(f"warning: {name}={os.environ[name]} is for Slurm, and without effect here")
-    _, user_flags = split(arguments, launcher.OPTIONS)
-    flags = training_flags(user_flags, values)
-    return launcher.main([*option_words(kind, values), *flags[: len(flags) - len(user_flags)], *arguments])
+    launcher = k8s if kind == "k8s" else local
+    _, user_flags = split(arguments, launcher.parser())
+    return launcher.main([*option_words(kind, values), *script_flags(user_flags, values), *arguments])
 
 
 def help_text(kind: str, script: str) -> str:
@@ -211,8 +206,12 @@ def help_text(kind: str, script: str) -> str:
     lines = Path(script).read_text(encoding="utf-8").splitlines()[1:]
     head = lines[: next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))]
     head = [re.sub("^# ?", "", line) for line in head if not line.startswith(("#SBATCH", "# shellcheck"))]
-    table = [f"  {f'{name}={default}':<26} {about}".rstrip() for name, (default, about) in KINDS[kind].items()]
-    return "\n".join([*head, "", "variables:", *table, "", "training flags: smp-train train --help"])
+    parser, options = options_of(kind)
+    rows = [
+        f"  {f'{name}={default}':<26} {about or (parser.names[options[name]].help if name in options else '')}".rstrip()
+        for name, (default, about) in KINDS[kind].items()
+    ]
+    return "\n".join([*head, "", "variables:", *rows, "", "training flags: smp-train train --help"])
 
 
 def main(argv: Sequence[str], asked: str = "") -> int:
@@ -224,7 +223,7 @@ def main(argv: Sequence[str], asked: str = "") -> int:
     try:
         return launch(kind, arguments) if kind in ("local", "k8s") else slurm(kind, script, arguments, asked)
     except SmpTrainError as problem:
-        variable = {option: name for name, option in options_of(kind).items() if name != "DRY_RUN"}
+        variable = {option: name for name, option in options_of(kind)[1].items() if name != "DRY_RUN"}
         message = re.sub(r"--(\w+)", lambda flag: variable.get(flag[1], flag[0]), " ".join(str(problem).split()))
         say(f"error: {message}")
         return problem.exit_code

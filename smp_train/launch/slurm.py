@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,9 @@ from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import cluster, planned, preflight, timing
 from smp_train.launch.command import ask, call
 from smp_train.launch.images import check_image
-from smp_train.launch.options import COMMON, Option, print_help, split
-from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, profile_flags, tell
-from smp_train.launch.srun_step import Job, command_line, make_folders, mounts
+from smp_train.launch.options import LaunchParser, split
+from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, describe
+from smp_train.launch.srun_step import Job, check_start, make_folders, mounts
 
 # $asked: a signal that Slurm sent before the batch job has its handlers.
 BODY = """
@@ -33,119 +36,114 @@ for python in "${HOST_PYTHON:-}" @PYTHON@ python3 ''; do
 done
 [ -n "$python" ] || refuse "no Python 3.8 or newer on $(hostname); set HOST_PYTHON"
 trap '' USR1
-PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.batch_job --asked "$asked" \\
-  @OPTIONS@
+PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.batch_job "$asked" <<'JOB'
+@JOB@
+JOB
 """
-USAGE = "smp-train launch slurm --nodes N --instance_type T [options] <training flags>"
-OPTIONS = (
-    *COMMON,
-    Option("nodes", "number of nodes", int, 1),
-    Option("instance_type", "EC2 instance type of the nodes, such as p5.48xlarge: how many GPUs, which variables"),
-    Option("nproc", "processes on each node; without it, one per GPU", int),
-    Option("image", "container image: an Enroot .sqsh file, or REGISTRY#IMAGE:TAG; without it, --python"),
-    Option("python", "interpreter of a virtual or conda environment; in a container, the image's", default=None),
-    Option("mounts", "further folders for the container: SOURCE or SOURCE:TARGET[:FLAGS]", many=True),
-    Option("env", "further environment variables: NAME=VALUE", many=True),
-    Option("container_env", "variables of this shell that win over the image's, separated by commas"),
-    Option("partition", "Slurm partition"),
-    Option("account", "Slurm account"),
-    Option("qos", "Slurm quality of service"),
-    Option("time", "time limit, such as 2-00:00:00; before it, the run saves and goes back into the queue"),
-    Option("job_name", "Slurm job name; without it, the run's name"),
-    Option("gpus_per_node", "ask Slurm for GPUs; needed where the cluster has GRES, an error where it has not", int),
-    Option("nodelist", "only on these nodes"),
-    Option("exclude", "not on these nodes"),
-    Option("dependency", "Slurm dependency, such as singleton"),
-    Option("save_before", "seconds before the time limit at which to stop and save", int, 300),
-    Option("probe", "ask a compute node too, in one short step: pyxis, image, code and folders", bool, False),
-    Option(
-        "preflight", "before training, all-reduce over all nodes; name those that do not within so many seconds", int
-    ),
-    Option("max_attempts", "starts without a new checkpoint before giving up", int, 3),
-    Option("profile", "torch: PyTorch profiler; nsys: Nsight Systems"),
-    Option("sbatch", "a further option of sbatch, such as --comment=x; may be repeated", many=True, dashes=True),
-)
-HEADER = ("partition", "account", "qos", "time", "nodelist", "exclude", "dependency")
-READ = (
+HEADER = {
+    "partition": "Slurm partition", "account": "Slurm account", "qos": "Slurm quality of service",
+    "time": "time limit, such as 2-00:00:00; before it, the run saves and goes back into the queue",
+    "nodelist": "only on these nodes", "exclude": "not on these nodes",
+    "dependency": "Slurm dependency, such as singleton",
+}  # fmt: skip
+"""Options that are handed to Slurm as they are."""
+READ_FLAGS = (
     "config", "smp_config", "resume_from_checkpoint", "hf_pretrained_model_name_or_dir", "pretrained_model_name",
     "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "tokenizer", "chat_template",
 )  # fmt: skip
-WRITTEN = ("checkpoint_dir", "data_cache_dir", "tensorboard_dir", "model_dir")
+WRITTEN_FLAGS = ("checkpoint_dir", "data_cache_dir", "tensorboard_dir", "model_dir")
+AGENT_OPTIONS = ("nproc", "instance_type", "preflight", "profile")
+ADVICE = (
+    ("generic resource", "leave --gpus_per_node out: this cluster has no GRES"),
+    ("Invalid partition", "`sinfo` lists the partitions"),
+    ("node configuration is not available", "fewer --nodes, or another --partition; `sinfo -N` lists the nodes"),
+    ("Invalid account", "`sacctmgr show assoc user=$USER` lists accounts"),
+)
 
 
-def read(arguments: Sequence[str]) -> tuple[dict[str, Any], Spec, Job]:
+def parser() -> LaunchParser:
+    """Return the parser of the options."""
+    options = LaunchParser("slurm", __doc__, "--nodes N --instance_type T [options]")
+    options.share("dry_run", "check", "nodes", "instance_type", "nproc", "preflight", "max_attempts", "env", "profile")
+    options.add("image", "container image: an Enroot .sqsh file, or REGISTRY#IMAGE:TAG; without it, --python")
+    options.add("python", "interpreter of a virtual or conda environment; in a container, the image's")
+    options.add("mounts", "further folders for the container: SOURCE or SOURCE:TARGET[:FLAGS]", many=True)
+    options.add("container_env", "variables of this shell that win over the image's, separated by commas")
+    for name, about in HEADER.items():
+        options.add(name, about)
+    options.share("job_name")
+    options.add("gpus_per_node", "ask Slurm for GPUs; needed with GRES, an error on a cluster without GRES", int)
+    options.add("save_before", "seconds before the time limit at which to stop and save", int, 300)
+    options.add("probe", "ask a compute node too, in one short step: pyxis, image, code and folders", bool)
+    options.add("sbatch", "a further option of sbatch, such as --comment=x; may be repeated", many=True)
+    return options
+
+
+def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, Spec, Job]:
     """Make the checks of a command line that need no file of this machine; return (options, run, job).
 
     Raises:
         ConfigError: the training would stop at its start, or pyxis cannot mount a folder.
     """
-    options, training = split(arguments, OPTIONS)
-    image = options["image"] or ""
-    spec = build(
-        [*training, *profile_flags(options["profile"])],
-        nodes=options["nodes"],
-        processes=options["nproc"],
-        instance_type=options["instance_type"],
-        env=options["env"],
-        image=image,
-    )
-    timing.check_limit(timing.slurm_seconds(options["time"]), options["save_before"], f"--time {options['time']}")
+    options, training = split(arguments, parser())
+    image, agent = options.image or "", {name: getattr(options, name) for name in AGENT_OPTIONS}
+    spec = build(training, options)
+    instance = spec.machines.instance
+    timing.check_limit(timing.slurm_seconds(options.time), options.save_before, f"--time {options.time}")
     if image:
-        check_image(spec.instance, image, spec.resolved.args.backend)
-    further = (options["container_env"] or "").split(",")
+        check_image(instance, image, spec.resolved.args.backend)
+    agent["instance_type"] = instance.name if instance else None
+    container_env = {*spec.environment, *filter(None, (options.container_env or "").split(","))}
     job = Job(
-        flags=list(spec.train_flags),
+        flags=spec.train_flags,
         code_dir=str(code_dir(spec)),
         run_dir=spec.run_dir,
-        python=options["python"] or ("python3" if image else sys.executable),
+        python=options.python or ("python3" if image else sys.executable),
+        agent=[f"--{name}={value}" for name, value in agent.items() if value],
+        max_attempts=options.max_attempts,
         image=image,
-        mounts=options["mounts"] if image else [],
-        container_env=",".join(sorted({*spec.environment, *filter(None, further)})) if image else "",
-        nproc=str(options["nproc"] or "auto"),
-        instance_type=spec.instance.name if spec.instance else "",
-        preflight=str(options["preflight"] or ""),
-        nsys=options["profile"] == "nsys",
-        max_attempts=options["max_attempts"],
-        **places(spec.resolved, spec.run_dir),
+        mounts=options.mounts if image else [],
+        container_env=sorted(container_env) if image else [],
+        **named_paths(spec.resolved, spec.run_dir),
     )
     if image:
         mounts(job)
     return options, spec, job
 
 
-def render(spec: Spec, options: dict[str, Any], job: Job) -> str:
-    """Return the whole batch script: it needs nothing but the package's own folder at run time.
+def render(spec: Spec, options: argparse.Namespace, job: Job) -> str:
+    """Return the whole batch script: it needs nothing but the package's folder at run time.
 
     Raises:
-        ConfigError: for what a batch script cannot express.
+        ConfigError: a batch script cannot express a value.
     """
     header = {
-        "job-name": options["job_name"] or re.sub(r"\s+", "-", spec.name),
-        "nodes": str(spec.nodes),
+        "job-name": options.job_name or re.sub(r"\s+", "-", spec.name),
+        "nodes": str(spec.machines.nodes),
         "ntasks-per-node": "1",
         "output": f"{spec.run_dir.replace('%', '%%')}/logs/slurm-%j.out",
         "open-mode": "append",
-        "signal": f"B:USR1@{options['save_before']}",
-        **{key: options[key] for key in HEADER if options[key]},
+        "signal": f"B:USR1@{options.save_before}",
+        **{key: value for key in HEADER if (value := getattr(options, key))},
     }
-    if options["gpus_per_node"]:
-        header["gpus-per-node"] = str(options["gpus_per_node"])
-    arguments = [argument for group in command_line(job) for argument in group]
-    for text in (*arguments, *(f"{name}={value}" for name, value in spec.environment.items())):
-        if re.search(r"[\n\r]", text):  # the next line could be one that Slurm reads
-            raise ConfigError(f"{text!r}: a line break cannot stand in a batch script")
+    if options.gpus_per_node:
+        header["gpus-per-node"] = str(options.gpus_per_node)
+    for name, value in spec.environment.items():
+        if re.search(r"[\n\r]", value):  # Slurm could read the next line
+            raise ConfigError(f"--env {name}={value!r}: a line break cannot stand in a batch script")
     body = BODY.replace("@CODE@", shlex.quote(job.code_dir)).replace("@PYTHON@", shlex.quote(sys.executable))
     lines = [
         "#!/bin/bash", "#SBATCH --exclusive", "#SBATCH --requeue",
-        *(f"#SBATCH --{key}={_header(key, value)}" for key, value in header.items()),
-        *(f"#SBATCH {_header('sbatch', word)}" for word in options["sbatch"]),
+        *(f"#SBATCH --{key}={_header_value(key, value)}" for key, value in header.items()),
+        *(f"#SBATCH {_header_value('sbatch', word)}" for word in options.sbatch),
         "", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}",
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())),
     ]  # fmt: skip
-    return "\n".join(lines) + body.replace("@OPTIONS@", " \\\n  ".join(map(shlex.join, command_line(job))))
+    fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(job).items() if value]
+    return "\n".join(lines) + body.replace("@JOB@", "{\n  " + ",\n  ".join(fields) + "\n}")
 
 
-def _header(key: str, value: str) -> str:
+def _header_value(key: str, value: str) -> str:
     if key == "output" and " " in value and not re.search(r'["\\\n\r]', value):
         return f'"{value}"'
     if re.search(r"[\n\r]", value) or (key != "sbatch" and re.search(r"\s", value)):
@@ -153,29 +151,30 @@ def _header(key: str, value: str) -> str:
     return value
 
 
-def places(resolved: Resolved, run_dir: str) -> dict[str, Any]:
-    """Return the fields of a job that follow from the files and folders its flags name."""
+def named_paths(resolved: Resolved, run_dir: str) -> dict[str, Any]:
+    """Return the fields of a job for the files and folders that its flags name."""
     args = resolved.args
-    read = [getattr(args, name) for name in READ]
-    read = [*(folder for _, folder in preflight.data(args)), *(one for one in read if one and os.path.exists(one))]
-    named = [getattr(args, name) for name in WRITTEN if resolved.given(name)]
-    written = [place for one in named for place in (one if isinstance(one, list) else [one]) if place]
-    written = [os.path.abspath(place.replace("{run_dir}", run_dir)) for place in filter(_is_shared, written)]
+    read_paths = [path for name in READ_FLAGS if (path := getattr(args, name)) and os.path.exists(path)]
+    written: list[str] = []
+    for name in filter(resolved.given, WRITTEN_FLAGS):
+        value = getattr(args, name)
+        written += value if isinstance(value, list) else [value or ""]
+    shared = [os.path.abspath(path.replace("{run_dir}", run_dir)) for path in written if path and _is_shared(path)]
     return {
-        "folders": [os.path.abspath(place) for place in read],
-        "written": written,
+        "read": list(map(os.path.abspath, [*(folder for _, folder in preflight.data_folders(args)), *read_paths])),
+        "written": shared,
         "checkpoints": [os.path.abspath(f"{one}/{args.run_name}") for one in args.checkpoint_dir if _is_shared(one)],
-        "checkpoints_in_s3": any("://" in place for place in args.checkpoint_dir),
+        "checkpoints_in_s3": any("://" in folder for folder in args.checkpoint_dir),
     }
 
 
-def _is_shared(place: str) -> bool:
-    """Return whether a place is a folder of a file system that the nodes share."""
-    return "://" not in place and not place.startswith(NODE_LOCAL)
+def _is_shared(path: str) -> bool:
+    """Return whether a path is on a file system that the nodes share."""
+    return "://" not in path and not path.startswith(NODE_LOCAL)
 
 
 def code_dir(spec: Spec) -> Path:
-    """Return the folder that has the package on every node: the checkout, or a copy beside the run."""
+    """Return the folder that has the package on every node: the checkout, or a copy in the run folder."""
     return CODE_DIR if CHECKOUT else Path(spec.run_dir, "code")
 
 
@@ -195,11 +194,7 @@ def prepare(spec: Spec, job: Job) -> None:
 
 def check_files(spec: Spec, job: Job) -> list[str]:
     """Refuse missing files on this machine, which shares its file systems with the nodes; return warnings."""
-    image = job.image
-    if image.startswith((".", "/")) and not os.path.exists(image):
-        raise ConfigError(f"--image {image}: no such file; make it with docker_build.sh")
-    if not image and not shutil.which(job.python):
-        raise ConfigError(f"--python {job.python}: no such interpreter; make it with setup_conda_env.sh")
+    check_start(job)
     preflight.check_data(spec.resolved.args)
     for mount in job.mounts:
         if not os.path.exists(mount.partition(":")[0]):
@@ -210,71 +205,59 @@ def check_files(spec: Spec, job: Job) -> list[str]:
             raise ConfigError(f"{folder}: {parent} is no folder that you may write to; the run could not either")
     # An interpreter may be for the nodes' processors, and not run on this machine.
     has_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    if not image and ask(job.python, "-c", has_torch)[0] == 1:
+    if not job.image and ask(job.python, "-c", has_torch)[0] == 1:
         raise ConfigError(
             f"--python {job.python}: has no torch; give an environment that has it (setup_conda_env.sh makes one), or "
             "--image"
         )
-    warnings = preflight.places(spec.resolved, spec.nodes, _read_by_nodes(job))
+    warnings = preflight.disk_warnings(spec.resolved, spec.machines.nodes, _needed_by_nodes(job))
     recipe = CODE_DIR / "Dockerfile"
-    if os.path.isfile(image) and recipe.exists() and recipe.stat().st_mtime > os.stat(image).st_mtime:
-        warnings.append(f"--image {image}: is older than {recipe}; make it again with docker_build.sh")
+    if os.path.isfile(job.image) and recipe.exists() and recipe.stat().st_mtime > os.stat(job.image).st_mtime:
+        warnings.append(f"--image {job.image}: is older than {recipe}; make it again with docker_build.sh")
     return warnings
 
 
-def _read_by_nodes(job: Job) -> list[str]:
-    """Return what every node reads: code, image or interpreter, data, and mounts."""
-    start = shutil.which(job.python) or job.python
-    if job.image:
-        start = job.image if job.image.startswith((".", "/")) else ""
+def _needed_by_nodes(job: Job) -> list[str]:
+    """Return the paths that every node reads: code, image or interpreter, data, and mounts."""
+    image = job.image if job.image.startswith((".", "/")) else ""
+    start = image if job.image else shutil.which(job.python) or job.python
     sources = [mount.partition(":")[0] for mount in job.mounts]
-    return [*([job.code_dir] if CHECKOUT else []), *map(os.path.abspath, filter(None, [start, *job.folders])), *sources]
+    return [*([job.code_dir] if CHECKOUT else []), *map(os.path.abspath, filter(None, [start, *job.read])), *sources]
 
 
-def check(spec: Spec, options: dict[str, Any], job: Job) -> None:
-    """Refuse what this machine or the cluster lacks, and print the run and its warnings."""
+def check(spec: Spec, options: argparse.Namespace, job: Job) -> None:
+    """Refuse a run if this machine or the cluster lacks something; print the run and its warnings."""
     warnings = [*check_files(spec, job), *cluster.warnings(spec, options)]
-    if options["probe"]:
-        warnings += cluster.probe(options, _read_by_nodes(job))
-    warnings += planned.check(spec.resolved, spec.train_flags, spec.instance, spec.nodes, spec.processes)
-    tell(spec, warnings)
+    if options.probe:
+        warnings += cluster.probe(options, _needed_by_nodes(job))
+    describe(spec, [*warnings, *planned.check(spec.resolved, spec.train_flags, spec.machines)])
 
 
 def show(spec: Spec) -> None:
-    """Print the run of a dry run, for which nothing is planned."""
-    tell(spec)
-    planned.tell_unplanned(spec.resolved.args, spec.instance, spec.processes)
+    """Print the run of a dry run, which makes no plan."""
+    describe(spec)
+    planned.note_unplanned(spec.resolved.args, spec.machines)
 
 
 def sbatch(script: str, *options: str) -> str:
     """Hand a script to sbatch and return its answer, with `--test-only` its messages as well."""
     absent = "run this on a node of the cluster, or add --dry_run to see the script"
     done = call("sbatch", *options, text=script, absent=absent, advice=ADVICE)
-    # Plugins of the cluster may write to stderr beside the answer.
+    # Plugins of the cluster may write to stderr too.
     return (done.stdout + (done.stderr if "--test-only" in options else "")).strip()
-
-
-ADVICE = (
-    ("generic resource", "leave --gpus_per_node out: this cluster has no GRES"),
-    ("Invalid partition", "`sinfo` lists the partitions"),
-    ("node configuration is not available", "fewer --nodes, or another --partition; `sinfo -N` lists the nodes"),
-    ("Invalid account", "`sacctmgr show assoc user=$USER` lists accounts"),
-)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``smp-train launch slurm`` and return its exit code."""
-    if print_help(arguments, USAGE, __doc__, OPTIONS):
-        return 0
     options, spec, job = read(arguments)
     script = render(spec, options, job)
-    if options["dry_run"]:
+    if options.dry_run:
         show(spec)
         print(script, end="")
         return 0
     check(spec, options, job)
     print(sbatch(script, "--test-only"), file=sys.stderr)
-    if options["check"]:
+    if options.check:
         return 0
     prepare(spec, job)
     number = sbatch(script, "--parsable").partition(";")[0]

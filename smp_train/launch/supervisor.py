@@ -1,9 +1,8 @@
-"""Starts the processes of one node, passes signals on to them, and ends as they end. Standard library only.
+"""Start the processes of one node, pass signals on to them, and end as they end. Standard library only.
 
-As torchrun for a fixed set of processes, with three differences: the exit code is that of the process that failed
+Like torchrun for a fixed set of processes, with three differences: the exit code is that of the process that failed
 first, one line names its rank and node, and a signal that asks for a stop reaches the workers without a traceback.
-There is no restart in place: a failed node ends the whole step, and the cluster (or the person) starts it again from
-the last checkpoint.
+A failed node ends the whole step, and the cluster (or the user) starts it again from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from typing import IO, TextIO
 from smp_train.distributed.environment import LAUNCH
 from smp_train.distributed.host import cores
 from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
-from smp_train.launch.srun_step import node_name, say
+from smp_train.launch.command import node_name, say
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 GRACE_SECONDS = 15.0
 """How long peers of a failed worker may take to exit: they commit a save in progress
 (`checkpoints.save.ABANDON_SECONDS`), print their reason, and release the run's checkpoints."""
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code where a second ^C ended everything: the user's doing, and no failure."""
+"""Exit code after a second ^C, which is no failure."""
 DRAIN_SECONDS = 30.0
 CAUSES = {2: "configuration", 3: "data", 4: "checkpoint", 137: "killed", 134: "aborted", 139: "segfault"}
-"""By exit code, as a shell shows it."""
-# Left by an outer launcher, or by hooks of containers; ours are set anew for every worker.
+"""Cause by exit code, with 128 + N for signal N."""
+# Left by an outer launcher, or by hooks of containers; every worker gets new values.
 STALE = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
@@ -47,8 +46,8 @@ STALE = (
 
 
 @dataclass(frozen=True)
-class Place:
-    """A node's rank among the nodes of a run, each with ``processes``; ranks follow the order of nodes."""
+class Node:
+    """One node of a run, in which each node has ``processes``; ranks follow the order of nodes."""
 
     processes: int
     nodes: int = 1
@@ -57,10 +56,10 @@ class Place:
     master_port: int = 0
 
     def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of one worker: ``environ`` with torchrun's variables for it."""
-        kept = {name: value for name, value in environ.items() if name not in STALE}
-        kept.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self.processes // 2)))
-        return kept | {
+        """Return the environment of one worker: ``environ`` with torchrun's variables for this rank."""
+        inherited = {name: value for name, value in environ.items() if name not in STALE}
+        inherited.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self.processes // 2)))
+        return inherited | {
             "RANK": str(self.first_rank + local_rank),
             "WORLD_SIZE": str(self.nodes * self.processes),
             "LOCAL_RANK": str(local_rank),
@@ -80,12 +79,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Failure:
-    """The worker that failed first on this node."""
+    """The worker that failed first on this node; ``code`` is 128 + N for signal N."""
 
     rank: int
     node: str
     code: int
-    """Exit code as a shell shows it: 128 + N for signal N."""
     cause: str
 
     def line(self) -> str:
@@ -94,27 +92,22 @@ class Failure:
 
 
 def supervise(
-    command: Sequence[str],
-    place: Place,
-    *,
-    environ: Mapping[str, str] | None = None,
-    log_dir: Path | None = None,
-    grace_seconds: float = GRACE_SECONDS,
-    say: Callable[[str], None] = say,
-) -> tuple[int, Failure | None]:
-    """Run ``command`` once per process of ``place`` and wait for all; return (exit code, first failure).
+    command: Sequence[str], node: Node, *, environ: Mapping[str, str] | None = None, log_dir: Path | None = None,
+    grace_seconds: float = GRACE_SECONDS, say: Callable[[str], None] = say,
+) -> tuple[int, Failure | None]:  # fmt: skip
+    """Run ``command`` once per process of a node and wait for all; return (exit code, first failure).
 
-    With ``log_dir``, what each worker prints is also written to ``<log_dir>/rank-<r>.log``, except for rank 0 on a
-    terminal. The exit code is 0 when every worker's is 0, else that of the first that failed. Main thread only: it
-    handles signals.
+    With ``log_dir``, the output of each worker is also written to ``<log_dir>/rank-<r>.log``, except for rank 0 on a
+    terminal. The exit code is 0 if every worker's is 0, else that of the first worker that failed. Main thread only:
+    it handles signals.
     """
     workers = _Workers(log_dir, say)
     previous = {number: signal.signal(number, workers.on_signal) for number in FORWARDED}
     try:
-        for local_rank in range(place.processes):
-            workers.start(command, place.first_rank + local_rank, place.environment(local_rank, environ or os.environ))
-        if workers.asked:
-            workers.send(signal.SIGTERM, workers.processes.keys() - workers.told)  # those that missed the request
+        for local_rank in range(node.processes):
+            workers.start(command, node.first_rank + local_rank, node.environment(local_rank, environ or os.environ))
+        if workers.signals:
+            workers.send(signal.SIGTERM, workers.processes.keys() - workers.asked)  # those that missed the request
         failure = workers.wait(grace_seconds)
     finally:
         workers.send(signal.SIGKILL)
@@ -134,13 +127,13 @@ class _Workers:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.pumps: list[threading.Thread] = []
-        self.asked: list[int] = []
-        self.told: set[int] = set()
+        self.signals: list[int] = []
+        self.asked: set[int] = set()
         """Ranks that were sent a request. A second one could kill a Python program that has saved and is ending."""
         self.interrupted = False
 
     def start(self, command: Sequence[str], rank: int, environ: dict[str, str]) -> None:
-        # Rank 0 draws its progress line on the terminal itself; its log is in the run folder all the same.
+        # Rank 0 draws its progress line on the terminal itself; its log is also in the run folder.
         pipe = subprocess.PIPE if self.log_dir and not (rank == 0 and sys.stderr.isatty()) else None
         process = self.processes[rank] = subprocess.Popen(
             command,
@@ -151,19 +144,24 @@ class _Workers:
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
+        self._in_thread(self._watch, rank)
         if self.log_dir and pipe:
+            log = self.log_dir / f"rank-{rank}.log"
             for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                words = (source, self.log_dir / f"rank-{rank}.log", sink)
-                self.pumps.append(threading.Thread(target=_copy, args=words, daemon=True))
-                self.pumps[-1].start()
+                self.pumps.append(self._in_thread(_copy, source, log, sink))
 
     def _watch(self, rank: int) -> None:
         self.processes[rank].wait()
         self.ended.put(rank)
 
+    @staticmethod
+    def _in_thread(target: Callable[..., object], *args: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        return thread
+
     def wait(self, grace_seconds: float) -> Failure | None:
-        """Wait until all have ended, which the others must within ``grace_seconds`` of the first failure."""
+        """Wait until all have ended; after a first failure the others have ``grace_seconds``."""
         failure: Failure | None = None
         deadline = float("inf")
         remaining = len(self.processes)
@@ -172,7 +170,7 @@ class _Workers:
                 self.send(signal.SIGKILL)
                 deadline = float("inf")
             try:
-                # Woken up now and then: a signal handler runs only between two waits.
+                # A signal handler runs only between two waits, so no wait is long.
                 rank = self.ended.get(timeout=max(0.0, min(0.5, deadline - time.monotonic())))
             except queue.Empty:
                 continue
@@ -187,7 +185,7 @@ class _Workers:
 
     def _failure(self, rank: int, code: int) -> Failure:
         cause = CAUSES.get(code, "error" if code < 128 else f"signal-{code - 128}")
-        if code in (137, 143) and self.asked:
+        if code in (137, 143) and self.signals:
             cause = "stopped-before-saving"
         if self.log_dir:
             with suppress(OSError):
@@ -196,9 +194,9 @@ class _Workers:
         return Failure(rank, node_name(), code, cause)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on; ^C is a request to stop, like SIGTERM, and the second ends everything."""
-        again = number == signal.SIGINT and number in self.asked
-        self.asked.append(number)
+        """Pass a signal on; ^C is a request to stop, like SIGTERM, and a second ^C ends everything."""
+        again = number == signal.SIGINT and number in self.signals
+        self.signals.append(number)
         if again:
             self.interrupted = True
             if any(process.poll() is None for process in self.processes.values()):
@@ -207,16 +205,16 @@ class _Workers:
             return
         if number == signal.SIGINT:
             self.say("^C: saving after this step (processes get SIGTERM); ^C again ends everything at once")
-        self.told.update(self.processes)
+        self.asked.update(self.processes)
         self.send(signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number)
 
     def send(self, number: int, ranks: Collection[int] | None = None) -> None:
         for rank in self.processes if ranks is None else ranks:
             with suppress(ProcessLookupError):
-                self.processes[rank].send_signal(number)  # to none that has ended
+                self.processes[rank].send_signal(number)  # does nothing if the process has ended
 
     def drain(self) -> None:
-        """Wait until the output is copied, within a limit: children of a worker may hold it open."""
+        """Wait until the output is copied, within a limit: children of a worker may keep it open."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for pump in self.pumps:
             pump.join(max(0.0, deadline - time.monotonic()))
@@ -225,7 +223,7 @@ class _Workers:
 def _die_with_parent() -> None:
     """In the child: end with the supervisor, however that ends, and ignore requests to stop during start-up.
 
-    Until the program has its handlers, SIGUSR1 and SIGUSR2 would kill it; ignored signals stay ignored over exec.
+    SIGUSR1 and SIGUSR2 would kill the program before it has its handlers; ignored signals stay ignored over exec.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -234,17 +232,16 @@ def _die_with_parent() -> None:
 
 
 def _copy(source: IO[bytes], path: Path, sink: TextIO) -> None:
-    """Write each line to the log and to our own output.
+    """Copy each line to the log and to this process's output.
 
-    A full disk, a folder that cannot be written or a closed terminal must not stop the reading: the worker would
-    block on its output.
+    After a failed write, as on a full disk, reading goes on: the worker would block on its output.
     """
     log: IO[bytes] | None = None
     with suppress(OSError):
         log = path.open("ab", buffering=0)
     for line in source:
-        if log:
-            with suppress(OSError):
+        with suppress(OSError):
+            if log:
                 log.write(line)
         with suppress(OSError):
             sink.buffer.write(line)

@@ -1,4 +1,4 @@
-"""Whether a run can save before its time limit: how often, and how long a checkpoint takes."""
+"""Warnings of a run that may not save before its time limit: too seldom, or too slowly."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from statistics import median_high
 from smp_train.arguments import Resolved
 from smp_train.distributed.degrees import before_launch
 from smp_train.errors import ConfigError
-from smp_train.launch.instances import Instance
+from smp_train.launch.instances import Machines
 from smp_train.models.resolve import preset_of, settled_flags
 from smp_train.models.state_memory import CHECKPOINT_BYTES
 from smp_train.telemetry.metrics import peak_flops, read_metrics
 
 WRITE_RATE = 1e9
-"""Bytes per second and node that a shared file system is expected to take; a warning is printed above it."""
+"""Expected rate of a shared file system, in bytes per second and node; a run that needs more is warned of."""
 MFU = 0.5
 """Upper bound of a run's share of its GPUs' peak, so that a step's time is not overestimated."""
 EARLY_SECONDS = 60
-"""Slurm may send its signal up to so much earlier than asked."""
+"""How much earlier than asked Slurm may send its signal."""
 
 
 def slurm_seconds(text: str | None) -> int | None:
-    """Read a time as Slurm writes it: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``; None: no limit."""
+    """Return the seconds of ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M`` or ``D-H:M:S``, Slurm's forms; else None."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", (text or "").strip())
     if not match:
         return None
@@ -37,18 +37,18 @@ def check_limit(limit: float | None, margin: float, setting: str) -> None:
     """Refuse a time limit that leaves no time to train before the request to save, ``margin`` seconds before it.
 
     Raises:
-        ConfigError: naming ``setting``, with what to change.
+        ConfigError: naming ``setting``, and its remedy.
     """
     if limit is not None and limit <= margin + EARLY_SECONDS:
         raise ConfigError(
             f"{setting}: the limit is {_time(limit)}, and {_time(margin)} before it the run stops to save (Slurm may "
-            f"say so {EARLY_SECONDS} s earlier still): nothing would be trained; raise the limit, or save later"
+            f"signal {EARLY_SECONDS} s earlier still): nothing would be trained; raise the limit, or save later"
         )
 
 
-def step_seconds(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> tuple[float, str] | None:
-    """Return (seconds per step, how that is known): measured in the run folder, or estimated; None: unknown."""
-    args, preset = resolved.args, preset_of(resolved.args)
+def step_seconds(resolved: Resolved, machines: Machines) -> tuple[float, str] | None:
+    """Return (seconds per step, their origin): measured in the run folder, or estimated; None: unknown."""
+    args, preset, instance = resolved.args, preset_of(resolved.args), machines.instance
     with suppress(ConfigError):
         logged = [record.get("step_sec") for record in read_metrics(args.run_dir) if "event" not in record]
         measured = [seconds for seconds in logged[-100:] if isinstance(seconds, float)]
@@ -57,8 +57,8 @@ def step_seconds(resolved: Resolved, instance: Instance | None, nodes: int, proc
     peak = peak_flops(instance.gpu) if instance else None
     if instance is None or peak is None or preset is None or preset.config.get("num_local_experts"):
         return None
-    world = nodes * processes
-    (degrees, *_) = before_launch(args, world, processes)
+    world = machines.world_size
+    (degrees, *_) = before_launch(args, world, machines.processes)
     width = args.max_context_width or settled_flags(args)["max_context_width"][0]
     sequences = args.train_batch_size * args.gradient_accumulation_steps * degrees.data_parallel
     flops = 6 * preset.parameters * sequences * width
@@ -66,45 +66,36 @@ def step_seconds(resolved: Resolved, instance: Instance | None, nodes: int, proc
 
 
 def save_warnings(
-    resolved: Resolved,
-    *,
-    limit: float | None,
-    margin: float,
-    instance: Instance | None,
-    nodes: int,
-    processes: int,
-    setting: str = "",
+    resolved: Resolved, machines: Machines, limit: float | None, margin: float, setting: str = ""
 ) -> list[str]:
     """Return warnings about saving before the time limit.
 
     Args:
         resolved: The training flags.
+        machines: The machines of the run.
         limit: Seconds until the run is ended; None without a limit.
-        margin: Seconds that it has for saving, from when it is asked to stop.
-        instance: Instance type of the nodes, where it is known.
-        nodes: How many there are.
-        processes: How many processes each has.
-        setting: What to change for a longer margin, where that can be.
+        margin: Seconds for saving, between the request to stop and the end.
+        setting: The setting of the margin, if there is a setting.
     """
-    found = []
+    warnings = []
     preset = preset_of(resolved.args)
     size = CHECKPOINT_BYTES * preset.parameters if preset else 0
-    if size > WRITE_RATE * nodes * margin:
-        found.append(
+    if size > WRITE_RATE * machines.nodes * margin:
+        warnings.append(
             f"a checkpoint of this model has {size / 1e9:.0f} GB, and there are {_time(margin)} to save one when time "
             f"is up: that takes {size / margin / 1e9:.1f} GB/s to {', '.join(resolved.args.checkpoint_dir)}; "
             f"{f'raise {setting}, or ' if setting else ''}lower --checkpoint_freq so that little is lost without it"
         )
-    step = step_seconds(resolved, instance, nodes, processes)
+    step = step_seconds(resolved, machines)
     often, steps = min(resolved.args.checkpoint_freq), resolved.args.max_steps
     if limit is not None and step is not None and min(often, steps) * step[0] > limit - margin:
         fitting = max(1, int((limit - margin) / step[0] / 4))
-        found.append(
+        warnings.append(
             f"--checkpoint_freq {often}: that takes {_time(often * step[0])} ({step[0]:.3g} s a step, {step[1]}), "
             f"and the time limit is {_time(limit)}: the only checkpoint would be the one when time is up, and a lost "
             f"node before that loses everything; --checkpoint_freq {fitting} would save some four times"
         )
-    return found
+    return warnings
 
 
 def _time(seconds: float) -> str:

@@ -137,7 +137,7 @@ def choose(request: dict[str, Any]) -> dict[str, Any]:
 
 def machine_with(gpu_name: str, gpu_bytes: int, run: PlannedRun) -> Machine | None:
     """Return this instance type's rates. On one node another type with the same GPU will do; otherwise return None."""
-    instance = instances.here()
+    instance = instances.this_machine()
     if instance is None and run.devices == run.per_node:
         alike = [known for known in instances.instances().values() if re.search(rf"\b{known.gpu}\b", gpu_name)]
         instance = min(alike, key=lambda known: abs(known.gpu_memory_gb * 10**9 - gpu_bytes), default=None)

@@ -58,7 +58,7 @@ def test_each_node_meets_its_two_neighbours(nodes: int) -> None:
 def test_what_nccl_goes_through() -> None:
     efa = "ip-1:7:7 [0] NCCL INFO NET/OFI Selected provider is efa, fabric is efa (found 32 nics)\n"
     sockets = "NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\nNCCL INFO Using network Socket\n"
-    assert (net.network(efa), net.network(sockets), net.network("")) == ("efa", "sockets", "")
+    assert (net.transport(efa), net.transport(sockets), net.transport("")) == ("efa", "sockets", "")
     place = Runtime("torchrun", 0, 16, 0, 8, 0, 2, "n1", 1, "n1", False)
     fine = net.Verdict([], "", 181.257)
     assert net.describe(fine, place, "cuda", efa, 32) == [
@@ -87,7 +87,7 @@ class Late(net.NetworkCheck):
 
     def run(self, report: Callable[[net.Verdict], None]) -> net.Verdict:
         folder = Path(os.environ["FOLDER"])
-        if self.place.rank != 2:
+        if self.runtime.rank != 2:
             return super().run(report)
         wait = dist.TCPStore.wait
 
@@ -115,12 +115,12 @@ class Silent(net.NetworkCheck):
 
     def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
         self.waiting = threading.current_thread()
-        while self.place.rank == 1 or not Path(os.environ["FOLDER"], "verdict.json").exists():
+        while self.runtime.rank == 1 or not Path(os.environ["FOLDER"], "verdict.json").exists():
             time.sleep(0.05)
         raise RuntimeError("no connection within 0.3 s")
 
     def leave(self, seconds: float) -> None:
-        if self.place.is_main:
+        if self.runtime.is_main:
             self.waiting.join()
         super().leave(seconds)
 

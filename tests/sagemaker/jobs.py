@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "channel": {},
 }  # fmt: skip
 BEYOND: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no instance": ({}, {"instance_count": 0}, "--instance_count 0"),
+    "no instance": ({}, {"instance_count": 0}, "--instance_count '0'"),
     "long value": ({"tensorboard_dir": "x" * 3000}, {}, "HyperParameters.tensorboard_dir: 300"),
     "long variable": ({}, {"env": {"LONG": "x" * 600}}, "Environment.LONG: 600 characters"),
     "many retries": ({}, {"retries": 31}, "MaximumRetryAttempts: 31"),

@@ -45,7 +45,7 @@ def test_pods_train_and_survive_a_lost_process(tmp_path: Path) -> None:
     flags = {**TINY, "num_layers": 1, "max_steps": FOR_EVER, "checkpoint_freq": 20, "run_dir": f"{tmp_path}/run"}
     words = [f"--{name}={value}" for name, value in flags.items()]
     options = ["--nodes", "2", "--nproc", "1", "--image", "any", "--claims", f"volume:{tmp_path}", "--env", "PODS=2"]
-    spec, target = k8s.prepare(*k8s.split([*options, *words], k8s.OPTIONS))
+    spec, target = k8s.prepare([*options, *words])
     job = k8s.manifest(spec, target)["spec"]
     (container,) = job["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {

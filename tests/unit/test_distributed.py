@@ -10,7 +10,7 @@ import pytest
 
 from smp_train.distributed import detect, expand_hostlist, host
 from smp_train.errors import ConfigError
-from smp_train.launch.supervisor import Place
+from smp_train.launch.supervisor import Node
 
 TORCHRUN = {
     "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
@@ -43,7 +43,7 @@ PLACES: dict[str, tuple[dict[str, str], tuple]] = {
     "python": ({}, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
     "python with a stray address": ({"MASTER_ADDR": "n1"}, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
     "torchrun": (TORCHRUN, ("torchrun", 9, 16, 1, 8, 1, 2, "n1")),
-    "launch": (Place(8, 2, 1, "n1", 29500).environment(1, {}), ("smp-train launch", 9, 16, 1, 8, 1, 2, "n1")),
+    "launch": (Node(8, 2, 1, "n1", 29500).environment(1, {}), ("smp-train launch", 9, 16, 1, 8, 1, 2, "n1")),
     "torchrun inside srun": ({**SRUN, **TORCHRUN}, ("torchrun", 9, 16, 1, 8, 1, 2, "n1")),
     "torchrun inside SageMaker": ({**SAGEMAKER, **TORCHRUN}, ("torchrun", 9, 16, 1, 8, 1, 2, "n1")),
     "torchrun's variables by hand": (

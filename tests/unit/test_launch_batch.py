@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,9 @@ class Cluster:
         """The run folder."""
         return self.folder / "run"
 
-    def start(self, step: str, *words: str, script: str = "", **environ: str) -> tuple[int, str]:
+    def start(
+        self, step: str, *words: str, script: str = "", fields: dict[str, Any] | None = None, **environ: str
+    ) -> tuple[int, str]:
         """Run the job once, by a script or with options; its srun does ``step``. Return (exit code, its output)."""
         (self.folder / "step").write_text(f'logs="{self.run}/logs/{JOB}.{self.restarts}"; RUN="{self.run}"\n{step}\n')
         environ = {
@@ -80,13 +82,14 @@ class Cluster:
             "SLURM_RESTART_COUNT": str(self.restarts), "RUN_DIR": str(self.run), "PYTHON": sys.executable,
             "MAX_ATTEMPTS": "9", "SUBMITTED": "2020-01-01T00:00:00", **self.environ, **environ,
         }  # fmt: skip
-        job = ["--code_dir", str(ROOT), "--run_dir", str(self.run), "--python", sys.executable]
-        job += ["--checkpoints", f"{self.folder}/checkpoints/mine", "--max_attempts", environ["MAX_ATTEMPTS"], *words]
-        job += ["--", "--use_synthetic_data", "1"]
-        command = ["bash", SCRIPTS / script, *words] if script else [sys.executable, "-m", BATCH_JOB, *job]
+        job = srun_step.Job(
+            ["--use_synthetic_data", "1"], str(ROOT), str(self.run), sys.executable,
+            max_attempts=int(environ["MAX_ATTEMPTS"]), checkpoints=[f"{self.folder}/checkpoints/mine"], **fields or {},
+        )  # fmt: skip
+        command = ["bash", SCRIPTS / script, *words] if script else [sys.executable, "-m", BATCH_JOB, ""]
         environ |= {} if script else {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            command, cwd=self.folder, env=environ, start_new_session=True,
+            command, cwd=self.folder, env=environ, start_new_session=True, input=json.dumps(asdict(job)),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in the background
         )  # fmt: skip
@@ -105,12 +108,10 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path / "cluster")
 
 
-def reach(cluster: Cluster, step: int, restart: int | None = None) -> None:
-    """Leave what a task leaves that began with the checkpoint of ``step``."""
-    cluster.run.mkdir(exist_ok=True)
-    restart = cluster.restarts if restart is None else restart
-    with (cluster.run / "launches.jsonl").open("a") as file:
-        file.write(json.dumps({"attempt": f"{JOB}.{restart}.0", "time": 1.0, "committed_step": step}) + "\n")
+def agent(state: str, step: int) -> str:
+    """Return what the first node's agent does with the record of starts."""
+    code = f"from smp_train.launch.starts import Starts; Starts(*sys.argv[1:3]).add(sys.argv[3], {state!r}, {step})"
+    return f'PYTHONPATH={ROOT} {sys.executable} -c "import sys; {code}" "$RUN" 77 "$SLURM_RESTART_COUNT.0"\n'
 
 
 def words(cluster: Cluster) -> list[str]:
@@ -169,38 +170,32 @@ def test_starts_that_slurm_ends_do_not_count(cluster: Cluster) -> None:
     assert (len(cluster.calls("srun")), cluster.calls("scontrol")) == (2, [])
 
 
+S3 = {"checkpoints_in_s3": True}
+
+
 def test_starts_that_reach_a_task_are_the_tasks_to_count(cluster: Cluster) -> None:
     """Where checkpoints are in S3, which a task alone may look at."""
-    far = ("--checkpoints_in_s3",)
     for step in (0, 0, 10):
-        reach(cluster, step)
-        assert cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")[0] == 143
-    assert cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")[0] == 1
-    reach(cluster, 20)  # progress since the start that did not get so far
-    assert cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")[0] == 143
-    assert cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")[0] == 1
-    assert len(cluster.calls("srun")) == 6
+        assert cluster.start(agent("began", step) + "exit 1", fields=S3, MAX_ATTEMPTS="1")[0] == 143
+    assert cluster.start(UNPACK, fields=S3, MAX_ATTEMPTS="1")[0] == 1
+    assert len(cluster.calls("srun")) == 4
 
 
 def test_a_task_that_could_look_into_s3_saves_a_start(cluster: Cluster) -> None:
     """Its last word is the newest checkpoint there; without it the next start has to look."""
-    far = ("--checkpoints_in_s3",)
-    ends = fails("killed") + 'echo {} >"$logs.0/committed-step"; exit 1'
-    for step, reached, code in ((0, 10, 143), (10, 10, 143), (10, 10, 1)):
-        reach(cluster, step)
-        assert cluster.start(ends.format(reached), *far, MAX_ATTEMPTS="2")[0] == code
+    for begin, end, code in ((0, 10, 143), (10, 10, 143), (10, 10, 1)):
+        step = agent("began", begin) + fails("killed") + agent("ended", end)
+        assert cluster.start(step + "exit 1", fields=S3, MAX_ATTEMPTS="2")[0] == code
     assert len(cluster.calls("srun")) == 3
 
 
-def test_a_job_is_read_as_it_is_written() -> None:
-    job = srun_step.Job(["--a", "b c"], "/code", "/run it", "python", mounts=["/x:/y"], checkpoints_in_s3=True)
-    assert srun_step.read_command_line([word for group in srun_step.command_line(job) for word in group]) == (job, "")
+LAUNCH = ("__init__", "batch_job", "command", "srun_step", "starts")
 
 
 def test_the_systems_python_reads_a_batch_job() -> None:
     """Ubuntu 20.04 has 3.8; whatever it has of packages, none is imported."""
     package = Path(srun_step.__file__).parents[1]
-    names = {"__init__", "errors", "launch/__init__", "launch/batch_job", "launch/srun_step"}
+    names = {"__init__", "errors", *(f"launch/{name}" for name in LAUNCH)}
     modules = {f"smp_train.{name.replace('/', '.')}" for name in names}
     for name in names:
         tree = ast.parse((package / f"{name}.py").read_text(encoding="utf-8"), feature_version=(3, 8))
@@ -284,7 +279,7 @@ def test_interrupts_that_come_before_python_has_started_the_step_end_it(
     cluster.run.mkdir()
     monkeypatch.setenv("SLURM_JOB_ID", JOB)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(batch_job, "output", lambda *words: "")
+    monkeypatch.setattr(batch_job, "ask_slurm", lambda *words: "")
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
     try:
@@ -300,7 +295,7 @@ def test_a_step_that_does_not_end_with_its_run_is_ended(cluster: Cluster, monkey
     cluster.run.mkdir()
     monkeypatch.setenv("SLURM_JOB_ID", JOB)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(batch_job, "output", lambda *words: "")
+    monkeypatch.setattr(batch_job, "ask_slurm", lambda *words: "")
     monkeypatch.setattr(batch_job, "OVERDUE_SECONDS", 0.2)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
     start = batch_job.Start(srun_step.Job([], str(ROOT), str(cluster.run), sys.executable))

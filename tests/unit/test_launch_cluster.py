@@ -35,8 +35,8 @@ def answers(
 
 def told(tmp_path: Path, *words: str) -> list[str]:
     training = ["--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
-    options, flags = split([*words, *training], slurm.OPTIONS)
-    return cluster.warnings(build(flags, nodes=2, processes=1, instance_type=None), options)
+    options, flags = split(['--nodes=2', '--nproc=1', *words, *training], slurm.parser())
+    return cluster.warnings(build(flags, options), options)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_no_pyxis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, *words: str, **options: Any) -> list[str]:
     doubles(tmp_path / "bin", monkeypatch, srun=body)
-    given, _ = split(words, slurm.OPTIONS)
+    given, _ = split(words, slurm.parser())
     return cluster.probe(given, ["/usr", *options.get("needed", ())])
 
 

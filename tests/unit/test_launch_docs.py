@@ -36,7 +36,7 @@ def test_files_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_exist(page: Path) -> None:
-    options = {option.name for table in (slurm, sagemaker, k8s, local) for option in table.OPTIONS}
+    options = {name for platform in (slurm, sagemaker, k8s, local) for name in platform.parser().names}
     named = {canonical(name) for name in re.findall(r"(?<![\w-])--([a-z][\w-]*)", words(page))}
     assert named - options - set(NAMES) - OTHERS == set()
 

@@ -224,8 +224,7 @@ def test_slurm(bin_: Path) -> None:
     has(bin_, "srun", "echo --auto-resume")
     told = {one.name: one for one in services.slurm()}
     assert "dev* up 8 idle" in told["Slurm"].seen
-    levels = {"Slurm": OK, "pyxis": WARN, "requeue": WARN, "auto-resume": WARN}
-    assert {name: one.level for name, one in told.items()} == levels
+    assert {name: one.level for name, one in told.items()} == {"Slurm": OK, "pyxis": WARN, "restart": WARN}
     has(bin_, "srun", "echo --auto-resume --container-image")
     has(bin_, "scontrol", 'case "$1" in ping) echo "is UP";; *) echo "TaskPlugin = task/none";; esac')
     assert {one.level for one in services.slurm()} == {OK}

@@ -31,7 +31,7 @@ PLAIN = ["k8s", "--nproc", "1", "--image", IMAGE, "--claims", "fsx:/fsx", "--use
 
 
 def prepared(*words: str) -> tuple[Any, Any]:
-    return k8s.prepare(*k8s.split([*PLAIN[1:], *words], k8s.OPTIONS))
+    return k8s.prepare([*PLAIN[1:], *words])
 
 
 def validate(manifest: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def test_run_folder_and_checkpoints_lie_on_the_volume() -> None:
     assert spec.run_dir == "/fsx/runs/llama_v2"
     assert spec.resolved.args.checkpoint_dir == ["/fsx/checkpoints"]
     assert spec.resolved.args.resume_from_checkpoint == "/fsx/checkpoints"
-    assert target.name == "llama-v2"
+    assert target.job_name == "llama-v2"
     args = prepared("--run_dir=/fsx/mine", "--resume_from_checkpoint=/fsx/old/x-5steps")[0].resolved.args
     assert (args.run_name, args.checkpoint_dir) == ("mine", ["/fsx/checkpoints"])
     assert args.resume_from_checkpoint == "/fsx/old/x-5steps"
@@ -107,7 +107,7 @@ def test_a_restarted_pod_knows_its_job(operator: str) -> None:
 
 @pytest.mark.parametrize(("run", "name"), [("7B_Run!", "run-7b-run"), ("x" * 80, "x" * 50), ("Ünï", "n")])
 def test_job_is_named_after_the_run(run: str, name: str) -> None:
-    assert prepared("--run_name", run)[1].name == name
+    assert prepared("--run_name", run)[1].job_name == name
 
 
 @pytest.mark.parametrize(

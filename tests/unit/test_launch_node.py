@@ -31,8 +31,9 @@ from smp_train.launch import (
     timing,
 )
 from smp_train.launch import node_agent as agent
-from smp_train.launch.instances import find
-from smp_train.launch.supervisor import Failure, Place, supervise
+from smp_train.launch.instances import Machines, find
+from smp_train.launch.starts import CrashLoopError, Starts
+from smp_train.launch.supervisor import Failure, Node, supervise
 from smp_train.storage.checksum import FileRecord
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.Captur
         "names += 'TORCHELASTIC_RUN_ID K'\nsay(*(os.environ.get(name, '-') for name in names.split()))",
     )
     stale = {"RANK": "7", "TORCHELASTIC_RUN_ID": "old", "K": "yes", "PATH": os.environ["PATH"]}
-    place = Place(2, nodes=3, node_rank=1, master_addr="a", master_port=5)
+    place = Node(2, nodes=3, node_rank=1, master_addr="a", master_port=5)
     assert supervise(command, place, environ=stale, log_dir=tmp_path) == (0, None)
     assert (tmp_path / "rank-2.log").read_text() == "2 6 0 2 1 a 5 - yes\n"
     assert (tmp_path / "rank-3.log").read_text() == "3 6 1 2 1 a 5 - yes\n"
@@ -75,10 +76,10 @@ def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.Captur
 
 def test_rank_0_has_the_terminal_for_its_progress_line(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
-    worker = "import os, sys; print(os.environ['RANK'], sys.stderr.isatty())"
+    worker = "import os, sys; os.write(1, f\"{os.environ['RANK']} {sys.stderr.isatty()}\\n\".encode())"
     agent = (
-        "import sys; from pathlib import Path; from smp_train.launch.supervisor import Place, supervise; "
-        f"print(supervise([sys.executable, '-c', {worker!r}], Place(2), log_dir=Path({str(tmp_path)!r})))"
+        "import sys; from pathlib import Path; from smp_train.launch.supervisor import Node, supervise; "
+        f"print(supervise([sys.executable, '-c', {worker!r}], Node(2), log_dir=Path({str(tmp_path)!r})))"
     )
     done = subprocess.run(
         [sys.executable, "-c", agent], stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=True
@@ -105,7 +106,7 @@ def test_first_failure_is_named_and_its_code_returned(
     command = program(tmp_path, f"if rank == 1: {ending}\n{wait}")
     said: list[str] = []
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    assert supervise(command, Place(2), grace_seconds=0.2, say=said.append) == (code, Failure(1, "n2", code, cause))
+    assert supervise(command, Node(2), grace_seconds=0.2, say=said.append) == (code, Failure(1, "n2", code, cause))
     assert said == [f"LAUNCH-FAIL node=n2 rank=1 rc={code} cause={cause}"]
 
 
@@ -120,7 +121,7 @@ sys.exit(cli.main([]))
 """
     command = program(tmp_path, lost)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code, failure = supervise(command, Place(1), environ=environ, log_dir=tmp_path, say=lambda line: None)
+    code, failure = supervise(command, Node(1), environ=environ, log_dir=tmp_path, say=lambda line: None)
     assert failure is not None
     assert (code, failure.cause) == (1, "lost-peer")
 
@@ -136,7 +137,7 @@ def test_a_request_during_the_start_reaches_each_worker_once(monkeypatch: pytest
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(supervisor._Workers, "start", start)
-    assert supervise([], Place(2)) == (0, None)
+    assert supervise([], Node(2)) == (0, None)
     for signals in sent.values():
         assert signals == [signal.SIGTERM, signal.SIGKILL]  # the last one for whatever may be left
 
@@ -144,7 +145,7 @@ def test_a_request_during_the_start_reaches_each_worker_once(monkeypatch: pytest
 def test_a_log_that_cannot_be_written_does_not_stop_a_worker(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").mkdir()
     command = program(tmp_path, "for _ in range(4000): say('a line that fills the pipe when nobody reads')")
-    assert supervise(command, Place(1), log_dir=tmp_path) == (0, None)
+    assert supervise(command, Node(1), log_dir=tmp_path) == (0, None)
 
 
 def test_output_that_a_workers_child_holds_open_is_waited_for_within_a_limit(
@@ -153,7 +154,7 @@ def test_output_that_a_workers_child_holds_open_is_waited_for_within_a_limit(
     os.mkfifo(tmp_path / "held")
     monkeypatch.setattr(supervisor, "DRAIN_SECONDS", 0.1)
     command = program(tmp_path, f"if os.fork() == 0: open({str(tmp_path / 'held')!r}).read()")
-    assert supervise(command, Place(1), log_dir=tmp_path) == (0, None)
+    assert supervise(command, Node(1), log_dir=tmp_path) == (0, None)
     (tmp_path / "held").write_text("")
 
 
@@ -162,7 +163,7 @@ def start(tmp_path: Path, text: str, more: str = "", workers: int = 2, **options
     command = program(tmp_path, text)
     outer = (
         "import sys; from pathlib import Path; from smp_train.launch.supervisor import *; "
-        f"sys.exit(supervise({command!r}, Place({workers}), grace_seconds=0.2{more})[0])"
+        f"sys.exit(supervise({command!r}, Node({workers}), grace_seconds=0.2{more})[0])"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", outer], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
@@ -245,12 +246,12 @@ STEP = {
 
 
 def test_place_comes_from_the_step_or_by_hand() -> None:
-    assert agent.find_place(STEP, 8) == Place(8, nodes=2, node_rank=1, master_addr="n1", master_port=20174)
-    again = agent.find_place({**STEP, "SLURM_STEP_ID": "4"}, 8)
+    assert agent.find_node(STEP, 8) == Node(8, nodes=2, node_rank=1, master_addr="n1", master_port=20174)
+    again = agent.find_node({**STEP, "SLURM_STEP_ID": "4"}, 8)
     assert again.master_port == 20176, "the ports of the step before, of training and preflight, may be in use"
     environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
-    assert agent.find_place(environ, 4) == Place(4, 2, 1, "a", 1234)
-    assert agent.find_place({}, 4).nodes == 1
+    assert agent.find_node(environ, 4) == Node(4, 2, 1, "a", 1234)
+    assert agent.find_node({}, 4).nodes == 1
 
 
 @pytest.mark.parametrize(
@@ -264,27 +265,27 @@ def test_place_comes_from_the_step_or_by_hand() -> None:
 )
 def test_impossible_places_are_refused(environ: dict[str, str], complaint: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        agent.find_place(environ, 1)
+        agent.find_node(environ, 1)
     assert complaint in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("kind", "nproc", "gpus", "efa", "nodes", "result"),
     [
-        ("p5.48xlarge", "auto", 8, 32, 1, 8),
-        ("p5.48xlarge", "2", 8, 32, 1, 2),
-        ("p5.48xlarge", "auto", 8, 0, 1, 8),
-        ("", "auto", 0, 0, 1, 1),
-        ("", "auto", 4, 0, 1, 4),
-        ("", "3", 0, 0, 1, 3),
-        ("p6e-gb200.36xlarge", "auto", 4, 0, 1, "x86_64 processors, and a p6e-gb200.36xlarge has aarch64"),
-        ("p5.48xlarge", "auto", 7, 32, 1, "7 of 8 GPUs"),
-        ("p5.48xlarge", "auto", 8, 31, 1, "31 of 32 EFA adapters"),
-        ("p5.48xlarge", "auto", 8, 0, 2, "0 of 32 EFA adapters"),
+        ("p5.48xlarge", None, 8, 32, 1, 8),
+        ("p5.48xlarge", 2, 8, 32, 1, 2),
+        ("p5.48xlarge", None, 8, 0, 1, 8),
+        ("", None, 0, 0, 1, 1),
+        ("", None, 4, 0, 1, 4),
+        ("", 3, 0, 0, 1, 3),
+        ("p6e-gb200.36xlarge", None, 4, 0, 1, "x86_64 processors, and a p6e-gb200.36xlarge has aarch64"),
+        ("p5.48xlarge", None, 7, 32, 1, "7 of 8 GPUs"),
+        ("p5.48xlarge", None, 8, 31, 1, "31 of 32 EFA adapters"),
+        ("p5.48xlarge", None, 8, 0, 2, "0 of 32 EFA adapters"),
     ],
 )
 def test_node_is_compared_with_its_type(
-    kind: str, nproc: str, gpus: int, efa: int, nodes: int, result: int | str,
+    kind: str, nproc: int | None, gpus: int, efa: int, nodes: int, result: int | str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(agent.platform, "machine", lambda: "x86_64")
@@ -305,23 +306,23 @@ def test_what_a_node_says_of_itself_does_not_overrule_the_user(tmp_path: Path, m
     p5 = find("p5.48xlarge")
     monkeypatch.setattr(agent, "ADAPTERS", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert agent.check_node(p5, "2", 0, nodes=2, given=False) == 2, "on the CPU, say"
+    assert agent.check_node(p5, 2, 0, nodes=2, given=False) == 2, "on the CPU, say"
     with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs"):
-        agent.check_node(p5, "auto", 7, given=False)
+        agent.check_node(p5, None, 7, given=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert agent.check_node(p5, "auto", 2, given=False) == 2
+    assert agent.check_node(p5, None, 2, given=False) == 2
     # Chosen by the environment: no fault of a node, which would be left out of the next start.
-    for nproc in ("auto", "8"):
+    for nproc in (None, 8):
         with pytest.raises(ConfigError, match=r"2 of 8 GPUs .*CUDA_VISIBLE_DEVICES=0,1"):
             agent.check_node(p5, nproc, 2)
 
 
 def test_the_machine_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product_name")
-    assert instances.here() is None
+    assert instances.this_machine() is None
     for text, name in (("p5.48xlarge\n", "p5.48xlarge"), ("VirtualBox\n", None)):
         (tmp_path / "product_name").write_text(text)
-        assert getattr(instances.here(), "name", None) == name
+        assert getattr(instances.this_machine(), "name", None) == name
 
 
 @pytest.mark.parametrize(
@@ -417,7 +418,8 @@ def test_a_task_gives_its_processes_what_the_instance_needs(
     assert given["HF_HOME"] == f"{run}/huggingface"
     assert given["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(f"{run}/logs/")
     (tmp_path / ".cache/huggingface").mkdir(parents=True)
-    assert "HF_HOME" not in environment.places(str(run), "logs", os.environ, inside=True), "the image has its own"
+    values = environment.output_places(str(run), "logs", os.environ, inside=True)
+    assert "HF_HOME" not in values, "the image has its own"
     assert "smp-train: warning: FI_PROVIDER=efa is set: the NCCL plugin finds EFA by itself" in capsys.readouterr().err
 
 
@@ -490,7 +492,7 @@ def test_what_nodes_keep_to_themselves_is_not_what_a_run_resumes_from(tmp_path: 
     words = ["--run_dir", str(tmp_path / "x"), "--checkpoint_dir", "local:/nvme/fast", str(tmp_path / "shared")]
     _, resolved = flags.complete(words)
     assert resolved.args.resume_from_checkpoint == str(tmp_path / "shared")
-    places = slurm.places(resolved, str(tmp_path))
+    places = slurm.named_paths(resolved, str(tmp_path))
     assert (places["written"], places["checkpoints"]) == ([f"{tmp_path}/shared"], [f"{tmp_path}/shared/x"])
 
 
@@ -544,31 +546,34 @@ def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         assert failed.value.exit_code == 1, "a later start may be luckier"
 
 
-def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path) -> None:
+def test_starts_of_one_job_without_a_new_checkpoint_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = [f"--run_dir={tmp_path}", f"--checkpoint_dir={tmp_path}/checkpoints"]
     run = parse(["--use_synthetic_data=1", "--run_name=mine", *folders], {})
+    (tmp_path / "logs").mkdir()
 
-    def starts(job: str, attempt: str, limit: int | None = 2) -> None:
-        agent.guard(run, {"SLURM_JOB_ID": job}, limit, f"{job}.{attempt}")
+    def begin(job: str, start: str, limit: int | None = 2) -> None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        agent.record_start(run, f"{job}.{start}", limit, in_s3=True)
 
     for job in ("1", "2"):
-        for attempt in ("1.0", "2.0"):
-            starts(job, attempt)
+        for start in ("1.0", "2.0"):
+            begin(job, start)
     committed(tmp_path / "checkpoints/other", 50)
-    with pytest.raises(agent.CrashLoopError, match=r"2 starts of job 2 .*step 0"):
-        starts("2", "3.0")  # another run's commit is no progress of this one
-    (ended := tmp_path / "logs/2.2.0").mkdir(parents=True)
-    (ended / "ended-by-slurm").touch()
-    starts("2", "3.0")
+    with pytest.raises(CrashLoopError, match="2 starts of job 2 brought no new checkpoint"):
+        begin("2", "3.0")  # another run's commit is no progress of this one
+    Starts(tmp_path, "2").remove(3)
+    Starts(tmp_path, "2").remove(2)  # Slurm ended it
+    begin("2", "3.0")
     committed(tmp_path / "checkpoints/mine", 5)
-    for attempt in ("4.0", "5.0", "6.0"):
-        starts("2", attempt, None)  # a person who starts it watches
-    with pytest.raises(agent.CrashLoopError, match=r"3 starts of job 2 .*step 5"):
-        starts("2", "7.0", 3)
-    (tmp_path / "STOPPED").write_text(json.dumps({"step": 0, "time": 4e9}))
-    starts("2", "7.0", 3)
+    for start in ("4.0", "5.0", "6.0"):
+        begin("2", start, 3)
+    begin("2", "6.0", None)  # a person who starts it watches
+    with pytest.raises(CrashLoopError, match="3 starts of job 2 "):
+        begin("2", "7.0", 3)
     lines = [json.loads(line) for line in (tmp_path / "launches.jsonl").read_text().splitlines()]
-    assert [line["attempt"] for line in lines][2:] == [f"2.{number}.0" for number in range(1, 8)]
+    assert [line["attempt"] for line in lines][2:] == [f"2.{number}.0" for number in (1, 2, 3, 4, 5, 6, 6)]
 
 
 def test_launch_local_has_no_limit_of_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -612,7 +617,7 @@ def test_preflight_names_the_node_at_fault(
 ) -> None:  # fmt: skip
     code, cause = ended
 
-    def supervise(command: list[str], place: Place, environ: dict[str, str], **_: Any) -> tuple[int, Failure | None]:
+    def supervise(command: list[str], place: Node, environ: dict[str, str], **_: Any) -> tuple[int, Failure | None]:
         assert command[1:3] == ["-m", "smp_train.launch.network_check"]
         assert command[-2:] == ["--efa", "32"]
         assert (place.master_port, environ["SMP_TRAIN_HOSTS"]) == (20088, "n1,n3"), "a port of its own"
@@ -621,7 +626,7 @@ def test_preflight_names_the_node_at_fault(
         return code, Failure(node, "here", code, cause) if code else None
 
     monkeypatch.setattr(network_check, "supervise", supervise)
-    place = Place(1, nodes=2, node_rank=node, master_addr="n1", master_port=20087)
+    place = Node(1, nodes=2, node_rank=node, master_addr="n1", master_port=20087)
     result = network_check.run(place, 60, "auto", 32, STEP, tmp_path)
     assert result == (failure.code if failure else code, failure)
     assert capsys.readouterr().err == (f"smp-train: {failure.line()}\n" if failure else "")
@@ -630,9 +635,9 @@ def test_preflight_names_the_node_at_fault(
 def test_task_warns_on_the_first_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_sec": 100.0}\n')
     resolved = parse(["--run_dir", str(tmp_path)], {})
-    agent.warn(resolved, None, Place(1), timing.slurm_seconds("1:00:00"))
+    agent.warn_of_node(resolved, Machines(None, 1, 1), timing.slurm_seconds("1:00:00"))
     assert "warning: --checkpoint_freq 1000: that takes 27.8 h" in capsys.readouterr().err
-    agent.warn(resolved, None, Place(1), None)
+    agent.warn_of_node(resolved, Machines(None, 1, 1), None)
     assert capsys.readouterr().err == ""
 
 
@@ -670,7 +675,7 @@ def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pyt
     nsys = tmp_path / "nsys"
     nsys.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\n')
     nsys.chmod(0o755)
-    words = ["--nproc", "1", "--nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
+    words = ["--nproc", "1", "--profile=nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
     beside(tmp_path / "run/logs/12.2.3", 1)
     environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(

@@ -10,7 +10,7 @@ from smp_train import cli
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError
 from smp_train.launch import planned
-from smp_train.launch.instances import find
+from smp_train.launch.instances import Machines, find
 from smp_train.launch.preflight import check
 
 LLAMA = ["--model_type=llama_v2", "--model_size=7b", "--max_context_width=4096"]
@@ -19,9 +19,9 @@ LARGE = ["--train_batch_size=8", "--activation_checkpointing=none"]
 
 
 def said(*words: str) -> list[str]:
-    run, instance = parse([*LLAMA, *words], {}), find("p5.48xlarge")
-    check(run, instance, 1, 8)  # the state alone fits
-    return planned.check(run, words=[*LLAMA, *words], instance=instance, nodes=1, processes=8)
+    run, machines = parse([*LLAMA, *words], {}), Machines(find("p5.48xlarge"), 1, 8)
+    check(run, machines)  # the state alone fits
+    return planned.check(run, [*LLAMA, *words], machines)
 
 
 PLACES = {
@@ -60,9 +60,9 @@ def test_what_has_no_plan_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(planned, "ask", None)
     for words in (["--memory_check=0"], ["--evaluate_only=1"], ["--trust_remote_code=1"]):
         assert said(*LARGE, *words) == []
-    assert planned.check(parse(LARGE, {}), LARGE, None, 1, 8) == []
+    assert planned.check(parse(LARGE, {}), LARGE, Machines(None, 1, 8)) == []
     resumed = ["--resume_from_checkpoint=a"]
-    assert planned.check(parse(resumed, {}), resumed, find("p5.48xlarge"), 1, 8) == []
+    assert planned.check(parse(resumed, {}), resumed, Machines(find("p5.48xlarge"), 1, 8)) == []
 
 
 def test_with_auto_what_would_be_chosen_is_printed_or_that_nothing_fits(

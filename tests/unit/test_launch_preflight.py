@@ -14,7 +14,7 @@ import pytest
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError
 from smp_train.launch import preflight
-from smp_train.launch.instances import find
+from smp_train.launch.instances import Machines, find
 from smp_train.models.families import FAMILIES
 from smp_train.models.resolve import presets
 from smp_train.models.state_memory import fewest_parameters
@@ -35,7 +35,7 @@ LLAMA_70B = ["--model_type", "llama_v2", "--model_size", "70b"]
 )
 def test_refused(words: list[str], instance: str, nodes: int, complaint: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        preflight.check(parse(words, {}), find(instance), nodes, 8)
+        preflight.check(parse(words, {}), Machines(find(instance), nodes, 8))
     assert complaint in str(refused.value)
 
 
@@ -56,8 +56,8 @@ def test_refused(words: list[str], instance: str, nodes: int, complaint: str) ->
     ],
 )
 def test_not_refused(words: list[str], instance: str, nodes: int) -> None:
-    preflight.check(parse(words, {}), find(instance), nodes, 8)
-    preflight.check(parse(words, {}), None, nodes, 8)
+    preflight.check(parse(words, {}), Machines(find(instance), nodes, 8))
+    preflight.check(parse(words, {}), Machines(None, nodes, 8))
 
 
 def test_data(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_data(tmp_path: Path) -> None:
     args = parse(
         ["--training_dir", f"{tmp_path}/a:0.3", f"{tmp_path}/c:1", "s3://x/y:0.7", "--test_dir", f"{tmp_path}/b"], {}
     ).args
-    assert [place for _, place in preflight.data(args)] == [f"{tmp_path}/{name}" for name in ("a", "c:1", "b")]
+    assert [place for _, place in preflight.data_folders(args)] == [f"{tmp_path}/{name}" for name in ("a", "c:1", "b")]
     preflight.check_data(args)
     (tmp_path / "b/0.json").unlink()
     with pytest.raises(ConfigError, match=r"--test_dir .*/b: "):
@@ -106,14 +106,14 @@ def test_disks_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, 1000e9))
     own = ["--run_dir", str(tmp_path), "--checkpoint_dir", str(tmp_path)]
     small, large = parse(["--model_type", "llama_v2", "--model_size", "7b", *own], {}), parse([*LLAMA_70B, *own], {})
-    assert preflight.places(small, 1) == []
-    (line,) = preflight.places(large, 1)
+    assert preflight.disk_warnings(small, 1) == []
+    (line,) = preflight.disk_warnings(large, 1)
     assert f"{tmp_path}: 1000 GB are free, and two checkpoints of this model take 1655 GB" in line
     monkeypatch.setattr(preflight, "LOCAL_DISKS", ("", preflight.file_system(tmp_path)))
     (image := tmp_path / "x.sqsh").touch()
-    (said,) = preflight.places(small, 2, [str(image)])
+    (said,) = preflight.disk_warnings(small, 2, [str(image)])
     assert said.startswith(f"{tmp_path}, {image}: on a local disk (")
-    assert preflight.places(small, 1, [str(image)]) == []
+    assert preflight.disk_warnings(small, 1, [str(image)]) == []
 
 
 @pytest.mark.parametrize("backend", ["auto", "smp", "native"])
@@ -132,13 +132,13 @@ def test_disks_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_degrees_that_do_not_divide_the_model(words: list[str], complaint: str, backend: str) -> None:
     resolved = parse([*words, f"--backend={backend}"], {})
     if backend == "smp" and "tokens" in complaint:  # whether SMP splits vocabulary and sequence evenly is not known
-        preflight.check(resolved, None, 10, 8)
+        preflight.check(resolved, Machines(None, 10, 8))
     else:
         with pytest.raises(ConfigError) as refused:
-            preflight.check(resolved, None, 10, 8)
+            preflight.check(resolved, Machines(None, 10, 8))
         assert complaint in str(refused.value)
     for fitting in ("--tensor_parallel_degree=8", "--context_parallel_degree=4"):
-        preflight.check(parse([fitting, *LLAMA_70B, f"--backend={backend}"], {}), None, 8, 8)
+        preflight.check(parse([fitting, *LLAMA_70B, f"--backend={backend}"], {}), Machines(None, 8, 8))
 
 
 def test_degrees_that_do_not_divide_a_model_in_a_folder(tmp_path: Path) -> None:
@@ -146,11 +146,11 @@ def test_degrees_that_do_not_divide_a_model_in_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["--hf_model", str(tmp_path), "--tensor_parallel_degree=2"]
     with pytest.raises(ConfigError, match=r"2 .* 50257 "):
-        preflight.check(parse(words, {}), None, 1, 8)
+        preflight.check(parse(words, {}), Machines(None, 1, 8))
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 50304}))
-    preflight.check(parse(words, {}), None, 1, 8)
+    preflight.check(parse(words, {}), Machines(None, 1, 8))
     (tmp_path / "config.json").write_text("[1]")  # the training says what is wrong with it
-    preflight.check(parse(words, {}), None, 1, 8)
+    preflight.check(parse(words, {}), Machines(None, 1, 8))
 
 
 WITHOUT_TORCH = """
@@ -188,6 +188,6 @@ def test_parameters_are_never_overestimated(tmp_path: Path) -> None:
 
 def test_the_memory_of_a_gpu_is_that_of_a_plan() -> None:
     run, gpus = parse(["--model_type", "llama_v2", "--model_size", "7b"], {}), find("g5.48xlarge")
-    (line,) = preflight.memory(run, gpus, 1, 8)
+    (line,) = preflight.memory(run, Machines(gpus, 1, 8))
     assert "12.55 of the 22.35 GiB of each A10G" in line
     assert machine(options().parse_args(["--instance_type", "g5.48xlarge"]))[2] == gpus.gpu_bytes

@@ -10,7 +10,7 @@ import pytest
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError
 from smp_train.launch import timing
-from smp_train.launch.instances import find
+from smp_train.launch.instances import Machines, find
 
 LLAMA_70B = ["--model_type", "llama_v2", "--model_size", "70b"]
 HOUR = 3600
@@ -40,8 +40,7 @@ def save_warnings(
     resolved = parse([*words, "--run_dir", str(tmp_path)], {})
     return "\n".join(
         timing.save_warnings(
-            resolved, limit=limit, margin=margin, instance=find("p5.48xlarge"), nodes=nodes, processes=8,
-            setting="--save_before",
+            resolved, Machines(find("p5.48xlarge"), nodes, 8), limit, margin, "--save_before"
         )
     )  # fmt: skip
 

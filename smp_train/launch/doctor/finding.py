@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -10,7 +9,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True)
 class Finding:
-    """A subject, its level (ok, warn, fail), what was found, and what to do about it."""
+    """A subject, its level (ok, warn, fail), the observation, and the remedy."""
 
     name: str
     level: str
@@ -18,13 +17,20 @@ class Finding:
     fix: str = ""
 
     def line(self) -> str:
-        """Return it as people read it."""
+        """Return the finding as a line for people."""
         return f"{self.level:<5}{self.name}: {self.seen}" + (f"; {self.fix}" if self.fix else "")
 
 
-def _of(level: str) -> Callable[..., Finding]:
-    return lambda name, seen, fix="": Finding(name, level, seen, fix)
+def ok(name: str, seen: str, fix: str = "") -> Finding:
+    """Return a finding that needs no action."""
+    return Finding(name, OK, seen, fix)
 
 
-ok, warn, fail = _of(OK), _of(WARN), _of(FAIL)
-"""Findings that need no action, that affect some runs, and that stop runs on this machine."""
+def warn(name: str, seen: str, fix: str = "") -> Finding:
+    """Return a finding that affects some runs."""
+    return Finding(name, WARN, seen, fix)
+
+
+def fail(name: str, seen: str, fix: str = "") -> Finding:
+    """Return a finding that stops runs on this machine."""
+    return Finding(name, FAIL, seen, fix)

@@ -1,4 +1,4 @@
-"""GPUs, network adapters, disks and limits of this machine, against what its instance type has."""
+"""GPUs, network adapters, disks and limits of this machine, compared with its instance type."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ OPEN_FILES_LEAST = 4096
 
 
 def gpus() -> Iterator[Finding]:
-    """Look at the driver, the number of GPUs, and errors of their memory."""
-    known = instances.here()
+    """Check the driver, the number of GPUs, and errors of their memory."""
+    instance = instances.this_machine()
     code, output = ask("nvidia-smi", "--query-gpu=name,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader")
+    if code == 127 and instance is None:
+        yield ok("GPUs", "none: runs here use the CPU")
+        return
     if code == 127:
-        missing = f"no nvidia-smi on this {known.name}, which has {known.gpus} GPUs" if known else ""
-        yield fail("GPUs", missing, "install the driver") if known else ok("GPUs", "none: runs here use the CPU")
+        seen = f"no nvidia-smi on this {instance.name}, which has {instance.gpus} GPUs" if instance else ""
+        yield fail("GPUs", seen, "install the driver")
         return
     if code:
         yield fail("GPUs", f"nvidia-smi: {(output.splitlines() or [str(code)])[-1]}", "replace or reboot this node")
@@ -37,22 +40,22 @@ def gpus() -> Iterator[Finding]:
     seen = f"{len(rows)} x {rows[0][0].strip() if rows else '?'}"
     if bad:
         yield fail("GPUs", f"{seen}; errors of memory that could not be corrected on {bad}", "replace this node")
-    elif known and len(rows) < known.gpus:
-        yield fail("GPUs", f"{seen} of the {known.gpus} of a {known.name}", "replace this node")
+    elif instance and len(rows) < instance.gpus:
+        yield fail("GPUs", f"{seen} of the {instance.gpus} of a {instance.name}", "replace this node")
     else:
         yield ok("GPUs", seen)
 
 
 def adapters() -> Iterator[Finding]:
-    """Look at the EFA adapters, and at the plugin that NCCL uses them through."""
-    known, count = instances.here(), count_efa()
-    if known and count < known.efa:
-        seen, fix = f"{count} of the {known.efa} adapters of a {known.name}", "replace this node"
+    """Check the EFA adapters, NCCL's plugin for them, and the limit of locked memory."""
+    instance, count = instances.this_machine(), count_efa()
+    if instance and count < instance.efa:
+        seen = f"{count} of the {instance.efa} adapters of a {instance.name}"
         hidden = warn("EFA", seen, "let the container see /dev/infiniband, or launch nodes with EFA")
-        yield fail("EFA", seen, fix) if count else hidden
+        yield fail("EFA", seen, "replace this node") if count else hidden
         return
     if not count:
-        yield ok("EFA", "this type has none" if known else "no adapters: nodes reach each other through TCP")
+        yield ok("EFA", "this type has none" if instance else "no adapters: nodes reach each other through TCP")
         return
     plugin = nccl_plugin(os.environ)
     if plugin:
@@ -66,7 +69,7 @@ def adapters() -> Iterator[Finding]:
 
 
 def folder(path: Path) -> Iterator[Finding]:
-    """Look whether runs can be written below ``path``, and whether other nodes would see them."""
+    """Check whether runs can be written below ``path``, and whether other nodes would see them."""
     name = f"folder {path.resolve()}"
     try:
         path = existing(path)  # a run would make the folder itself
@@ -84,20 +87,18 @@ def folder(path: Path) -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Look at /dev/shm, which data workers and NCCL share memory in."""
+    """Check /dev/shm, through which data workers and NCCL share memory."""
     if not SHARED_MEMORY.is_dir():
         yield warn("/dev/shm", "is not there", "data workers need it: --data_num_workers 0 does without")
         return
     size = shutil.disk_usage(SHARED_MEMORY).total
-    if size < SHARED_MEMORY_LEAST:
-        fix = "docker run --shm-size=16g (or --ipc=host); in a pod an emptyDir of medium Memory"
-        yield warn("/dev/shm", f"{size / 2**20:.0f} MiB: data workers and NCCL run out of it", fix)
-    else:
-        yield ok("/dev/shm", f"{size / 2**30:.1f} GiB")
+    fix = "docker run --shm-size=16g (or --ipc=host); in a pod an emptyDir of medium Memory"
+    little = warn("/dev/shm", f"{size / 2**20:.0f} MiB: data workers and NCCL run out of it", fix)
+    yield little if size < SHARED_MEMORY_LEAST else ok("/dev/shm", f"{size / 2**30:.1f} GiB")
 
 
 def limits() -> Iterator[Finding]:
-    """Look at the limit of open files, which runs of many ranks and shards reach."""
+    """Check the limit of open files, which runs with many ranks and shards reach."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if files != unlimited and files < OPEN_FILES_LEAST:
@@ -108,7 +109,7 @@ def limits() -> Iterator[Finding]:
 
 
 def host_name() -> Iterator[Finding]:
-    """Look whether this machine's name has an address: gloo listens at it."""
+    """Check whether this machine's name has an address, at which gloo listens."""
     name = socket.gethostname()
     try:
         address = str(socket.getaddrinfo(name, None)[0][4][0])
@@ -116,8 +117,6 @@ def host_name() -> Iterator[Finding]:
         fix = f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo on a single machine; `getent hosts {name}` shows it"
         yield fail("host name", f"{name} has no address: ranks cannot reach each other at it", fix)
         return
-    if address.startswith("127.") or address == "::1":
-        fix = "enough for one machine; for several, give it the address in /etc/hosts that the others know"
-        yield warn("host name", f"{name} is {address}: gloo on other nodes cannot reach it there", fix)
-    else:
-        yield ok("host name", f"{name} is {address}")
+    fix = "enough for one machine; for several, give it the address in /etc/hosts that the others know"
+    loopback = warn("host name", f"{name} is {address}: gloo on other nodes cannot reach it there", fix)
+    yield loopback if address.startswith("127.") or address == "::1" else ok("host name", f"{name} is {address}")

@@ -14,11 +14,12 @@ from smp_train.distributed.host import OLDEST, missing_for_kernels, older
 from smp_train.errors import install
 from smp_train.launch.command import ask
 from smp_train.launch.doctor.finding import Finding, fail, ok, warn
-from smp_train.launch.images import SMP_TORCH
+from smp_train.launch.images import SMP_RELEASES, SMP_TORCH
+from smp_train.launch.instances import release
 from smp_train.launch.spec import CODE_DIR
 
 SMP_TRANSFORMERS = "4.44.2"
-# Extra of the package: what it is for, the distributions it brings.
+# Purpose and distributions of each extra of the package.
 EXTRAS = {
     "train": ("training", ("transformers", "tokenizers", "safetensors", "numpy", "orjson", "tqdm")),
     "s3": ("s3:// places, SageMaker", ("boto3",)),
@@ -39,7 +40,7 @@ print(json.dumps({"cuda": torch.version.cuda, "gpus": torch.cuda.device_count() 
 
 
 def version(name: str) -> str | None:
-    """Return the version of an installed distribution, None without it."""
+    """Return the version of an installed distribution, None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -47,13 +48,13 @@ def version(name: str) -> str | None:
 
 
 def python() -> Iterator[Finding]:
-    """Look at the interpreter and at this package."""
+    """Report the interpreter and this package."""
     yield ok("python", f"{platform.python_version()} for {platform.machine()}, {sys.executable}")
     yield ok("smp-train", f"{__version__} in {CODE_DIR}")
 
 
 def torch() -> Iterator[Finding]:
-    """Look at torch: installed, importable, and built for the GPUs of this machine."""
+    """Check whether torch is installed, importable, and built for the GPUs of this machine."""
     installed = version("torch")
     if installed is None:
         yield warn("torch", "is not here: this machine can launch and check runs, not train", install("train"))
@@ -82,19 +83,17 @@ def torch() -> Iterator[Finding]:
 
 
 def compilation() -> Iterator[Finding]:
-    """Look for what compiles kernels at start: `--use_torch_compile` is on by default on GPUs that have it."""
+    """Check for a compiler of kernels: `--use_torch_compile` is on by default on GPUs if there is a compiler."""
     if version("torch") is None or smp_installed():
         return
     missing = missing_for_kernels()
-    if missing:
-        fix = "apt install gcc python3-dev; until then models run uncompiled, and a fifth slower or more"
-        yield warn("compilation", missing, fix)
-    else:
-        yield ok("compilation", "a C compiler and Python's headers are here")
+    fix = "apt install gcc python3-dev; until then models run uncompiled, and a fifth slower or more"
+    fine = ok("compilation", "a C compiler and Python's headers are here")
+    yield warn("compilation", missing, fix) if missing else fine
 
 
 def transformers() -> Iterator[Finding]:
-    """Look at transformers, for the backend that would run here."""
+    """Check the release of transformers for the backend that would run here."""
     installed = version("transformers")
     if installed is None:
         return  # among the extras
@@ -109,20 +108,19 @@ def transformers() -> Iterator[Finding]:
 
 
 def smp() -> Iterator[Finding]:
-    """Look for SMP v2, which exists in AWS' containers only."""
+    """Check the release of SMP v2, which exists in AWS' containers only."""
     if not smp_installed():
         yield ok("SMP v2", "is not here: --backend native is used", "docker_build.sh makes an image that has it")
         return
     installed = (version("torch") or "0").partition("+")[0]
-    if tuple(map(int, installed.split(".")[:3])) in SMP_TORCH:
+    if release(installed)[:3] in SMP_TORCH:
         yield ok("SMP v2", f"torch.sagemaker in torch {installed}")
     else:
-        known = " and ".join(".".join(map(str, one)) for one in SMP_TORCH)
-        yield fail("SMP v2", f"torch.sagemaker in torch {installed}", f"take SMP's image of torch {known}")
+        yield fail("SMP v2", f"torch.sagemaker in torch {installed}", f"take SMP's image of torch {SMP_RELEASES}")
 
 
 def extras() -> Iterator[Finding]:
-    """Look at the optional extras, and at two packages that exclude each other."""
+    """Report the optional extras, and check for two packages that exclude each other."""
     missing = {extra: [name for name in names if version(name) is None] for extra, (_, names) in EXTRAS.items()}
     if missing["train"] and version("torch"):
         yield fail("packages", f"without {', '.join(missing['train'])}", install("train"))

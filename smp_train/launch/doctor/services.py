@@ -1,4 +1,4 @@
-"""Services that runs are submitted to (Slurm, containers, Kubernetes, AWS), and harmful variables."""
+"""Services for launching (Slurm, containers, Kubernetes, AWS, Hugging Face), and harmful variables."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from smp_train.launch import cluster
 from smp_train.launch.command import ask
 from smp_train.launch.doctor.finding import Finding, fail, ok, warn
 from smp_train.launch.environment import lint
+from smp_train.launch.preflight import hugging_face_home
 
 HYPERPOD = Path("/opt/sagemaker_cluster")
 
 
 def variables() -> Iterator[Finding]:
-    """Look for variables that older scripts export and that should not be set."""
+    """Check for variables that older scripts export and that should not be set."""
     lines = [line.partition(" is set: ") for line in lint(os.environ)]
-    found = [warn(f"variable {name}", *why.rpartition("; ")[::2]) for name, _, why in lines]
-    yield from found or [ok("variables", "none that is better unset")]
+    harmful = [warn(f"variable {name}", *why.rpartition("; ")[::2]) for name, _, why in lines]
+    yield from harmful or [ok("variables", "none that is better unset")]
 
 
 def slurm() -> Iterator[Finding]:
-    """Look for Slurm, pyxis, and the restart of jobs that lose a node."""
+    """Check Slurm, pyxis, and the restart of jobs that lose a node."""
     if not shutil.which("sbatch"):
         yield ok("Slurm", "is not here")
         return
@@ -38,19 +39,17 @@ def slurm() -> Iterator[Finding]:
         return
     _, nodes = ask("sinfo", "-h", "-o", "%P %a %D %T")
     yield ok("Slurm", f"answers{' (HyperPod)' if HYPERPOD.is_dir() else ''}; {'; '.join(nodes.splitlines()[:6])}")
-    config, usage = cluster.configuration(), ask("srun", "--help")[1]
-    fix = "install pyxis for launch_training_enroot.sh, or use launch_training_conda.sh"
+    srun_help = ask("srun", "--help")[1]
     pyxis = ok("pyxis", "srun knows --container-image; `launch slurm --probe` asks a compute node")
-    yield pyxis if "--container-image" in usage else warn("pyxis", "srun knows no --container-image", fix)
-    if config.get("JobRequeue") == "0":
-        yield warn("requeue", "JobRequeue=0: a lost node ends a run", "set JobRequeue=1 in slurm.conf")
-    if "--auto-resume" in usage:
-        fine = ok("auto-resume", "srun knows it, and the configuration is one that it works with")
-        yield from [warn("auto-resume", setting, why) for setting, why in cluster.auto_resume(config)] or [fine]
+    fix = "install pyxis for launch_training_enroot.sh, or use launch_training_conda.sh"
+    yield pyxis if "--container-image" in srun_help else warn("pyxis", "srun knows no --container-image", fix)
+    problems = cluster.restart_warnings(cluster.configuration(), srun_help)
+    fine = ok("restart", "the cluster starts jobs again that lose a node")
+    yield from [warn("restart", setting, consequence) for setting, consequence in problems] or [fine]
 
 
 def containers() -> Iterator[Finding]:
-    """Look for the programs that build and run images."""
+    """Check the programs that build and run images."""
     engines = [name for name in ("docker", "podman") if shutil.which(name)]
     for name in engines:
         code, output = ask(name, "info")
@@ -67,7 +66,7 @@ def containers() -> Iterator[Finding]:
 
 
 def kubernetes() -> Iterator[Finding]:
-    """Look for kubectl and a cluster that it is connected to."""
+    """Check kubectl and its connection to a cluster."""
     if not shutil.which("kubectl"):
         yield ok("kubectl", "is not here", "`launch k8s --dry_run` needs none")
         return
@@ -77,11 +76,11 @@ def kubernetes() -> Iterator[Finding]:
 
 
 def aws() -> Iterator[Finding]:
-    """Look for credentials and a region, as boto3 finds them; asks no service but the machine's own."""
+    """Check boto3's credentials and region; asks no service except the machine's own."""
     if importlib.util.find_spec("boto3") is None:
         yield ok("AWS", "boto3 is not here: no s3:// places, no `launch sagemaker`", install("s3"))
         return
-    for name in ("TIMEOUT", "NUM_ATTEMPTS"):  # outside of EC2 no service answers for the machine's role
+    for name in ("TIMEOUT", "NUM_ATTEMPTS"):  # outside of EC2 no service has a role for this machine
         os.environ.setdefault(f"AWS_METADATA_SERVICE_{name}", "1")
     import boto3
     from botocore.exceptions import BotoCoreError
@@ -93,15 +92,15 @@ def aws() -> Iterator[Finding]:
         yield fail("AWS", " ".join(str(problem).split()), "mend ~/.aws/config, or AWS_PROFILE")
         return
     fix = "`aws configure`, `aws sso login`, or run where a role is attached"
-    none = warn("AWS credentials", "none: s3:// and SageMaker cannot be used", fix)
-    yield ok("AWS credentials", f"from {credentials.method}") if credentials else none
+    without = warn("AWS credentials", "none: s3:// and SageMaker cannot be used", fix)
+    yield ok("AWS credentials", f"from {credentials.method}") if credentials else without
     no_region = warn("AWS region", "none", "set AWS_DEFAULT_REGION, or give --region")
     yield ok("AWS region", region) if region else no_region
 
 
 def hugging_face() -> Iterator[Finding]:
-    """Look for a token, which gated models are asked for with."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
+    """Check for a token, which gated models need."""
+    home = hugging_face_home(os.environ)
     has_token = os.environ.get("HF_TOKEN") or (home / "token").exists()
-    none = ok("Hugging Face", "no token", "gated models (Llama, Gemma) need one: `hf auth login`, or HF_TOKEN")
-    yield ok("Hugging Face", f"a token is here; files go to {home}") if has_token else none
+    without = ok("Hugging Face", "no token", "gated models (Llama, Gemma) need one: `hf auth login`, or HF_TOKEN")
+    yield ok("Hugging Face", f"a token is here; files go to {home}") if has_token else without

@@ -36,7 +36,7 @@ TOLERANCES = {"loss": 0.003, "grad_norm": 0.03}  # relative, for bfloat16
 
 
 def main(folder: Path, out: Path, flags: Sequence[str]) -> int:
-    """Examine SMP without and with tensor parallelism, or with ``--name=value`` flags; return 2 on a failure."""
+    """Examine SMP without and with tensor parallelism, or with ``--name=value`` flags; return 2 after a failure."""
     ranks = distributed.detect()
     split = "--use_smp_implementation=1" if ranks.world_size % 2 else "--tensor_parallel_degree=2"
     report: dict[str, Any] = {"findings": {}, "names": {}}
@@ -45,7 +45,7 @@ def main(folder: Path, out: Path, flags: Sequence[str]) -> int:
         findings: list[Finding] = []
         try:
             findings += examine(folder / "smp-doctor", case, report["names"])
-        except Exception as problem:  # the library is closed: of any class
+        except Exception as problem:  # the library is closed source: any exception is possible
             findings.append(fail("run", f"{type(problem).__name__}: {problem}"))
         levels |= {finding.level for finding in findings}
         report["findings"][" ".join(case)] = lines = [finding.line() for finding in findings]
@@ -58,7 +58,7 @@ def main(folder: Path, out: Path, flags: Sequence[str]) -> int:
 
 
 def examine(folder: Path, flags: Sequence[str], names: dict[str, list[str]]) -> Iterator[Finding]:
-    """Train, save, resume and export; yield findings on rank 0, and add to the table of ``names``; collective."""
+    """Train, save, resume and export; yield findings on rank 0, and add to the table of ``names``. Collective."""
     from smp_train import train_lib
     from smp_train.backends.smp_choices import refusals
     from smp_train.checkpoints.find import open_verified
@@ -102,7 +102,7 @@ def examine(folder: Path, flags: Sequence[str], names: dict[str, list[str]]) -> 
 
 
 def _drawn(folder: Path, args: arguments.Arguments) -> Any:
-    """Return and write a model in which attention depends on positions, and norms and biases are random, too."""
+    """Return and write a model in which attention depends on positions, and norms and biases are random too."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -119,7 +119,7 @@ def _drawn(folder: Path, args: arguments.Arguments) -> Any:
 
 
 def _expected(model: Any, folder: Path) -> Iterator[dict[str, float]]:
-    """Yield the numbers of each step by plain PyTorch, from the rows that all ranks read in it."""
+    """Yield plain PyTorch's loss and gradient norm of each step, from the rows that all ranks read in this step."""
     import torch
 
     from smp_train.data.synthetic import Synthetic
@@ -138,9 +138,10 @@ def _expected(model: Any, folder: Path) -> Iterator[dict[str, float]]:
 
 
 def _names(checkpoint: Any, weights: dict[str, Any], names: dict[str, list[str]]) -> Finding:
-    """Add each parameter of a checkpoint, and the weights with its values, to ``names``; read it without and with them.
+    """Add each parameter of a checkpoint, and the weights with its values, to ``names``; return whether it is readable.
 
-    SMP may put several tensors, or this tensor rank's even shares of rows or columns, one below the other.
+    The checkpoint is read without and with the table of names. SMP may join several tensors along their rows, or this
+    tensor rank's even shares of rows or columns.
     """
     import torch
 

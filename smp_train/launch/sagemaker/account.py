@@ -1,4 +1,4 @@
-"""Checks of a job that only AWS can answer, and its submission."""
+"""Checks of a job in the user's AWS account, and its submission."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADVICE = (
     ("AccessDenied", "these credentials need sagemaker:CreateTrainingJob and iam:PassRole for the role"),
     ("ResourceInUse", "a job of this name is there already: give another --job_name"),
 )
-"""By an error's code or its class."""
+"""Remedies by an error's code or its class."""
 DENIED = ("AccessDenied", "AccessDeniedException", "403")
 
 
@@ -43,10 +43,10 @@ def boto3() -> Any:
 
 
 @contextmanager
-def _explained(what: str, unknown: list[str] | None = None) -> Iterator[None]:
-    """Turn an error of AWS into a `ConfigError` with its message and what to do about it.
+def _explained(subject: str, unknown: list[str] | None = None) -> Iterator[None]:
+    """Turn an error of AWS into a `ConfigError` with its message and the remedy.
 
-    With ``unknown``, a question that may not be asked is added to that list instead.
+    With ``unknown``, a denied request is added to that list instead.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -57,21 +57,22 @@ def _explained(what: str, unknown: list[str] | None = None) -> Iterator[None]:
         code = error.get("Code", "")
         if unknown is None or code not in DENIED:
             message = " ".join(f"{code}: {error.get('Message') or 'no message'}".split())
-            raise ConfigError(f"{what}: {message}{advise(code, ADVICE)}") from None
-        unknown.append(f"{what}: may not be asked ({code})")
+            raise ConfigError(f"{subject}: {message}{advise(code, ADVICE)}") from None
+        unknown.append(f"{subject}: may not be asked ({code})")
     except BotoCoreError as problem:
-        raise ConfigError(f"{what}: {problem}{advise(type(problem).__name__, ADVICE)}") from None
+        raise ConfigError(f"{subject}: {problem}{advise(type(problem).__name__, ADVICE)}") from None
 
 
 def check_account(job: Job, session: Any) -> list[str]:
-    """Ask AWS whether role, image, data and folders exist, or refuse; return what could not be asked."""
+    """Refuse a role, image, data or folders that do not exist in AWS; return warnings about denied requests."""
     unknown: list[str] = []
     s3 = session.client("s3")
-    with _explained(f"role {job.role}", unknown):
-        session.client("iam").get_role(RoleName=job.role.rpartition("/")[2])
-    named = [(name, getattr(job, name) or "") for name in ("train", "test", "checkpoints", "output")]
-    named += [("checkpoint_dir", folder) for folder in job.resolved.args.checkpoint_dir]
-    for name, uri in named:
+    role, image = job.options.role, job.options.image
+    with _explained(f"role {role}", unknown):
+        session.client("iam").get_role(RoleName=role.rpartition("/")[2])
+    places = [(name, getattr(job.options, name) or "") for name in ("train", "test", "checkpoints", "output")]
+    places += [("checkpoint_dir", folder) for folder in job.resolved.args.checkpoint_dir]
+    for name, uri in places:
         if "://" not in uri:
             continue
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
@@ -80,22 +81,22 @@ def check_account(job: Job, session: Any) -> list[str]:
             is_data = name in ("train", "test")
             if is_data and not s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1).get("KeyCount"):
                 raise ConfigError(f"--{name} {uri}: there is nothing")
-    image = ECR_IMAGE.fullmatch(job.image or "")
-    if image:
-        with _explained(f"--image {job.image}", unknown):
-            found = session.client("ecr").batch_get_image(
-                registryId=image["account"], repositoryName=image["name"],
-                imageIds=[{"imageTag": image["tag"] or "latest"}],
+    match = ECR_IMAGE.fullmatch(image or "")
+    if match:
+        with _explained(f"--image {image}", unknown):
+            answer = session.client("ecr").batch_get_image(
+                registryId=match["account"], repositoryName=match["name"],
+                imageIds=[{"imageTag": match["tag"] or "latest"}],
             )  # fmt: skip
-            for failure in found["failures"]:
-                raise ConfigError(f"--image {job.image}: {failure.get('failureReason', 'is not there')}")
+            for failure in answer["failures"]:
+                raise ConfigError(f"--image {image}: {failure.get('failureReason', 'is not there')}")
     return unknown
 
 
-def submit(wanted: Mapping[str, Any], session: Any, code: str) -> None:
+def submit(body: Mapping[str, Any], session: Any, code: str) -> None:
     """Upload the code and create the training job."""
     bucket, _, key = code.removeprefix("s3://").partition("/")
     with _explained(f"uploading the code to {code}"), tempfile.TemporaryDirectory() as folder:
         session.client("s3").put_object(Bucket=bucket, Key=key, Body=archive(stage(Path(folder))))
     with _explained("CreateTrainingJob"):
-        session.client("sagemaker").create_training_job(**wanted)
+        session.client("sagemaker").create_training_job(**body)

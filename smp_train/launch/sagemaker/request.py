@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from smp_train.errors import ConfigError
@@ -22,10 +21,11 @@ def request(
     ``encode`` writes a hyperparameter as text, by default as SageMaker's SDK v2 does.
 
     Raises:
-        ConfigError: where checkpoints would be lost with the instance, and where the request is outside of SageMaker's
-            limits, if botocore is installed.
+        ConfigError: checkpoints would be lost with the instance, or the request exceeds one of SageMaker's limits, if
+            botocore is installed.
     """
-    if any(map(in_channel, job.resolved.args.checkpoint_dir)) and not job.checkpoints:
+    options = job.options
+    if any(map(in_channel, job.resolved.args.checkpoint_dir)) and not options.checkpoints:
         raise ConfigError(
             f"checkpoints in {CHECKPOINTS} would be lost with the instance: give --checkpoints s3://bucket/prefix, or "
             "--output s3://bucket/prefix, below which they are kept then"
@@ -41,12 +41,12 @@ def request(
     }
     if job.smp:
         toolkit["sagemaker_distributed_dataparallel_enabled"] = False
-        toolkit |= _given(mp_parameters=job.mp_parameters)
+        toolkit |= _without_empty(mp_parameters=job.mp_parameters)
     hyper = {name: encode(value) for name, value in job.hyperparameters.items()}
     hyper |= {name: json.dumps(value) for name, value in toolkit.items()}
-    wanted = _given(
+    body = _without_empty(
         TrainingJobName=name,
-        RoleArn=job.role,
+        RoleArn=options.role,
         AlgorithmSpecification={
             "TrainingImage": job.image_uri(region),
             "TrainingInputMode": "File",
@@ -55,43 +55,41 @@ def request(
         },
         HyperParameters=hyper,
         InputDataConfig=_channels(job),
-        ResourceConfig=_given(
-            InstanceType=job.instance_type, InstanceCount=job.instance_count, VolumeSizeInGB=job.volume_gb,
-            KeepAlivePeriodInSeconds=job.keep_alive,
+        ResourceConfig=_without_empty(
+            InstanceType=job.instance_type, InstanceCount=options.instance_count, VolumeSizeInGB=options.volume_gb,
+            KeepAlivePeriodInSeconds=options.keep_alive,
         ),
-        StoppingCondition=_given(MaxRuntimeInSeconds=job.max_run, MaxWaitTimeInSeconds=job.max_wait),
-        EnableManagedSpotTraining=job.spot,
+        StoppingCondition=_without_empty(
+            MaxRuntimeInSeconds=options.max_run, MaxWaitTimeInSeconds=options.max_wait
+        ),
+        EnableManagedSpotTraining=options.spot,
         CheckpointConfig=job.checkpoint_config,
-        OutputDataConfig={"S3OutputPath": job.output or code.rpartition("/")[0]},
-        VpcConfig=_given(Subnets=list(job.subnets), SecurityGroupIds=list(job.security_groups)),
-        Environment=dict(job.environment),
-        Tags=[{"Key": key, "Value": value} for key, value in job.tags.items()],
-        RetryStrategy=_given(MaximumRetryAttempts=job.retries),
+        OutputDataConfig={"S3OutputPath": options.output or code.rpartition("/")[0]},
+        VpcConfig=_without_empty(Subnets=options.subnets, SecurityGroupIds=options.security_groups),
+        Environment=job.environment,
+        Tags=[dict(zip(("Key", "Value"), tag.partition("=")[::2], strict=True)) for tag in options.tags],
+        RetryStrategy=_without_empty(MaximumRetryAttempts=options.retries),
         ProfilerConfig={"DisableProfiler": True},
     )  # fmt: skip
-    check_limits(wanted)
-    return wanted
+    check_limits(body)
+    return body
 
 
-def _given(**members: Any) -> dict[str, Any]:
+def _without_empty(**members: Any) -> dict[str, Any]:
     """Return the members of a request that have a value."""
     return {name: value for name, value in members.items() if value}
 
 
-def warn(lines: Sequence[str]) -> None:
-    """Print warnings on stderr."""
-    for line in lines:
-        print(f"smp-train: warning: {line}", file=sys.stderr)
-
-
 def _channels(job: Job) -> list[dict[str, Any]]:
+    options = job.options
     channels: list[dict[str, Any]] = []
-    for name, uri in (("train", job.train), ("test", job.test)):
+    for name, uri in (("train", options.train), ("test", options.test)):
         if uri:
             source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
-            channels.append({"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": job.input_mode})
-    if job.fsx:
-        system, _, path = job.fsx.partition(":")
+            data = {"DataSource": {"S3DataSource": source}, "InputMode": options.input_mode}
+            channels.append({"ChannelName": name, **data})
+    if options.fsx:
+        system, _, path = options.fsx.partition(":")
         source = {
             "FileSystemId": system, "FileSystemAccessMode": "rw", "FileSystemType": "FSxLustre", "DirectoryPath": path,
         }  # fmt: skip
@@ -99,43 +97,43 @@ def _channels(job: Job) -> list[dict[str, Any]]:
     return channels
 
 
-def check_limits(wanted: Mapping[str, Any]) -> None:
-    """Compare a request with SageMaker's service model; `ConfigError` names the first member outside of a limit."""
+def check_limits(body: Mapping[str, Any]) -> None:
+    """Compare a request with SageMaker's service model; `ConfigError` names the first member that exceeds a limit."""
     try:
         import botocore.session
     except ModuleNotFoundError:
         return
     model = botocore.session.get_session().get_service_model("sagemaker")
-    _walk(model.operation_model("CreateTrainingJob").input_shape, wanted, "")
+    _check_shape(model.operation_model("CreateTrainingJob").input_shape, body, "")
 
 
-def _walk(shape: Any, value: Any, where: str) -> None:
+def _check_shape(shape: Any, value: Any, path: str) -> None:
     limits = shape.metadata
     is_number = isinstance(value, int | float)
     size = value if is_number else len(value)
     unit = "" if is_number else " characters" if isinstance(value, str) else " entries"
     for bound, wrong in (("min", size < limits.get("min", size)), ("max", size > limits.get("max", size))):
         if wrong and not isinstance(value, bool):
-            raise ConfigError(f"{where}: {size}{unit}, SageMaker's {bound}imum is {limits[bound]}")
+            raise ConfigError(f"{path}: {size}{unit}, SageMaker's {bound}imum is {limits[bound]}")
     if isinstance(value, str):
         pattern = limits.get("pattern")
-        # Classes of Unicode (tags) are beyond Python's re.
+        # Python's re has no classes of Unicode, which tags have.
         if pattern and "\\p{" not in pattern and not re.fullmatch(pattern, value):
-            raise ConfigError(f"{where} {value[:80]!r}: does not match SageMaker's {pattern}")
+            raise ConfigError(f"{path} {value[:80]!r}: does not match SageMaker's {pattern}")
         if limits.get("enum") and value not in limits["enum"]:
-            raise ConfigError(f"{where} {value!r}: SageMaker does not have it")
+            raise ConfigError(f"{path} {value!r}: SageMaker does not have it")
     if shape.type_name == "structure":
         for name in value:
             if name not in shape.members:
-                raise ConfigError(f"{where}.{name}: SageMaker does not have it")
-            _walk(shape.members[name], value[name], f"{where}.{name}".lstrip("."))
+                raise ConfigError(f"{path}.{name}: SageMaker does not have it")
+            _check_shape(shape.members[name], value[name], f"{path}.{name}".lstrip("."))
         missing = [name for name in shape.required_members if name not in value]
         if missing:
-            raise ConfigError(f"{where or 'the request'}: missing {', '.join(missing)}")
+            raise ConfigError(f"{path or 'the request'}: missing {', '.join(missing)}")
     elif shape.type_name == "list":
-        for index, one in enumerate(value):
-            _walk(shape.member, one, f"{where}[{index}]")
+        for index, item in enumerate(value):
+            _check_shape(shape.member, item, f"{path}[{index}]")
     elif shape.type_name == "map":
-        for key, one in value.items():
-            _walk(shape.key, key, f"{where} key {key}")
-            _walk(shape.value, one, f"{where}.{key}")
+        for key, item in value.items():
+            _check_shape(shape.key, key, f"{path} key {key}")
+            _check_shape(shape.value, item, f"{path}.{key}")

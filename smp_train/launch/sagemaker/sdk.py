@@ -1,4 +1,4 @@
-"""A job as a ready estimator of SageMaker's SDK v2, or trainer of SDK v3, for notebooks."""
+"""Ready estimators of SageMaker's SDK v2 and trainers of SDK v3, for notebooks."""
 
 from __future__ import annotations
 
@@ -11,46 +11,47 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError
-from smp_train.launch.sagemaker.job import SMP, TORCH, Job, build, own_place, region_of
-from smp_train.launch.sagemaker.request import request, warn
+from smp_train.launch.sagemaker.job import SMP, TORCH, Job, build, default_output, region_of
+from smp_train.launch.sagemaker.request import request
 from smp_train.launch.sagemaker.source import ENTRY, stage
+from smp_train.launch.spec import warn
 
 Flags = Sequence[str] | Mapping[str, Any]
 """Training flags, as on a command line or as a mapping of hyperparameters."""
 
 
-def _review(
+def _prepare(
     flags: Flags, options: Mapping[str, Any], session: Any, source_dir: str | Path | None, region: str | None = None,
     encode: Callable[[Any], str] = json.dumps,
 ) -> tuple[Job, dict[str, Any], Path]:  # fmt: skip
     """Return (job, its request, folder with the staged code) for an SDK, whose ``session`` names a bucket.
 
-    What SageMaker would refuse is refused here, before the SDK uploads anything.
+    A job that SageMaker would refuse is refused here, before the SDK uploads anything.
     """
     region = region or region_of(session)
     if not region:
         raise ConfigError("no AWS region: give region= or a session of one, or set AWS_DEFAULT_REGION")
-    job = build(flags, keep_in=own_place(options.get("role"), region, session), **options)
-    code = f"{job.output or 's3://bucket'}/source/sourcedir.tar.gz"
-    wanted = request(job, region=region, name=f"{job.base_name}-20000101-000000", code=code, encode=encode)
+    job = build(flags, copy_to=default_output(options.get("role"), region, session), **options)
+    code = f"{job.options.output or 's3://bucket'}/source/sourcedir.tar.gz"
+    body = request(job, region=region, name=f"{job.base_name}-20000101-000000", code=code, encode=encode)
     warn(job.warnings)
-    return job, wanted, stage(Path(source_dir or tempfile.mkdtemp(prefix="smp-train-source-")))
+    return job, body, stage(Path(source_dir or tempfile.mkdtemp(prefix="smp-train-source-")))
 
 
 def estimator(
     words: Flags, *, source_dir: str | Path | None = None, sagemaker_session: Any = None, **options: Any
 ) -> Any:
-    """Return a ready `sagemaker.pytorch.PyTorch`; its ``fit()`` starts the job, on its own channels when given none.
+    """Return a ready `sagemaker.pytorch.PyTorch`; its ``fit()`` starts the job, by default on the job's channels.
 
-    Without ``output`` the SDK takes the bucket of its session, and checkpoints are kept there as well, in a folder of
-    the run's name: a run that is started again resumes from it. Trials of a tuner have one name: give them a
-    ``checkpoint_dir`` on their own instance (such as /tmp/checkpoints), and ``inputs(...)`` to the tuner's ``fit``.
+    Without ``output`` the SDK takes the bucket of its session, also for checkpoints, in a folder of the run's name: a
+    run that is started again resumes from it. Trials of a tuner share a name: give them a ``checkpoint_dir`` on their
+    instance (such as /tmp/checkpoints), and ``inputs(...)`` to the tuner's ``fit``.
 
     Args:
         words: training flags, as on a command line or as a mapping of hyperparameters.
-        source_dir: an empty folder to stage the code in; a temporary one when not given.
-        sagemaker_session: a `sagemaker.Session`; the SDK's default one when not given.
-        options: those of `smp-train launch sagemaker`, by name.
+        source_dir: an empty folder to stage the code in; by default a temporary folder.
+        sagemaker_session: a `sagemaker.Session`; by default the SDK's.
+        options: options of `smp-train launch sagemaker`, by name.
 
     Raises:
         ConfigError: as `build` does, and without SageMaker's SDK v2.
@@ -63,21 +64,22 @@ def estimator(
             "SageMaker's SDK v2 is not here; pip install 'sagemaker>=2.233,<3', or use model_trainer with SDK v3"
         ) from None
     session = sagemaker_session or Session()  # the SDK's configuration may name its bucket
-    job, wanted, folder = _review(words, options, session, source_dir)
+    job, body, folder = _prepare(words, options, session, source_dir)
+    chosen = job.options
     modelparallel = {"modelparallel": {"enabled": True, "parameters": job.mp_parameters}}
     ready = PyTorch(
-        entry_point=ENTRY, source_dir=str(folder), sagemaker_session=session, role=job.role,
-        base_job_name=job.base_name, image_uri=job.image, **({} if job.image else SMP if job.smp else TORCH),
+        entry_point=ENTRY, source_dir=str(folder), sagemaker_session=session, role=chosen.role,
+        base_job_name=job.base_name, image_uri=chosen.image, **({} if chosen.image else SMP if job.smp else TORCH),
         distribution={"torch_distributed": {"enabled": True}, **({"smdistributed": modelparallel} if job.smp else {})},
-        hyperparameters=dict(job.hyperparameters), environment=job.environment or None, tags=wanted.get("Tags"),
-        instance_type=job.instance_type, instance_count=job.instance_count, volume_size=job.volume_gb,
-        keep_alive_period_in_seconds=job.keep_alive, max_run=job.max_run, max_wait=job.max_wait,
-        use_spot_instances=job.spot, max_retry_attempts=job.retries,
+        hyperparameters=job.hyperparameters, environment=job.environment or None, tags=body.get("Tags"),
+        instance_type=job.instance_type, instance_count=chosen.instance_count, volume_size=chosen.volume_gb,
+        keep_alive_period_in_seconds=chosen.keep_alive, max_run=chosen.max_run, max_wait=chosen.max_wait,
+        use_spot_instances=chosen.spot, max_retry_attempts=chosen.retries,
         checkpoint_s3_uri=job.checkpoint_config.get("S3Uri"),
         checkpoint_local_path=job.checkpoint_config.get("LocalPath"),
-        output_path=job.output, code_location=job.output.rstrip("/") if job.output else None,
-        subnets=list(job.subnets) or None, security_group_ids=list(job.security_groups) or None,
-        metric_definitions=wanted["AlgorithmSpecification"]["MetricDefinitions"], enable_sagemaker_metrics=True,
+        output_path=chosen.output, code_location=chosen.output.rstrip("/") if chosen.output else None,
+        subnets=chosen.subnets or None, security_group_ids=chosen.security_groups or None,
+        metric_definitions=body["AlgorithmSpecification"]["MetricDefinitions"], enable_sagemaker_metrics=True,
         debugger_hook_config=False, disable_profiler=True,
     )  # fmt: skip
     ready.smp_train_job = job
@@ -86,22 +88,22 @@ def estimator(
 
 
 def _fit(ready: Any, channels: Any = None, *more: Any, **options: Any) -> Any:
-    """Replace the SDK's ``fit``: the job's own channels where none are given; the service refuses an empty list."""
+    """Call the SDK's ``fit``, by default with the job's channels; the service refuses an empty list."""
     channels = options.pop("inputs", channels)
     return type(ready).fit(ready, (inputs(ready) if channels is None else channels) or None, *more, **options)
 
 
 def inputs(ready: Any) -> dict[str, Any]:
-    """Return the channels of an `estimator`, which its ``fit`` takes when it is given none; add to them as you like."""
+    """Return the channels that the ``fit`` of an `estimator` takes by default; add to them as you like."""
     from sagemaker.inputs import FileSystemInput, TrainingInput
 
-    job: Job = ready.smp_train_job
-    uris = {"train": job.train, "test": job.test}
-    found = {name: TrainingInput(uri, input_mode=job.input_mode) for name, uri in uris.items() if uri}
-    if job.fsx:
-        system, _, path = job.fsx.partition(":")
-        found[job.fsx_channel] = FileSystemInput(system, "FSxLustre", path, "rw")
-    return found
+    options = ready.smp_train_job.options
+    uris = {"train": options.train, "test": options.test}
+    channels = {name: TrainingInput(uri, input_mode=options.input_mode) for name, uri in uris.items() if uri}
+    if options.fsx:
+        system, _, path = options.fsx.partition(":")
+        channels[ready.smp_train_job.fsx_channel] = FileSystemInput(system, "FSxLustre", path, "rw")
+    return channels
 
 
 def model_trainer(
@@ -111,11 +113,10 @@ def model_trainer(
     """Return a ready `sagemaker.train.ModelTrainer`; ``model_trainer(...).train()`` starts the job.
 
     Arguments are those of `estimator`, for SDK v3: ``sagemaker_session`` is a
-    `sagemaker.core.helper.session_helper.Session`; ``region`` is by default that of the session, or of AWS'
-    configuration.
+    `sagemaker.core.helper.session_helper.Session`; ``region`` is by default the session's, or AWS' configured region.
 
     Raises:
-        ConfigError: as `build` does, for what SDK v3 cannot carry, and without that SDK.
+        ConfigError: as `build` does, for values that SDK v3 cannot carry, and without that SDK.
     """
     try:
         from sagemaker.core import shapes
@@ -133,32 +134,32 @@ def model_trainer(
 
         boto_session = boto3.Session(region_name=region)
         sagemaker_session = Session(boto_session) if boto_session.region_name else None
-    job, wanted, folder = _review(words, options, sagemaker_session, source_dir, region, _text)
-    algorithm = wanted["AlgorithmSpecification"]
-    spot = {"enable_managed_spot_training": True} if job.spot else {}
+    job, body, folder = _prepare(words, options, sagemaker_session, source_dir, region, _text)
+    algorithm = body["AlgorithmSpecification"]
+    spot = {"enable_managed_spot_training": True} if job.options.spot else {}
 
     def section(name: str, kind: Any, **more: Any) -> Any:
-        """Return a part of the request as the SDK has it, None where the request has none."""
-        return kind(**_snake(wanted[name]), **more) if name in wanted else None
+        """Return a part of the request as an object of the SDK, None if the request has no such part."""
+        return kind(**_snake(body[name]), **more) if name in body else None
 
     trainer = ModelTrainer(
         sagemaker_session=sagemaker_session,
-        role=job.role,
+        role=job.options.role,
         base_job_name=job.base_name,
         training_image=algorithm["TrainingImage"],
         source_code=SourceCode(
             source_dir=str(folder), entry_script=ENTRY, requirements="requirements.txt", ignore_patterns=["__pycache__"]
         ),
         distributed=Torchrun(smp=SMP(**job.mp_parameters) if job.mp_parameters else None),
-        hyperparameters=dict(job.hyperparameters),
+        hyperparameters=job.hyperparameters,
         environment=job.environment or {},
         compute=section("ResourceConfig", Compute, **spot),
         networking=section("VpcConfig", Networking),
         stopping_condition=section("StoppingCondition", shapes.StoppingCondition),
         checkpoint_config=section("CheckpointConfig", shapes.CheckpointConfig),
-        output_data_config=section("OutputDataConfig", shapes.OutputDataConfig) if job.output else None,
-        input_data_config=[shapes.Channel(**_snake(one)) for one in wanted.get("InputDataConfig", [])],
-        tags=[shapes.Tag(**_snake(one)) for one in wanted.get("Tags", [])] or None,
+        output_data_config=section("OutputDataConfig", shapes.OutputDataConfig) if job.options.output else None,
+        input_data_config=[shapes.Channel(**_snake(one)) for one in body.get("InputDataConfig", [])],
+        tags=[shapes.Tag(**_snake(one)) for one in body.get("Tags", [])] or None,
     )
     metrics = [shapes.MetricDefinition(**_snake(one)) for one in algorithm["MetricDefinitions"]]
     trainer = trainer.with_metric_definitions(metrics)
@@ -167,7 +168,7 @@ def model_trainer(
 
 
 def _text(value: Any) -> str:
-    """Return a hyperparameter as SDK v3 writes it; its container writes it between single quotes of a shell."""
+    """Return a hyperparameter as SDK v3 writes it; its container puts it between single quotes of a shell."""
     text = value if isinstance(value, str) else json.dumps(value)
     if "'" in text:
         raise ConfigError(f"{value!r}: SDK v3 cannot pass a value with a single quote; use estimator (SDK v2)")
@@ -175,10 +176,10 @@ def _text(value: Any) -> str:
 
 
 def _snake(value: Any) -> Any:
-    """Return a part of a request with its names as the SDK's classes have them: S3Uri as s3_uri."""
+    """Return a part of a request with the names of the SDK's classes: s3_uri for S3Uri."""
     if isinstance(value, list):
-        return [_snake(one) for one in value]
+        return [_snake(item) for item in value]
     if not isinstance(value, dict):
         return value
     split = {name: re.sub(r"(?<=[a-z0-9])([A-Z])|(?<=[A-Z])([A-Z])(?=[a-z])", r"_\1\2", name) for name in value}
-    return {split[name].lower(): _snake(one) for name, one in value.items()}
+    return {split[name].lower(): _snake(item) for name, item in value.items()}

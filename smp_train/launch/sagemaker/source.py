@@ -1,4 +1,4 @@
-"""What travels to the container: the package, an entry script, and what to install."""
+"""The source archive for the container: the package, an entry script, and requirements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REQUIREMENTS = (
 
 
 def stage(folder: Path) -> Path:
-    """Write what the container needs into ``folder``, nothing else of a checkout, and return it."""
+    """Write the files that the container needs into ``folder``, and return it."""
     package = CODE_DIR / "smp_train"
     shutil.copytree(package, folder / "smp_train", ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
     (folder / ENTRY).write_text(ENTRY_SCRIPT, encoding="utf-8")

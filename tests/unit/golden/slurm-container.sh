@@ -23,28 +23,19 @@ for python in "${HOST_PYTHON:-}" <python> python3 ''; do
 done
 [ -n "$python" ] || refuse "no Python 3.8 or newer on $(hostname); set HOST_PYTHON"
 trap '' USR1
-PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.batch_job --asked "$asked" \
-  --code_dir <code> \
-  --run_dir /runs/llama_v2-70b \
-  --python python3 \
-  --image /fsx/smpv2.sqsh \
-  --mounts /fsx \
-  --folders /fsx/data/train \
-  --written /checkpoints \
-  --checkpoints /checkpoints/llama_v2-70b \
-  --container_env HF_TOKEN,X \
-  --nproc auto \
-  --instance_type p5.48xlarge \
-  --max_attempts 3 \
-  -- \
-  --model_type \
-  llama_v2 \
-  --model-size=70b \
-  --training_dir \
-  /fsx/data/train \
-  --max_steps \
-  100 \
-  --run_name=llama_v2-70b \
-  --run_dir=/runs/llama_v2-70b \
-  --checkpoint_dir=/checkpoints \
-  --resume_from_checkpoint=/checkpoints
+PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.batch_job "$asked" <<'JOB'
+{
+  "flags": ["--model_type", "llama_v2", "--model-size=70b", "--training_dir", "/fsx/data/train", "--max_steps", "100", "--run_name=llama_v2-70b", "--run_dir=/runs/llama_v2-70b", "--checkpoint_dir=/checkpoints", "--resume_from_checkpoint=/checkpoints"],
+  "code_dir": "<code>",
+  "run_dir": "/runs/llama_v2-70b",
+  "python": "python3",
+  "agent": ["--instance_type=p5.48xlarge"],
+  "max_attempts": 3,
+  "image": "/fsx/smpv2.sqsh",
+  "mounts": ["/fsx"],
+  "container_env": ["HF_TOKEN", "X"],
+  "read": ["/fsx/data/train"],
+  "written": ["/checkpoints"],
+  "checkpoints": ["/checkpoints/llama_v2-70b"]
+}
+JOB

@@ -20,20 +20,15 @@ for python in "${HOST_PYTHON:-}" <python> python3 ''; do
 done
 [ -n "$python" ] || refuse "no Python 3.8 or newer on $(hostname); set HOST_PYTHON"
 trap '' USR1
-PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.batch_job --asked "$asked" \
-  --code_dir <code> \
-  --run_dir /runs/gpt_neox \
-  --python <python> \
-  --written /checkpoints \
-  --checkpoints /checkpoints/gpt_neox \
-  --nproc 2 \
-  --nsys \
-  --max_attempts 3 \
-  -- \
-  --use_synthetic_data \
-  1 \
-  --profile_nsys=1 \
-  --run_name=gpt_neox \
-  --run_dir=/runs/gpt_neox \
-  --checkpoint_dir=/checkpoints \
-  --resume_from_checkpoint=/checkpoints
+PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.batch_job "$asked" <<'JOB'
+{
+  "flags": ["--use_synthetic_data", "1", "--profile_nsys=1", "--run_name=gpt_neox", "--run_dir=/runs/gpt_neox", "--checkpoint_dir=/checkpoints", "--resume_from_checkpoint=/checkpoints"],
+  "code_dir": "<code>",
+  "run_dir": "/runs/gpt_neox",
+  "python": "<python>",
+  "agent": ["--nproc=2", "--profile=nsys"],
+  "max_attempts": 3,
+  "written": ["/checkpoints"],
+  "checkpoints": ["/checkpoints/gpt_neox"]
+}
+JOB
