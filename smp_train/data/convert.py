@@ -23,8 +23,7 @@ from smp_train.data.bad_records import BadRecords
 from smp_train.data.cache import TokenCache
 from smp_train.data.files import DataFile, FileSet
 from smp_train.data.rows import Recipe, RowMaker, grouped, read_rows
-from smp_train.data.samples import Samples, make_table, needs_tables, table_ranges
-from smp_train.data.source import Source
+from smp_train.data.samples import Samples, Table, make_table, needs_tables, table_ranges
 from smp_train.data.token_file import VERSION, TokenRows, dtype_for
 from smp_train.data.writer import Shard, write_token_file
 from smp_train.distributed.host import cores
@@ -94,12 +93,9 @@ def open_token_rows(
         return rows
 
 
-def open_samples(source: Source, seq_len: int, *, long: str, short: str, ranks: Runtime | None = None) -> Samples:
-    """Return the samples of ``source``; all ranks together write its tables, if needed, to the cache; collective.
-
-    A ``Source`` that a program passes has no cache: each rank makes its tables and keeps them in memory.
-    """
-    cache = source.cache if isinstance(source, TokenRows) else None
+def open_samples(source: TokenRows, seq_len: int, *, long: str, short: str, ranks: Runtime | None = None) -> Samples:
+    """Return the samples of ``source``; all ranks together write its tables, if needed, to the cache; collective."""
+    cache = source.cache
     if cache is None or not needs_tables(source, seq_len, long, short):
         with distributed.together("opening the samples"):
             return Samples(source, seq_len, long=long, short=short)
@@ -112,8 +108,7 @@ def open_samples(source: Source, seq_len: int, *, long: str, short: str, ranks: 
             report(0)
             existing = read_header(path, VERSION)
             if existing is None or not existing.intact():
-                table = make_table(source, rows, seq_len, long, short)
-                write_arrays(path, VERSION, list(table), list(table.values()))
+                write_arrays(path, VERSION, None, make_table(source, rows, seq_len, long, short))
 
     _on_all_nodes(laying_out, write_tables, cache, ranks)
     with distributed.together("opening the samples"):
@@ -122,7 +117,7 @@ def open_samples(source: Source, seq_len: int, *, long: str, short: str, ranks: 
             file = read_header(path, VERSION)
             if file is None:
                 raise DataError(f"{path}: vanished or damaged; is something clearing the --data_cache_dir? start again")
-            tables.append(dict(zip(file.header, file.arrays(), strict=True)))
+            tables.append(Table(*file.arrays()))
         return Samples(source, seq_len, long=long, short=short, tables=tables)
 
 

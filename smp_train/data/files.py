@@ -185,7 +185,7 @@ def list_held_out(location: str, selection: Selection | None = None) -> FileSet 
 def reader_of(name: str) -> str | None:
     """Return the reader of a file by its name; None for a file that is not read."""
     lower = os.path.basename(name).lower()
-    if lower[0] in "._" or _is_other(lower):
+    if lower[0] in "._" or OTHER_NAME.match(lower):
         return None
     return READERS.get(_suffix(lower))
 
@@ -389,8 +389,4 @@ def _is_usable(file: DataFile, single: bool, zipped: bool | None) -> bool:
 
 def _describe(names: Iterable[str]) -> str:
     """Return the first few names, without the known files that hold no records."""
-    return first_few(sorted(name for name in names if not _is_other(os.path.basename(name))), most=5)
-
-
-def _is_other(name: str) -> bool:
-    return OTHER_NAME.match(name) is not None
+    return first_few(sorted(name for name in names if not OTHER_NAME.match(os.path.basename(name))), most=5)

@@ -30,17 +30,10 @@ def differences(location: str, sizes: Mapping[str, int], *, checksums: bool = Fa
             problems.append(f"{name} is missing")
         elif sizes[name] != size:
             problems.append(f"{name} has {sizes[name]} bytes, not {size}")
-        elif checksums and not is_s3(location) and _sha256(Path(location, name)) != sha256:
-            problems.append(f"{name} has another checksum")
+        elif checksums and not is_s3(location):
+            digest = hashlib.sha256(Path(location, name).read_bytes()).hexdigest()
+            problems += [f"{name} has another checksum"] * (digest != sha256)
     return problems + [f"{name} is not listed" for name in sorted(sizes) if name not in listed]
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:

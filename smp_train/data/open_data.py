@@ -100,7 +100,8 @@ class Opener:
         with distributed.together(f"opening {keyword}"):
             source = Checked(rows, keyword, self.vocab_size)
         _refuse_different(keyword, (source.fingerprint, len(source)))
-        return open_samples(source, self.seq_len, long=long, short=short)
+        with distributed.together(f"laying out {keyword}"):
+            return Samples(source, self.seq_len, long=long, short=short)
 
     def held_out(self, files: FileSet, most: int) -> Samples:
         """Return the samples of a location to validate on; if it is streamed, only the first ``most``, in memory."""

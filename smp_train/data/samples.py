@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -144,9 +144,12 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     return order, np.concatenate([[0], np.cumsum(np.bincount(bins_of_items))])
 
 
-Table = Mapping[str, np.ndarray]
-"""Samples made of consecutive rows: ``rows`` (the row of each piece, counted from the table's first row), ``begins``
-(the first token of each piece), and ``bounds`` (the first piece of each sample, and the end of the last sample)."""
+class Table(NamedTuple):
+    """Samples made of consecutive rows."""
+
+    rows: np.ndarray  # row of each piece, counted from the table's first row
+    begins: np.ndarray  # first token of each piece
+    bounds: np.ndarray  # first piece of each sample, and the end of the last sample
 
 
 def needs_tables(source: Source, seq_len: int, long: str, short: str) -> bool:
@@ -176,21 +179,7 @@ def make_table(source: Source, rows: range, seq_len: int, long: str, short: str)
     order, bounds = np.arange(begins.size), np.arange(begins.size + 1)
     if short == "pack":
         order, bounds = pack(np.minimum(seq_len, sizes[row_of_piece] - begins), seq_len)
-    table = {"rows": row_of_piece[order], "begins": begins[order], "bounds": bounds}
-    return {name: values.astype("<u4") for name, values in table.items()}
-
-
-class _SummedLengths:
-    """Finds a token's row by its number over all rows; `token_file.TokenRows` does so without an array in memory."""
-
-    def __init__(self, source: Source) -> None:
-        self._starts = np.concatenate([[0], np.cumsum(source.lengths(range(len(source))))])
-        self.tokens = int(self._starts[-1])
-
-    def find_token(self, token: int) -> tuple[int, int]:
-        """Return (row that holds ``token``, first token of that row); tokens are counted over all rows end to end."""
-        row = int(np.searchsorted(self._starts, token, side="right")) - 1
-        return row, int(self._starts[row])
+    return Table(*(values.astype("<u4") for values in (row_of_piece[order], begins[order], bounds)))
 
 
 class Samples:
@@ -219,20 +208,16 @@ class Samples:
         if short != "pad" or (cuts and long != "error"):
             self.layout += f" --long {long} --max_context_width {seq_len}"
         self.fingerprint = digest_of(source.fingerprint, self.layout)
-        self._tables: Sequence[Table] = []
-        self._offsets: Any = None
-        self._of_whole_rows, self._size = False, len(source)
+        self._of_whole_rows = short != "concat" and not needs_tables(source, seq_len, long, short)
+        self._size = len(source)
         if short == "concat":
-            self._offsets = source if hasattr(source, "find_token") else _SummedLengths(source)
-            self._size = max(0, self._offsets.tokens - 2) // seq_len + 1
-        elif needs_tables(source, seq_len, long, short):
+            self._size = max(0, source.token_count() - 2) // seq_len + 1
+        elif not self._of_whole_rows:
             if tables is None:
                 tables = [make_table(source, rows, seq_len, long, short) for rows in table_ranges(source)]
             self._tables = tables
-            self._table_starts = list(accumulate((table["bounds"].size - 1 for table in tables), initial=0))
+            self._table_starts = list(accumulate((table.bounds.size - 1 for table in tables), initial=0))
             self._size = self._table_starts[-1]
-        else:
-            self._of_whole_rows = True
 
     def __len__(self) -> int:
         return self._size
@@ -253,10 +238,10 @@ class Samples:
         if not 0 <= index < self._size:
             raise IndexError(f"sample {index} of {self._size}")
         pieces: list[Piece] = []
-        if self._offsets is not None:
+        if self.short == "concat":
             begin = index * self.seq_len
-            end = min(begin + self.seq_len, self._offsets.tokens)
-            number, start = self._offsets.find_token(begin)
+            end = min(begin + self.seq_len, self.source.token_count())
+            number, start = self.source.find_token(begin)
             while start < end:
                 first = max(begin - start, 0)
                 pieces.append(self._piece(number, first, end - start - first, named))
@@ -265,9 +250,9 @@ class Samples:
         else:
             number = bisect.bisect_right(self._table_starts, index) - 1
             table, sample = self._tables[number], index - self._table_starts[number]
-            for piece in range(*table["bounds"][sample : sample + 2].tolist()):
-                row_number = number * TABLE_ROWS + int(table["rows"][piece])
-                pieces.append(self._piece(row_number, int(table["begins"][piece]), self.seq_len, named))
+            for piece in range(*table.bounds[sample : sample + 2].tolist()):
+                row_number = number * TABLE_ROWS + int(table.rows[piece])
+                pieces.append(self._piece(row_number, int(table.begins[piece]), self.seq_len, named))
         return join(pieces, packed=self.short == "pack")
 
     def _piece(self, number: int, begin: int, most: int, named: bool) -> Piece:

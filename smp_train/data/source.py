@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +80,19 @@ class Source:
     def lengths(self, rows: range) -> np.ndarray:
         """Return the number of tokens of each of some rows, int64; this default reads the rows."""
         return np.array([self.row(index).input_ids.size for index in rows], dtype=np.int64)
+
+    @cached_property
+    def _first_tokens_of_rows(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.lengths(range(len(self))))])
+
+    def token_count(self) -> int:
+        """Return the number of tokens of all rows; this default, and that of `find_token`, need every row's length."""
+        return int(self._first_tokens_of_rows[-1])
+
+    def find_token(self, token: int) -> tuple[int, int]:
+        """Return (row that holds ``token``, first token of that row); tokens are counted over all rows end to end."""
+        row = int(np.searchsorted(self._first_tokens_of_rows, token, side="right")) - 1
+        return row, int(self._first_tokens_of_rows[row])
 
     def report(self) -> dict[str, Any] | None:
         """Return totals (rows, tokens, longest row), or None if only reading all rows would show them."""

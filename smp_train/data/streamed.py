@@ -178,8 +178,8 @@ def fingerprint(reading: Reading) -> str:
 
 
 @dataclass
-class FirstSamples(Source):
-    """Samples in memory, for validation."""
+class _SamplesInMemory(Source):
+    """Samples for validation, as rows of a source."""
 
     samples: list[Sample]
     fingerprint: str
@@ -188,19 +188,17 @@ class FirstSamples(Source):
         return len(self.samples)
 
     def row(self, index: int) -> Row:
-        """Return the row of a sample."""
         return self.samples[index].row
 
     def name(self, index: int) -> str:
-        """Return the name of a sample."""
         return self.samples[index].name
 
 
-def first_samples(reading: Reading, most: int) -> FirstSamples:
+def first_samples(reading: Reading, most: int) -> Source:
     """Return the first ``most`` samples of the first source, in its stored order. Raises DataError."""
     (files,) = reading.sources
     stream = Stream(0, [FilePart(file, 0, 0, 1) for file in files.files], reading)
     samples = list(islice((sample for sample in iter(stream.take, None) if sample.row.has_target()), most))
     if not samples:
         raise DataError(f"{files.location}: holds no record to validate on")
-    return FirstSamples(samples, fingerprint(reading))
+    return _SamplesInMemory(samples, fingerprint(reading))

@@ -147,7 +147,6 @@ class TokenRows(Source):
         self._labelled = True in labelled
         self._starts = [0, *accumulate(header.rows for header in headers)]
         self._first_tokens = [0, *accumulate(header.tokens for header in headers)]
-        self.tokens = self._first_tokens[-1]
         self._opened: dict[int, OpenShard] = {}
         self.shards: list[range] = [range(first, end) for first, end in pairwise(self._starts)]
         rows = ((header.digest, header.rows, header.tokens, header.dtype) for header in headers)
@@ -219,8 +218,12 @@ class TokenRows(Source):
         """Return the index of the first token that carries loss in each row of a shard."""
         return self._open(shard).first_targets
 
+    def token_count(self) -> int:
+        """See `Source.token_count`; from the headers."""
+        return self._first_tokens[-1]
+
     def find_token(self, token: int) -> tuple[int, int]:
-        """Return (row that holds ``token``, first token of that row); tokens are counted over all rows end to end."""
+        """See `Source.find_token`; reads one shard's index."""
         shard = bisect.bisect_right(self._first_tokens, token) - 1
         first, starts = self._first_tokens[shard], self._open(shard).starts
         row = int(np.searchsorted(starts, np.uint64(token - first), side="right")) - 1
@@ -231,7 +234,7 @@ class TokenRows(Source):
         file, longest = max(zip(self.files, self.headers, strict=True), key=lambda shard: shard[1].longest)
         return {
             "rows": len(self),
-            "tokens": self.tokens,
+            "tokens": self.token_count(),
             "counted_tokens": sum(header.counted for header in self.headers),
             "longest": longest.longest,
             "longest_at": file.at(longest.longest_number),
