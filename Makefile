@@ -7,7 +7,7 @@
 # make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp, and
 #           a run that goes from there to today's versions and back
 # make test-torch-versions   the native backend on each release of torch from 2.8 on, and what a GPU is measured by, each in
-#           an environment that is deleted afterwards; TORCH_VERSIONS="2.8.0 2.15.0" selects releases
+#           an environment that is deleted afterwards; TORCH_VERSIONS="2.8.0/4.50.3" selects releases
 # make test-cuda-dry   what runs on GPUs alone, without one: process groups, copies, and every kernel compiled, on the oldest and the
 #           newest torch for CUDA, in .venv-cuda; TORCH_FOR_CUDA=2.8.0 for one of them
 # make test-table   every cell of the table in docs/parallelism.md, and a kill at every stage of a save
@@ -95,8 +95,23 @@ test-smp-container-versions: venv .venv-smp/.installed
 	.venv-smp/bin/python -m pytest tests/distributed/test_smp*.py tests/distributed/test_backend.py tests/unit/test_smp*.py
 	$(PY) -m pytest tests/distributed/test_container_versions.py
 
-test-torch-versions: venv
-	$(PY) -m tests.torch_versions
+# TORCH/TRANSFORMERS. The GPU machine has torch 2.11 with transformers 5.17.
+TORCH_VERSIONS ?= 2.8.0/4.50.3 2.9.1/4.57.6 2.10.0/5.6.0 2.11.0/5.17.0 2.12.1/5.20.2 2.13.0/5.21.1 2.14.1/5.22.2 2.15.0/5.23.0
+TORCH_TESTS := $(patsubst %,tests/unit/test_%.py,models_changes models_hf_weights models_initialization models_resolve mesh \
+	activations losses attention checkpoints) \
+	$(patsubst %,tests/distributed/test_%.py,same_numbers resume activations expert_parallel router_loss steps dropout \
+	planning_work torch_releases cuda_groups)
+
+# A release that fails does not end the others.
+test-torch-versions:
+	set -e; trap 'rm -rf .venv-torch' EXIT; trap 'exit 130' INT TERM; failed=; for pair in $(TORCH_VERSIONS); do \
+		rm -rf .venv-torch; $(PYTHON) -m venv .venv-torch; more=; \
+		case $$pair in 2.11.*) more=tests/distributed/test_bench_gpu.py;; esac; \
+		.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check "torch==$${pair%/*}" \
+			"transformers==$${pair#*/}" --editable '.[train,hf,lora]' accelerate boto3 psutil pytest pytest-timeout hypothesis && \
+		.venv-torch/bin/python -m pytest -p tests.cpu_time -m 'not slow or core or release' $(TORCH_TESTS) $$more || \
+			failed="$$failed $$pair"; \
+	done; test -z "$$failed" || { echo "failed on torch/transformers:$$failed"; exit 1; }
 
 # One release at a time: each brings 7 GB of CUDA's libraries.
 TORCH_FOR_CUDA ?= 2.8.0 2.15.0

@@ -1,4 +1,4 @@
-"""What tests need of the installed transformers, which `tests.torch_versions` changes from release to release."""
+"""What tests need of the installed transformers, which `make test-torch-versions` changes from release to release."""
 
 from __future__ import annotations
 
