@@ -67,6 +67,15 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [record for record in records(folder) if "event" not in record]
 
 
+def audits(folder: Path) -> dict[int, dict[int, list[str]]]:
+    """Return the samples that a run below ``folder`` read: by step, then by data-parallel rank."""
+    found: dict[int, dict[int, list[str]]] = {}
+    for path in sorted((folder / "run").glob("data_audit-rank*.jsonl")):
+        for record in map(json.loads, path.read_text().splitlines()):
+            found.setdefault(record["step"], {})[record["dp_rank"]] = record["samples"]
+    return dict(sorted(found.items()))
+
+
 def numbers(folder: Path) -> list[tuple[float, float]]:
     """Return the loss and the gradient norm of each step of a run below ``folder``."""
     return [(record["loss"], record["grad_norm"]) for record in steps(folder)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import random
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.chats import (
     write_tokenizer,
 )
 from tests.tiers import core
-from tests.training import TINY, flags, read_checkpoint, records, same, steps, train
+from tests.training import TINY, audits, flags, read_checkpoint, records, steps, train
 
 ROWS, WIDTH = 24, 128
 STILL = {"lr": 1e-20, "min_lr": 1e-20, "weight_decay": 0.0}
@@ -85,12 +84,8 @@ def transformers_says(model: Path, kind: str, numbers: list[int]) -> tuple[float
 
 def used(folder: Path) -> list[list[int]]:
     """Return the numbers of the rows that each step consumed, on all ranks."""
-    found: dict[int, list[int]] = {}
-    for path in (folder / "run").glob("data_audit-rank*.jsonl"):
-        for record in map(json.loads, path.read_text().splitlines()):
-            names = "+".join(record["samples"]).split("+")
-            found.setdefault(record["step"], []).extend(int(re.search(r":(\d+)", name)[1]) - 1 for name in names)
-    return [sorted(found[step]) for step in sorted(found)]
+    names = ["+".join(itertools.chain(*step.values())) for step in audits(folder).values()]
+    return [sorted(int(number) - 1 for number in re.findall(r"[a-z]:(\d+)", each)) for each in names]
 
 
 def options(here: Path, **changes: Any) -> dict[str, Any]:
@@ -101,20 +96,34 @@ def options(here: Path, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-CASES = {f"{kind} {how} {short} {world}": (kind, how, short, world) for kind in ("chats", "pairs")
-         for how in ("prepared", "indexed", "streamed") for short in ("pad", "pack") for world in (1, 2)}  # fmt: skip
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {"train_batch_size": 4}), "2": (2, {"train_batch_size": 2}),
+    "hybrid": (4, {"train_batch_size": 1, "hybrid_shard_degree": 2}),
+    "accumulated": (1, {"train_batch_size": 2, "gradient_accumulation_steps": 2}),
+    "tensor": (2, {"train_batch_size": 4, "tensor_parallel_degree": 2}),
+    "context": (2, {"train_batch_size": 4, "context_parallel_degree": 2}),
+    "both": (4, {"train_batch_size": 4, "context_parallel_degree": 2, "tensor_parallel_degree": 2}),
+}  # fmt: skip
+CASES = [(kind, how, short, world) for kind in ("chats", "pairs") for how in ("prepared", "indexed", "streamed")
+         for short in ("pad", "pack") for world in ("1", "2")]  # fmt: skip
+CASES += [("pairs", "indexed", "pad", world) for world in WORLDS if not world.isdigit()]
+CORE = {("chats", "prepared", "pack", "2"), ("pairs", "streamed", "pack", "2"), ("pairs", "indexed", "pad", "context")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", core(CASES, {"chats prepared pack 2", "chats streamed pack 2"}.__contains__))
-def test_the_loss_is_that_of_transformers(here: Path, tmp_path: Path, case: str) -> None:
-    kind, how, short, world = CASES[case]
+@pytest.mark.parametrize(("kind", "how", "short", "world"), core(CASES, CORE.__contains__))
+def test_the_loss_is_that_of_transformers(
+    here: Path, tmp_path: Path, kind: str, how: str, short: str, world: str
+) -> None:
+    """Of training, its gradient, and of validation."""
     sources = {
         "prepared": {"training_dir": here / f"{kind}_made" / "train"}, "indexed": {"dataset": here / kind},
         "streamed": {"dataset": here / kind, "streaming": 1},
     }  # fmt: skip
-    given = {**sources[how], **STILL, "short": short, "max_steps": 2, "data_audit": 1, "train_batch_size": 4 // world}
-    harness.run(train, world, flags(tmp_path, **options(here, **given)))
+    validation = {"test_dir": here / kind, "validation_freq": 2, "validation_batches": ROWS, "fast_validation": 0}
+    ranks, mesh = WORLDS[world]
+    given = {**sources[how], **STILL, **validation, "short": short, "max_steps": 2, "data_audit": 1}
+    harness.run(train, ranks, flags(tmp_path, **options(here, **given, **mesh)))
     found, numbers, seen = steps(tmp_path), used(tmp_path), 0
     assert len(found) == len(numbers) == 2
     assert (len(numbers[0]) > 4) == (short == "pack")
@@ -123,6 +132,8 @@ def test_the_loss_is_that_of_transformers(here: Path, tmp_path: Path, case: str)
         seen += tokens
         assert (record["loss"], record["grad_norm"]) == pytest.approx((loss, norm), rel=1e-5)
         assert record["tokens"] == seen
+    (validated,) = (record["loss"] for record in records(tmp_path) if record.get("event") == "evaluate")
+    assert validated == pytest.approx(transformers_says(here / "model", kind, list(range(ROWS)))[0], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -183,32 +194,6 @@ def test_a_checkpoint_has_the_tokenizer_of_its_chats(here: Path, tmp_path: Path)
     harness.run(train, 1, flags(tmp_path / "beside", **bare | file))  # the tokenizer lies there, too
     with pytest.raises(harness.RankFailed, match="--tokenizer"):
         harness.run(train, 2, flags(tmp_path / "x", **bare | {"resume_from_checkpoint": tmp_path / "x/checkpoints"}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_adapters_on_streamed_chats_resume_bit_for_bit_with_their_best(here: Path, tmp_path: Path, world: int) -> None:
-    given = {
-        "dataset": here / "chats", "test_dir": here / "pairs", "short": "pack", "streaming": 1, "shuffle": "global",
-        "lora_rank": 2, "lora_dropout": 0.1, "lr": 3e-2, "lr_decay_style": "constant", "validation_freq": 1,
-        "validation_batches": 2, "val_batch_size": 2, "keep_best": 1, "early_stopping": 3, "checkpoint_freq": 3,
-        "num_kept_checkpoints": 0, "max_steps": 6,
-    }  # fmt: skip
-    first, again = tmp_path / "first", tmp_path / "again"
-    harness.run(train, world, flags(first, **options(here, **given)))
-    (third,) = (first / "checkpoints" / "run").glob("*-3steps")  # what a kill after it leaves
-    shutil.copytree(third, again / "checkpoints" / "run" / third.name)
-    found = {"resume_from_checkpoint": again / "checkpoints"}
-    harness.run(train, world, flags(again, **options(here, **given, **found)))
-    last = third.name.replace("-3steps", f"-{steps(first)[-1]['step']}steps")
-    metas = []
-    for folder in (first, again):
-        meta = folder / "checkpoints" / "run" / last / "meta.json"
-        validated = [(r["step"], r["loss"]) for r in records(folder) if r.get("event") == "evaluate" and r["step"] > 3]
-        metas.append((json.loads(meta.read_text())["best"], validated))
-    assert metas[0] == metas[1]
-    assert metas[0][1]
-    same(read_checkpoint(again / "checkpoints" / "run" / last), read_checkpoint(first / "checkpoints" / "run" / last))
 
 
 @pytest.mark.parametrize("streaming", [0, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from tests.chats import (
     CALLING,
     MARKED,
     PLAIN,
-    TAIL,
     TOOLS,
     by_transformers,
     chat,
@@ -85,16 +85,67 @@ def maker_of(tokenizer: Path, kind: Kind = CHATS, **recipe: Any) -> RowMaker:
 # --- equal to transformers
 
 
+def sharegpt(number: int) -> dict[str, Any]:
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    said = [{"from": names[turn["role"]], "value": turn["content"]} for turn in chat(number)]
+    return {"id": str(number), "conversations": said}
+
+
+ALPACA_PROMPTS = {
+    "": "Below is an instruction that describes a task. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\nadd {1}\n\n### Response:\n",
+    "2 and 3": "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n### Instruction:\nadd {1}\n\n### Input:\n2 and 3"
+    "\n\n### Response:\n",
+}
+ANSWER = "it is 5"
+ALPACA_RECORDS = [{"instruction": "add {1}", "input": given, "output": ANSWER} for given in ALPACA_PROMPTS]
+EQUAL: dict[str, tuple[list[dict[str, Any]], Callable[[Path], list[Tokens]]]] = {
+    "chats": (
+        [{"messages": chat(n), "id": n} for n in range(COUNT)],
+        lambda made: [by_transformers(made, chat(n)) for n in range(COUNT)],
+    ),
+    "sharegpt": (
+        [sharegpt(n) for n in range(COUNT)], lambda made: [by_transformers(made, chat(n)) for n in range(COUNT)],
+    ),
+    "pairs": (
+        [pair(n) for n in range(COUNT)],
+        lambda made: [completion_by_transformers(made, **pair(n)) for n in range(COUNT)],
+    ),
+    "alpaca": (  # with the prompt of the original, whatever the tokenizer's template is
+        ALPACA_RECORDS,
+        lambda made: [completion_by_transformers(made, prompt, ANSWER) for prompt in ALPACA_PROMPTS.values()],
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "save_to_disk"])
-def test_chats_become_the_rows_that_transformers_makes(tokenizer: Path, tmp_path: Path, form: str) -> None:
-    location = put(tmp_path / "in", form, [{"messages": chat(n), "id": n} for n in range(COUNT)])
-    assert rows_in(location, tokenizer) == [by_transformers(tokenizer, chat(n)) for n in range(COUNT)]
+@pytest.mark.parametrize("kind", EQUAL)
+def test_records_become_the_rows_that_transformers_makes(
+    tokenizer: Path, tmp_path: Path, kind: str, form: str
+) -> None:
+    records, expected = EQUAL[kind]
+    assert rows_in(put(tmp_path / "in", form, records), tokenizer) == expected(tokenizer)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_completion_and_its_end_carry_loss(plain: Path, tmp_path: Path, form: str) -> None:
-    location = put(tmp_path / "in", form, [pair(n) for n in range(COUNT)])
-    assert rows_in(location, plain) == [completion_by_transformers(plain, **pair(n)) for n in range(COUNT)]
+def test_fields_of_sharegpt_and_alpaca(plain: Path, tmp_path: Path) -> None:
+    record = {**sharegpt(1), "system": "be brief"}
+    write_lines(tmp_path / "a.jsonl", [record, {**sharegpt(2), "system": ""}])
+    expected = [[{"role": "system", "content": "be brief"}, *chat(1)], chat(2)]
+    assert rows_in(tmp_path, plain) == [by_transformers(plain, messages) for messages in expected]
+    for turn, reason in (({"from": "judge", "value": "a"}, "from is 'judge', not one of human, "),
+                         ({"from": "human"}, 'has no "value" string')):  # fmt: skip
+        write_lines(tmp_path / "a.jsonl", [sharegpt(1), {"conversations": [turn]}])
+        with pytest.raises(DataError, match=rf"a\.jsonl:2: conversations\[0\].* {reason}"):
+            rows_in(tmp_path, plain)
+    write_lines(tmp_path / "a.jsonl", [{"conversations": chat(5)}])
+    assert rows_in(tmp_path, plain) == [by_transformers(plain, chat(5))], "conversations of role and content"
+    (row,) = maker_of(plain, ALPACA).rows([{"instruction": "add {1}", "output": ANSWER}])
+    assert tokens(row) == EQUAL["alpaca"][1](plain)[0]
+    write_lines(tmp_path / "a.jsonl", [{**ALPACA_RECORDS[0], "text": "x"}])
+    with pytest.raises(ConfigError, match="--text_column instruction,output or text"):
+        rows_in(tmp_path, plain)
+    assert rows_in(tmp_path, plain, "instruction,output") == [tokens(row)]
 
 
 def calling(content: Any) -> list[dict[str, Any]]:
@@ -106,85 +157,15 @@ def calling(content: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.parametrize("marked", [False, True])
-def test_tools_their_calls_and_content_in_parts(tmp_path: Path, marked: bool, form: str) -> None:
-    """In a table, where all turns have all fields, nulls count as absent."""
-    header = "{{ '<|' + turn.role + '|>' }}"
-    begin = header + "{% if turn.role == 'assistant' %}{% generation %}"
-    body, end = CALLING.split(header)[1].split(TAIL)[0], "{% endgeneration %}{% else %}"
-    template = CALLING.replace(header + body, begin + body + end + body + "{% endif %}") if marked else CALLING
-    made = write_tokenizer(tmp_path / "tokenizer", template)
+def test_tools_their_calls_and_content_in_parts(tmp_path: Path, form: str) -> None:
+    """In a table, where all turns have all fields, nulls count as absent; tools may be JSON."""
+    made = write_tokenizer(tmp_path / "tokenizer", CALLING)
     parts = [{"type": "text", "text": "what is"}, {"type": "text", "text": " 1 plus 1?"}]
-    rows = [calling(parts), calling("what is 2?"), chat(3)] if form == "jsonl" else [calling("what is 2?"), chat(3)]
-    expected = [by_transformers(made, row, TOOLS if len(row) == 4 else None) for row in rows]
-    records = [{"messages": row, "tools": TOOLS if len(row) == 4 else None} for row in rows]
-    if form == "parquet":
-        records[0]["tools"] = json.dumps(TOOLS)
+    rows = [calling(parts if form == "jsonl" else "what is 2?"), chat(3)]
+    tools = [TOOLS if form == "jsonl" else json.dumps(TOOLS), None]
+    records = [{"messages": row, "tools": own} for row, own in zip(rows, tools, strict=True)]
+    expected = [by_transformers(made, rows[0], TOOLS), by_transformers(made, rows[1])]
     assert rows_in(put(tmp_path / "in", form, records), made) == expected
-
-
-def test_a_template_that_would_write_parts_as_python_does(tmp_path: Path) -> None:
-    made = write_tokenizer(tmp_path / "tokenizer", PLAIN.replace("turn.content + '<|end|>\n'", "turn.content"))
-    good, bad = maker_of(made).rows([
-        {"messages": turns("a", "b")}, {"messages": calling([{"type": "text", "text": "a"}])[:1] + chat(1)[1:]},
-    ])  # fmt: skip
-    assert isinstance(good, Row)
-    assert isinstance(bad, Problem)
-    assert "knows no content in parts" in bad
-
-
-# --- ShareGPT and Alpaca
-
-
-def sharegpt(number: int) -> dict[str, Any]:
-    names = {"system": "system", "user": "human", "assistant": "gpt"}
-    said = [{"from": names[turn["role"]], "value": turn["content"]} for turn in chat(number)]
-    return {"id": str(number), "conversations": said}
-
-
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_sharegpt_records_are_chats(plain: Path, tmp_path: Path, form: str) -> None:
-    location = put(tmp_path / "in", form, [sharegpt(n) for n in range(COUNT)])
-    assert rows_in(location, plain) == [by_transformers(plain, chat(n)) for n in range(COUNT)]
-
-
-def test_sharegpt_fields(plain: Path, tmp_path: Path) -> None:
-    record = {**sharegpt(1), "system": "be brief"}
-    write_lines(tmp_path / "a.jsonl", [record, {**sharegpt(2), "system": ""}])
-    expected = [[{"role": "system", "content": "be brief"}, *chat(1)], chat(2)]
-    assert rows_in(tmp_path, plain) == [by_transformers(plain, messages) for messages in expected]
-    write_lines(tmp_path / "a.jsonl", [sharegpt(1), {"conversations": [{"from": "judge", "value": "a"}]}])
-    with pytest.raises(DataError, match=r"a\.jsonl:2: conversations\[0\]: from is 'judge', not one of human, "):
-        rows_in(tmp_path, plain)
-    write_lines(tmp_path / "a.jsonl", [sharegpt(1), {"conversations": [{"from": "human"}]}])
-    with pytest.raises(DataError, match=r'a\.jsonl:2: conversations\[0\] has no "value" string'):
-        rows_in(tmp_path, plain)
-    write_lines(tmp_path / "a.jsonl", [{"conversations": chat(5)}])
-    assert rows_in(tmp_path, plain) == [by_transformers(plain, chat(5))], "conversations of role and content"
-
-
-ALPACA_PROMPTS = {
-    "": "Below is an instruction that describes a task. Write a response that appropriately completes the "
-    "request.\n\n### Instruction:\nadd {1}\n\n### Response:\n",
-    "2 and 3": "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n### Instruction:\nadd {1}\n\n### Input:\n2 and 3"
-    "\n\n### Response:\n",
-}
-
-
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_alpaca_records_are_prompts_with_completions(plain: Path, tmp_path: Path, form: str) -> None:
-    """With the prompt of the original, whatever the tokenizer's template is."""
-    records = [{"instruction": "add {1}", "input": given, "output": "it is 5"} for given in ALPACA_PROMPTS]
-    expected = [completion_by_transformers(plain, prompt, "it is 5") for prompt in ALPACA_PROMPTS.values()]
-    assert rows_in(put(tmp_path / "in", form, records), plain) == expected
-    if form == "jsonl":
-        (row,) = maker_of(plain, ALPACA).rows([{"instruction": "add {1}", "output": "it is 5"}])
-        assert tokens(row) == expected[0]
-        with_text = [{**records[0], "text": "x"}]
-        with pytest.raises(ConfigError, match="--text_column instruction,output or text"):
-            rows_in(put(tmp_path / "in", form, with_text), plain)
-        assert rows_in(tmp_path / "in", plain, "instruction,output") == expected[:1]
 
 
 # --- the fields that are read
@@ -201,17 +182,8 @@ KINDS: list[tuple[dict[str, Any], str | None, Kind]] = [
 
 
 @pytest.mark.parametrize(("record", "column", "kind"), KINDS)
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_the_fields_decide_the_kind(
-    tmp_path: Path, record: dict[str, Any], column: str | None, kind: Kind, form: str
-) -> None:
-    if form == "jsonl":
-        write_lines(tmp_path / "a.jsonl", [record])
-        broken = "{broken\n" + (tmp_path / "a.jsonl").read_text()  # a malformed record decides nothing
-        (tmp_path / "a.jsonl").write_text(broken)
-    else:
-        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        pq.write_table(pa.table({name: [None, value] for name, value in record.items()}), tmp_path / "a.parquet")
+def test_the_fields_decide_the_kind(tmp_path: Path, record: dict[str, Any], column: str | None, kind: Kind) -> None:
+    (tmp_path / "a.jsonl").write_text("{broken\n" + json.dumps(record))  # a malformed record decides nothing
     assert list_files(str(tmp_path), Selection(column=column)).kind == kind
 
 
@@ -240,14 +212,10 @@ def test_records_of_no_known_kind_are_refused(
 GOOD = {"messages": chat(2)}
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages is empty"), ({"messages": "hi"}, '"messages" list'), ({}, '"messages" list'),
-    ({"messages": ["hi"]}, r'messages\[0\] has no "role"'),
     ({"messages": [{"role": "user"}]}, r'\[0\] has no "content"'),
-    ({"messages": [{"role": "user", "content": 5}]}, r'\[0\] has no "content"'),
-    ({"messages": [{"from": "human", "value": "a"}]}, r'\[0\] has no "role"'),
     ({"messages": [{"role": "user", "content": "a\0"}]}, "NUL"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]: content\[0\] is 'image'"),
     ({"messages": [{"role": "user", "content": ["text"]}]}, r"messages\[0\]: content\[0\] is 'text', not a part"),
-    ({"messages": [{"role": "user", "content": [["text"]]}]}, r"messages\[0\]: content\[0\] is "),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"messages\[0\]: content\[0\] is 'text'"),
     ({"messages": chat(1), "tools": "{"}, '"tools" is no list'), ({"messages": chat(1), "tools": [1]}, '"tools" is no'),
     ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
@@ -283,18 +251,15 @@ def test_malformed_prompts_and_completions(plain: Path) -> None:
 # --- templates
 
 
-TEMPLATES = {
-    "none": (None, r"has no chat template.*--chat_template FILE"), "broken": ("{% for %}", "line 1"),
-    "absent": ("absent", r"absent: cannot be read .*--chat_template"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", TEMPLATES)
-def test_an_unusable_template_is_refused_at_once(tmp_path: Path, case: str) -> None:
-    template, reason = TEMPLATES[case]
-    made = write_tokenizer(tmp_path / "tokenizer", None if case == "absent" else template)
+@pytest.mark.parametrize(("template", "file", "reason"), [
+    (None, None, r"has no chat template.*--chat_template FILE"), ("{% for %}", None, "line 1"),
+    (PLAIN, "/absent", r"absent: cannot be read .*--chat_template"),
+])  # fmt: skip
+def test_an_unusable_template_is_refused_at_once(
+    tmp_path: Path, template: str | None, file: str | None, reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
-        maker_of(made, chat_template=str(tmp_path / "absent") if case == "absent" else None)
+        maker_of(write_tokenizer(tmp_path / "tokenizer", template), chat_template=file)
 
 
 def test_a_template_from_a_file(plain: Path, tmp_path: Path) -> None:
@@ -308,12 +273,28 @@ def test_a_template_from_a_file(plain: Path, tmp_path: Path) -> None:
         maker_of(plain, PAIRS, chat_template="x")
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_for_chats_of_several(tmp_path: Path) -> None:
-    """Some templates drop the reasoning of all answers but the last."""
-    rewriting = PLAIN.replace("turn.content", "(turn.content if loop.last else 'short')")
-    (row,) = maker_of(write_tokenizer(tmp_path / "tokenizer", rewriting)).rows([GOOD])
-    assert isinstance(row, Problem)
-    assert re.search("turn 2 .*--chat_template", row)
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
+BAD_TEMPLATES = {
+    "drops the reasoning of all answers but the last": (
+        PLAIN.replace("turn.content", "(turn.content if loop.last else 'short')"), "turn 2 .*--chat_template",
+    ),
+    "writes without end": (LOOP + PLAIN, "chat template takes over .*correct the template"),
+    "one huge string": ("{{ 'x' * 10 ** 15 }}" + PLAIN, "chat template takes over .*correct the template"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_TEMPLATES)
+def test_a_bad_template_is_a_problem_of_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Bounded in time; the thread goes on to the next record."""
+    monkeypatch.setattr(chats, "RENDER_SECONDS", 0.3)
+    template, reason = BAD_TEMPLATES[case]
+    good = "{% if messages | length < 3 %}" + PLAIN + "{% else %}" + template + "{% endif %}"
+    before, bad, after = maker_of(write_tokenizer(tmp_path / "tokenizer", good)).rows(
+        [{"messages": turns("a", "b")}, {"messages": turns("a", "b", "c", "d")}, {"messages": turns("a", "b")}]
+    )
+    assert isinstance(bad, Problem)
+    assert re.search(reason, bad)
+    assert tokens(before) == tokens(after)
 
 
 def test_a_template_with_the_date_gives_the_same_rows_on_any_day(tmp_path: Path) -> None:
@@ -322,48 +303,20 @@ def test_a_template_with_the_date_gives_the_same_rows_on_any_day(tmp_path: Path)
     assert load(str(made)).decode(tokens(row)[0]).startswith("26 Jul 2024")
 
 
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
-ENDLESS = {
-    "a loop": LOOP + "{% endfor %}" * 3,
-    "a loop that writes": LOOP + "x{% endfor %}" + "{% endfor %}" * 2,
-    "one huge string": "{{ 'x' * 10 ** 15 }}",
-}
-
-
-@pytest.mark.parametrize("case", ENDLESS)
-def test_a_template_without_end_is_a_problem_of_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    """Bounded in time; the thread goes on to the next record."""
-    monkeypatch.setattr(chats, "RENDER_SECONDS", 0.3)
-    template = "{% if 'loop' in messages[0].content %}" + ENDLESS[case] + "{% endif %}" + PLAIN
-    made = maker_of(write_tokenizer(tmp_path / "tokenizer", template))
-    for _ in range(2):
-        before, bad, after = made.rows([GOOD, {"messages": turns("loop", "b")}, GOOD])
-        assert isinstance(bad, Problem)
-        assert re.search("chat template takes over .*correct the template", bad)
-        assert tokens(before) == tokens(after)
-
-
 # --- text
 
 
-def test_text_rows(plain: Path, tmp_path: Path) -> None:
+def test_text_rows(plain: Path) -> None:
     """The whole text and an end token; special tokens in a text are text."""
-    fast = load(str(plain))
-    end = fast.token_to_id("<|endoftext|>")
-    maker = maker_of(plain, TEXTS)
-    good, blank, bad, whole, special, broken, nul, half = maker.rows([
-        b'{"text": "it is 5"}', {"text": " \n"}, b'{"text": 5}', "it is 5", {"text": "<|end|>"},
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), {"text": "a\0"}, b'{"text": "\\ud800"}',
-    ])  # fmt: skip
-    assert isinstance(good, Row)
-    assert good.labels is None
-    assert good.input_ids.tolist() == [*fast.encode("it is 5").ids, end] == whole.input_ids.tolist()  # type: ignore[union-attr]
-    assert blank is None
-    assert special.input_ids.size > 2  # type: ignore[union-attr]
-    reasons = ('no "text" string', "byte 0 is not UTF-8", "NUL", "surrogates")
-    for problem, reason in zip((bad, broken, nul, half), reasons, strict=True):
+    fast, maker = load(str(plain)), maker_of(plain, TEXTS)
+    good, blank, whole, special = maker.rows([b'{"text": "it is 5"}', {"text": " \n"}, "it is 5", {"text": "<|end|>"}])
+    assert good.labels is None  # type: ignore[union-attr]
+    ids = [*fast.encode("it is 5").ids, fast.token_to_id("<|endoftext|>")]
+    assert good.input_ids.tolist() == whole.input_ids.tolist() == ids  # type: ignore[union-attr]
+    assert (blank, special.input_ids.size > 2) == (None, True)  # type: ignore[union-attr]
+    broken = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    problems = maker.rows([b'{"text": 5}', broken, {"text": "a\0"}, b'{"text": "\\ud800"}'])
+    for problem, reason in zip(problems, ('no "text" string', "byte 0 is not UTF-8", "NUL", "surrogates"), strict=True):
         assert isinstance(problem, Problem)
         assert reason in problem
     (named,) = maker_of(plain, TEXTS, eos_token="<|end|>").rows(["it is 5"])
@@ -371,10 +324,9 @@ def test_text_rows(plain: Path, tmp_path: Path) -> None:
 
 
 def test_tokenizers_that_do_not_fit(plain: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ids up to 299.* vocabulary of 256"):
-        maker_of(plain, TEXTS, vocab_size=256)
-    with pytest.raises(ConfigError, match=r"ids up to 299.* vocabulary of 256"):
-        maker_of(plain, CHATS, vocab_size=256)
+    for kind in (TEXTS, CHATS):
+        with pytest.raises(ConfigError, match=r"ids up to 299.* vocabulary of 256"):
+            maker_of(plain, kind, vocab_size=256)
     maker_of(plain, TEXTS, vocab_size=300)
     with pytest.raises(ConfigError, match=r"text, and no tokenizer .*--tokenizer"):
         Recipe(TEXTS).open()

@@ -6,12 +6,15 @@ import gzip
 import inspect
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from smp_train.data import hub
+from smp_train.data.cli import main
 from smp_train.data.files import (
     HELD_OUT,
     DataFile,
@@ -27,6 +30,7 @@ from smp_train.data.readers import records
 from smp_train.distributed import detect
 from smp_train.errors import DataError
 from tests.chats import chat, write_lines
+from tests.training import SAMPLE
 
 ROW = b'{"input_ids": [1, 2], "attention_mask": [1, 1]}\n'
 TEXT = b'{"text": "one"}\n'
@@ -69,50 +73,51 @@ def test_files_by_name_with_all_folders_below(tmp_path, caplog):
     assert names(tmp_path / "a.JSONL") == ["a.JSONL"], "one file"
 
 
-def test_paths_are_absolute(tmp_path, monkeypatch):
-    """All ranks read the files that rank 0 listed, in whatever folder they were started."""
-    put(tmp_path, "d/a.json")
-    monkeypatch.chdir(tmp_path)
-    for location in ("d", "./d/", "d/a.json"):
-        assert [file.path for file in list_files(location).files] == [f"{tmp_path}/d/a.json"]
+TWICE = "the same file as"
+REFUSED: dict[str, tuple[list[str], dict[str, Any], tuple[str, ...]]] = {
+    "missing": ([], {"below": "missing"}, ("missing: no such file or folder", "--training_dir")),
+    "empty folder": ([], {"flag": "--dataset"}, ("no file that matches", "*.json.gz", "--dataset")),
+    "no records": (["a.csv", "b.html"], {}, ("not read: a.csv, b.html; ", "JSON lines")),
+    "no text": (["a.csv"], {"below": "a.csv"}, ("a.csv", "not read", "JSON lines")),
+    "zst": (["a.jsonl.zst"], {"below": "a.jsonl.zst"}, ("a.jsonl.zst", "not read")),
+    "ours": (["a.tok"], {"patterns": ["*"]}, ("not read",)),
+    "no match": (["a.txt"], {"patterns": ["*.rst"]}, ("no file that matches *.rst",)),
+    "blank": (["blank x.json"], {}, ("x.json: no record",)),
+    "0 bytes": (["a.json", "empty b.json"], {}, ("b.json: is empty (0 bytes)",)),
+    "no link": (["a.json", "dangling b.json.gz"], {}, ("b.json.gz: cannot be read (No such file or directory)",)),
+    "a pipe": (["a.json", "pipe b.json"], {}, ("b.json: is not a regular file",)),
+    "gzipped copy": (["b.json", "b.json.gz"], {}, ("b.json.gz: lies next to", "b.json", "count twice")),
+    "another ending": (["b.json", "b.jsonl.gz"], {}, ("lies next to", "count twice")),
+    "texts": (["a.txt", "a.txt.gz", "a.md"], {}, ("a.txt.gz: lies next to",)),
+    "a link": (["a.json", "linked c.json"], {}, ("c.json: ", TWICE, "a.json")),
+    "a hard link": (["a.json", "hard c.json"], {}, ("c.json: ", TWICE, "a.json")),
+    "zipped": (["a.json.gz"], {"zipped": False}, ("a.json.gz: is no plain file", "--zipped_data is 0")),
+    "not zipped": (["a.json"], {"zipped": True}, ("is no gzipped file", "--zipped_data is 1")),
+    "no zipped text": (["a.txt"], {"zipped": True}, ("is no gzipped file", "--zipped_data is 1")),
+}  # fmt: skip
+MAKE: dict[str, Callable[[Path], object]] = {
+    "blank": lambda path: path.write_bytes(b"\n\n"), "empty": lambda path: path.touch(),
+    "dangling": lambda path: path.symlink_to("gone"), "pipe": os.mkfifo,
+    "linked": lambda path: path.symlink_to("a.json"), "hard": lambda path: os.link(path.with_name("a.json"), path),
+}  # fmt: skip
 
 
-def test_nothing_to_read(tmp_path):
-    refuses(tmp_path / "missing", "missing: no such file or folder", "--training_dir")
-    refuses(tmp_path, tmp_path, "no file that matches", "*.json.gz", "--dataset", flag="--dataset")
-    put(tmp_path, "a.csv", "b.tsv", "c.html")
-    refuses(tmp_path, "not read: a.csv, b.tsv, c.html; ", "JSON lines")
-    refuses("s3://", "s3://: names no bucket", "s3://bucket/prefix")
-    put(tmp_path, "d/x.json", content=b"\n\n")
-    refuses(tmp_path / "d", "x.json: no record")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(tmp_path, case):
+    files, options, parts = REFUSED[case]
+    for kind, _, name in (name.rpartition(" ") for name in files):
+        MAKE[kind](tmp_path / name) if kind else put(tmp_path, name)
+    refuses(tmp_path / options.pop("below", ""), tmp_path, *parts, **options)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.html", "a.pdf", "a.jsonl.zst", "a.tok", "a.idx"])
-def test_a_file_that_is_no_text_is_refused_by_name(tmp_path, name):
-    put(tmp_path, name, content=b"a,b\n1,2\n")
-    refuses(tmp_path / name, name, "not read", "JSON lines")
-    refuses(tmp_path, "not read", patterns=["*"])
-
-
-def test_a_file_of_another_name_is_text(tmp_path):
-    put(tmp_path, "LICENSE", content=b"free")
-    (file,) = list_files(str(tmp_path / "LICENSE")).files
-    assert (file.kind, [record for _, _, record in records(file)]) == ("text", ["free"])
-
-
-def test_unusable_files(tmp_path):
+def test_one_file_in_two_locations_is_refused(tmp_path):
     put(tmp_path, "a.json")
-    (tmp_path / "b.json").touch()
-    refuses(tmp_path, tmp_path / "b.json", "is empty (0 bytes)")
-    (tmp_path / "b.json").unlink()
-    (tmp_path / "b.json.gz").symlink_to(tmp_path / "gone")
-    refuses(tmp_path, tmp_path / "b.json.gz", "cannot be read (No such file or directory)")
-    (tmp_path / "b.json.gz").unlink()
-    os.mkfifo(tmp_path / "b.json")
-    refuses(tmp_path, "b.json: is not a regular file")
-    (tmp_path / "b.json").unlink()
     (tmp_path / "circle").symlink_to(tmp_path)
     assert names(tmp_path) == ["a.json"], "a link to a folder above is not followed"
+    with pytest.raises(DataError, match=r"a\.json: is the same file as .*a\.json"):
+        list_sources([str(tmp_path), str(tmp_path / "a.json")], Selection(), ranks=detect())
+    with pytest.raises(DataError, match="names no bucket; write s3://bucket/prefix"):
+        list_files("s3://")
 
 
 def test_empty_texts_are_left_out(tmp_path, caplog):
@@ -123,48 +128,11 @@ def test_empty_texts_are_left_out(tmp_path, caplog):
     refuses(tmp_path / "b.txt", "is empty")
 
 
-def test_records_that_would_count_twice(tmp_path):
-    put(tmp_path, "a.json", "b.json", "b.json.gz")
-    refuses(tmp_path, tmp_path / "b.json.gz", f"lies next to {tmp_path}/b.json", "count twice")
-    (tmp_path / "b.json.gz").rename(tmp_path / "b.jsonl.gz")
-    refuses(tmp_path, "lies next to", "count twice")
-    (tmp_path / "b.jsonl.gz").unlink()
-    (tmp_path / "c.json").symlink_to(tmp_path / "a.json")
-    refuses(tmp_path, tmp_path / "c.json", f"the same file as {tmp_path}/a.json")
-    (tmp_path / "c.json").unlink()
-    os.link(tmp_path / "a.json", tmp_path / "c.json")
-    refuses(tmp_path, tmp_path / "c.json", f"the same file as {tmp_path}/a.json")
-    (tmp_path / "c.json").unlink()
-    with pytest.raises(DataError, match=r"a\.json: is the same file as .*a\.json"):
-        list_sources([str(tmp_path), str(tmp_path / "a.json")], Selection(), ranks=detect())
-    put(tmp_path / "texts", "a.txt", "a.txt.gz", "a.md", content=b"x")
-    refuses(tmp_path / "texts", "a.txt.gz: lies next to")
-
-
-def test_zipped_flag_checks(tmp_path):
-    put(tmp_path, "a.json.gz")
-    assert names(tmp_path, Selection(zipped=True)) == ["a.json.gz"]
-    refuses(tmp_path, tmp_path / "a.json.gz", "is no plain file", "--zipped_data is 0", zipped=False)
-    put(tmp_path / "plain", "b.json")
-    put(tmp_path / "texts", "a.txt")
-    for name in ("plain", "texts"):
-        refuses(tmp_path / name, "is no gzipped file", "--zipped_data is 1", zipped=True)
-
-
 def test_patterns_and_exclusions(tmp_path):
     put(tmp_path, "a.txt", "sub0/1.py", "sub0/10.py", "sub1/11.py", "sub2/12.py", "sub2/1x.log", content=b"x")
     selection = Selection(patterns=["1*.py", "*.log"], exclude=["sub2", "10.*"])
     assert names(tmp_path, selection) == ["sub0/1.py", "sub1/11.py"]
     assert names(tmp_path, Selection(patterns=["*.log"])) == ["sub2/1x.log"]
-    refuses(tmp_path, "no file that matches *.rst", patterns=["*.rst"])
-
-
-def test_every_json_file_must_hold_records(tmp_path):
-    """Except for known files of settings: no shard is lost because its first line is broken."""
-    put(tmp_path, "a.jsonl", "b.json", "tokenizer_config.json")
-    put(tmp_path, "c.json", content=b"{\n")
-    put(tmp_path, "d.json", content=b"\n")
-    assert names(tmp_path) == ["a.jsonl", "b.json", "c.json", "d.json"]
 
 
 def test_texts_next_to_other_records(tmp_path, caplog):
@@ -215,31 +183,13 @@ def test_data_sets_that_save_to_disk_wrote(tmp_path):
         (file,) = list_files(str(tmp_path / "splits"), split=split).files
         assert len(list(records(file))) == len(part)
     assert held_out(tmp_path / "splits") == ["validation/data-00000-of-00001.arrow"]
+    state = tmp_path / "d" / "state.json"
+    for content in ("{", json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": "/tmp/a.arrow"}]})):
+        state.write_text(content)
+        refuses(tmp_path / "d", tmp_path / "d", "save it again with save_to_disk")
     datasets.DatasetDict(other=texts).save_to_disk(str(tmp_path / "others"))
     with pytest.raises(DataError, match="others: has no split train; it has other"):
         list_files(str(tmp_path / "others"))
-
-
-def change_state(folder: Path, **fields: Any) -> None:
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, **fields}))
-
-
-DAMAGED = {
-    "a file is gone": lambda folder: next(folder.glob("*.arrow")).unlink(),
-    "a file elsewhere": lambda folder: change_state(folder, _data_files=[{"filename": "/tmp/a.arrow"}]),
-    "rows in another order": lambda folder: change_state(folder, _indices_data_files=[{"filename": "i.arrow"}]),
-    "no file": lambda folder: change_state(folder, _data_files=[]),
-    "broken": lambda folder: (folder / "state.json").write_text("{"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_data_sets(tmp_path, damage):
-    pytest.importorskip("datasets").Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "d"))
-    put(tmp_path, "a.arrow")
-    DAMAGED[damage](tmp_path / "d")
-    refuses(tmp_path / "d", tmp_path / "d", "save it again with save_to_disk")
 
 
 # --- other nodes
@@ -309,20 +259,50 @@ def test_a_data_set_of_the_hub(on_hub):
     assert "\n" not in str(no.value)
 
 
-def test_a_data_set_that_changed_on_the_hub(on_hub):
-    (file, *_) = list_files("acme/words").files
-    hub.open_splits.cache_clear()
-    put(on_hub, "train-3.jsonl", content=TEXT)
-    with pytest.raises(DataError, match="acme/words/train-0: has changed on the hub"):
-        list(records(file))
+@pytest.fixture
+def made(tmp_path):
+    # Other tests train on the sample meanwhile: files in its cache come and go.
+    return Path(shutil.copytree(SAMPLE, tmp_path / "made", ignore=shutil.ignore_patterns(".smp*")))
 
 
-def test_an_unreachable_hub_is_not_a_missing_split(on_hub, monkeypatch):
-    from smp_train.models.hugging_face import HubUnreachable
+def rows(path):
+    return gzip.decompress(path.read_bytes())
 
-    def unreachable(name, config, **options):
-        raise HubUnreachable("no such path, and the hub cannot be reached")
 
-    monkeypatch.setattr("datasets.load_dataset_builder", unreachable)
-    with pytest.raises(DataError, match="acme/words: no such path, and the hub cannot be reached"):
-        list_held_out("acme/words")
+CHANGES = {
+    "train-00001.json.gz": lambda path: path.unlink(),
+    "more.jsonl": lambda path: path.write_bytes(rows(path.with_name("train-00000.json.gz"))),
+    "train-00002.json.gz": lambda path: path.write_bytes(gzip.compress(rows(path).splitlines(keepends=True)[0])),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_files_than_listed(name, made, capsys):
+    assert main(["verify", str(made / "train")]) == 0
+    CHANGES[name](made / "train" / name)
+    for location in (made / "train", made):
+        with pytest.raises(DataError, match=rf"made/train: .*{name} "):
+            list_files(str(location))
+    assert main(["verify", str(made / "train")]) == 3
+    assert name in capsys.readouterr().out
+    assert [file.name for file in list_files(str(made), split="test").files] == ["test-00000.json.gz"]
+    list_files(str(made / "train" / "train-00000.json.gz"))  # one file is read alone
+    (made / "_manifest.json").unlink()
+    list_files(str(made / "train"))
+
+
+def test_verify_compares_checksums(made, capsys):
+    path = made / "train" / "train-00000.json.gz"
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + b"\1" + content[5:])  # the time in gzip's header
+    assert main(["verify", str(made / "train")]) == 3
+    assert "train-00000.json.gz has another checksum" in capsys.readouterr().out
+
+
+def test_manifests_of_other_programs_and_of_unfinished_preparations(made):
+    for text in ('{"splits": [1]}', "[]", "{", '{"splits": {"train": {"shards": [{"name": "x"}]}}}'):
+        (made / "_manifest.json").write_text(text)
+        list_files(str(made / "train"))
+    (made / "_manifest.json").write_text(json.dumps({"made_by": "smp-train prepare", "complete": False}))
+    with pytest.raises(DataError, match=r"_manifest\.json: .*smp-train prepare"):
+        list_files(str(made / "train"))

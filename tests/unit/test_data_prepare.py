@@ -11,15 +11,15 @@ from tokenizers import Tokenizer
 
 from smp_train.data import convert
 from smp_train.data import tokenizer as tokenizers
-from smp_train.data.convert import open_token_rows
 from smp_train.data.files import list_files
 from smp_train.data.prepare import cli
 from smp_train.data.prepare.cli import MANIFEST, SPLITS, main
-from smp_train.data.prepare.shards import SplitWriter, entropy, is_held_out
-from smp_train.data.rows import Recipe
+from smp_train.data.prepare.shards import SplitWriter, is_held_out
 from smp_train.data.source import Row
 from smp_train.data.token_rows import TokenRows
 from smp_train.errors import ConfigError, DataError
+from tests.chats import MARKED, by_transformers, chat, write_lines, write_tokenizer
+from tests.shards import opened
 
 
 def document(n):
@@ -59,9 +59,8 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def rows_in(folder, **options):
-    files = list_files(str(folder))
-    return open_token_rows(files, Recipe(files.kind, 400), **options)
+def rows_in(folder):
+    return opened(folder, 400)
 
 
 def read_split(folder):
@@ -101,32 +100,24 @@ def test_manifest_tells_the_truth(made):
     assert manifest["complete"] is True
     assert manifest["vocab_size"] == Tokenizer.from_file(str(made / "tokenizer.json")).get_vocab_size() <= 400
     for split in SPLITS:
-        totals = manifest["splits"][split]
-        source = rows_in(made / split)
+        totals, source = manifest["splits"][split], rows_in(made / split)
         assert totals["rows"] == len(source) == sum(shard["rows"] for shard in totals["shards"])
         assert totals["tokens"] == source.report()["tokens"] == totals["rows"] * 32
-        assert [(shard["name"], shard["bytes"]) for shard in totals["shards"]] == [
-            (shard.name, shard.size) for shard in source.files
-        ]
+        listed = [(shard["name"], shard["bytes"]) for shard in totals["shards"]]
+        assert listed == [(shard.name, shard.size) for shard in source.files]
         assert totals["tokens_dropped"] < 32
     assert sum(manifest["splits"][split]["documents"] for split in SPLITS) == 60
     train = read_split(made / "train")
-    nats = manifest["unigram_entropy_nats"]
     frequency = np.bincount(train, minlength=400) / train.size
-    assert nats["train"] == pytest.approx(-sum(p * math.log(p) for p in frequency if p), rel=1e-9)
-    assert entropy(np.array([5, 5, 0])) == pytest.approx(math.log(2))
+    expected = -sum(p * math.log(p) for p in frequency if p)
+    assert manifest["unigram_entropy_nats"]["train"] == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("processes", [[], ["--processes", "2"]])
-@pytest.mark.parametrize("limits", [[], ["--max_rows", "150"]])
-def test_same_input_same_bytes(texts, made, tmp_path, processes, limits):
-    whole = made
-    if limits:
-        whole = tmp_path / "whole"
-        prepare(texts, whole, *limits)
-    prepare(texts, tmp_path / "again", *limits, *processes)
-    assert len(contents(whole)) > 6
-    assert contents(tmp_path / "again") == contents(whole)
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_same_input_same_bytes(texts, made, tmp_path, processes):
+    prepare(texts, tmp_path / "again", "--processes", processes)
+    assert len(contents(made)) > 6
+    assert contents(tmp_path / "again") == contents(made)
 
 
 def test_a_repeated_call_has_nothing_to_do(texts, made, tmp_path, capsys):
@@ -159,70 +150,55 @@ def test_limits(texts, tmp_path, monkeypatch, bytes_per_token):
 
 def test_a_given_tokenizer(texts, made, tmp_path):
     flags = ["--input", str(texts / "sub1"), "--seq_len", "16", "--validation_fraction", "0"]
-    main([*flags, "--output", str(tmp_path / "file"), "--tokenizer", str(made / "tokenizer.json")])
-    main([*flags, "--output", str(tmp_path / "folder"), "--tokenizer", str(made)])
+    for name, given in (("file", made / "tokenizer.json"), ("folder", made)):
+        main([*flags, "--output", str(tmp_path / name), "--tokenizer", str(given)])
     assert contents(tmp_path / "file" / "train") == contents(tmp_path / "folder" / "train")
     assert (tmp_path / "file/tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
     tokenizers.train(["another"], 300).save(str(tmp_path / "t.json"))
-    main([*flags, "--output", str(tmp_path / "own"), "--tokenizer", str(tmp_path / "t.json")])
-    shutil.copy(made / "tokenizer.json", tmp_path / "t.json")
-    tokenizers.load_with_end.cache_clear()  # as in another process
     with pytest.raises(ConfigError, match="another preparation"):
-        main([*flags, "--output", str(tmp_path / "own"), "--tokenizer", str(tmp_path / "t.json")])
+        main([*flags, "--output", str(tmp_path / "file"), "--tokenizer", str(tmp_path / "t.json")])
     for more, reason in [
         (["--tokenizer", str(made), "--eos_token", "<nope>"], "--eos_token <nope>: "),
         (["--tokenizer", str(tmp_path / "gone.json")], "gone.json: cannot be loaded"),
         (["--train_tokenizer", "100"], "--train_tokenizer 100"),
     ]:
         with pytest.raises(ConfigError, match=reason):
-            main([*flags, "--output", str(tmp_path / "bad"), *more, "--overwrite", "1"])
+            main([*flags, "--output", str(tmp_path / "bad"), *more])
 
 
-def test_options_of_the_trained_tokenizer(texts, made, tmp_path):
-    from transformers import AutoTokenizer
-
-    loaded = AutoTokenizer.from_pretrained(made)
-    assert loaded.eos_token == "<|endoftext|>"
-    assert loaded.decode(loaded("naïve é")["input_ids"]) == "naïve é"
-    prepare(texts, tmp_path / "out", "--special_tokens", "<user>", "<bot>", "--min_frequency", "5")
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    assert tokenizer.encode("<user>hello").tokens[0] == "<user>"
-
-
-BAD_CALLS = {
-    "no input": ("--output o", ConfigError, "required: --input"),
-    "no tokenizer": ("--input i --output o", ConfigError, "--tokenizer --train_tokenizer is required"),
-    "nowhere": ("--input /nowhere --output o --train_tokenizer 400", DataError, "/nowhere: "),
-    "short rows": ("--input {here} --output o --train_tokenizer 400 --seq_len 1", ConfigError, "--seq_len: 1: must"),
-    "fraction": ("--input {here} --output o --tokenizer t --validation_fraction 1", ConfigError, "--validation_f"),
-    "special": ("--input i --output o --tokenizer t --special_tokens <x>", ConfigError, "--train_tokenizer"),
-    "many special": ("--input {here} --output {out} --train_tokenizer 258 --special_tokens a b", ConfigError, "259"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_calls(tmp_path, name):
-    words, error, reason = BAD_CALLS[name]
-    with pytest.raises(error, match=reason) as caught:
-        main([word.format(here=__file__, out=tmp_path / "out") for word in words.split()])
-    assert "\n" not in str(caught.value)
+TRAINED = "--input {in} --output {out} --train_tokenizer 400"
+GOOD = '{"text": "good"}\n'
+REFUSED = {
+    "no input": ({}, "--output o", ConfigError, "required: --input"),
+    "no tokenizer": ({}, "--input i --output o", ConfigError, "--tokenizer --train_tokenizer is required"),
+    "nowhere": ({}, "--input /nowhere --output o --train_tokenizer 400", DataError, "/nowhere: "),
+    "nothing": ({}, TRAINED, DataError, r"--input .*\*\.txt"),
+    "short rows": ({"a.jsonl": GOOD}, f"{TRAINED} --seq_len 1", ConfigError, "--seq_len: 1: must"),
+    "fraction": ({"a.jsonl": GOOD}, f"{TRAINED} --validation_fraction 1", ConfigError, "--validation_f"),
+    "special": ({}, "--input i --output o --tokenizer t --special_tokens <x>", ConfigError, "--train_tokenizer"),
+    "many special": (
+        {"a.jsonl": GOOD}, "--input {in} --output {out} --train_tokenizer 258 --special_tokens a b", ConfigError, "259",
+    ),
+    "no string": ({"a.jsonl": GOOD + '{"text": 5}\n'}, TRAINED, DataError, r'a\.jsonl:2: .*"text"'),
+    "broken": ({"a.jsonl": GOOD + '{"text": "cut'}, TRAINED, DataError, r"a\.jsonl:2: "),
+    "too little": ({"a.jsonl": GOOD}, TRAINED, DataError, "512"),
+    "tokens": ({"a.jsonl": '{"input_ids": [1, 2, 3]}\n'}, TRAINED, DataError, "tokens, which need no preparation"),
+    "two kinds": (
+        {"a.jsonl": GOOD, "b.jsonl": '{"prompt": "a", "completion": "b"}\n'},
+        "--input {in}/a.jsonl {in}/b.jsonl --output {out} --train_tokenizer 400", ConfigError, "one kind at a time",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, r"--input .*\*\.txt"),
-        ('{"text": "good"}\n{"text": 5}\n', r'a\.jsonl:2: .*"text"'),
-        ('{"text": "good"}\n{"text": "cut', r"a\.jsonl:2: "),
-        ('{"text": "too little"}\n', "512"),
-    ],
-)
-def test_bad_input(tmp_path, content, reason):
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(tmp_path, case):
+    files, words, error, reason = REFUSED[case]
     (tmp_path / "in").mkdir()
-    if content is not None:
-        (tmp_path / "in" / "a.jsonl").write_text(content)
-    with pytest.raises(DataError, match=reason):
-        main(["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--train_tokenizer", "400"])
+    for name, content in files.items():
+        (tmp_path / "in" / name).write_text(content)
+    with pytest.raises(error, match=reason) as caught:
+        main([word.format(**{"in": tmp_path / "in", "out": tmp_path / "out"}) for word in words.split()])
+    assert "\n" not in str(caught.value)
 
 
 class Killed(Exception):
@@ -257,62 +233,29 @@ def test_a_killed_preparation_continues(texts, made, tmp_path, monkeypatch, limi
     assert contents(output) == contents(whole)
 
 
-def test_malformed_records_stop_it_or_are_left_out(made, tmp_path):
+def test_malformed_records_are_left_out(made, tmp_path):
     text, output = tmp_path / "text.jsonl", tmp_path / "out"
-    lines = [json.dumps({"text": document(number)}) for number in range(60)]
-    words = f"--input {text} --tokenizer {made}/tokenizer.json --seq_len 16 --rows_per_shard 8".split()
-    text.write_text("\n".join([*lines[:50], "broken", *lines[50:]]))
-    with pytest.raises(DataError, match=rf"{text}:51: "):
-        main([*words, "--output", str(output)])
-    assert main([*words, "--output", str(output), "--bad_rows", "skip"]) == 0
+    text.write_text("\n".join(["broken", *(json.dumps({"text": document(number)}) for number in range(60))]))
+    words = f"--input {text} --tokenizer {made}/tokenizer.json --output {output} --bad_rows skip".split()
+    assert main(words) == 0
     manifest = json.loads((output / MANIFEST).read_text())
     assert sum(totals["documents"] for totals in manifest["splits"].values()) == 60
 
 
 def test_chats_are_rows_of_their_own(tmp_path):
     """A chat is one row with labels; the output has the tokenizer with its template."""
-    pytest.importorskip("transformers")
-    (tmp_path / "in").mkdir()
-    turns = [[("user", f"question {n}"), ("assistant", f"answer {n} " * (n % 5 + 1))] for n in range(40)]
-    chats = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns]
-    (tmp_path / "in" / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    template = tmp_path / "template.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
-    )
-    words = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--train_tokenizer", "300"]
-    words += ["--chat_template", str(template), "--special_tokens", "</s>", "--rows_per_shard", "16"]
-    assert main(words) == 0
-    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    made, output = write_tokenizer(tmp_path / "tokenizer", MARKED), tmp_path / "out"
+    write_lines(tmp_path / "in" / "chats.jsonl", [{"messages": chat(number)} for number in range(40)])
+    words = ["--input", str(tmp_path / "in"), "--output", str(output), "--tokenizer", str(made)]
+    assert main([*words, "--rows_per_shard", "16"]) == 0
+    splits = [rows_in(output / split) for split in SPLITS]
+    rows = [rows.row(number) for rows in splits for number in range(len(rows))]
+    found = sorted((row.input_ids.tolist(), row.labels.tolist()) for row in rows)
+    assert found == sorted(by_transformers(made, chat(number)) for number in range(40))
+    manifest = json.loads((output / MANIFEST).read_text())
     assert sum(totals["documents"] for totals in manifest["splits"].values()) == 40
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    answers, counted = set(), 0
-    for split in SPLITS:
-        rows = rows_in(tmp_path / "out" / split)
-        assert rows.report()["longest"] <= manifest["seq_len"]
-        for number in range(len(rows)):
-            row = rows.row(number)
-            learnt = row.labels[row.labels != -100]
-            counted += learnt.size
-            answers.add(tokenizer.decode(learnt.tolist(), skip_special_tokens=False).lstrip())
-    assert answers == {chat[1][1] + "</s>" for chat in turns}
-    assert counted == sum(totals["counted_tokens"] for totals in manifest["splits"].values())
-    from transformers import AutoTokenizer
-
-    assert "generation" in AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    counted = sum(totals["counted_tokens"] for totals in manifest["splits"].values())
+    assert counted == sum(label != -100 for _, labels in found for label in labels)
+    assert by_transformers(output, chat(5)) == by_transformers(made, chat(5))
     with pytest.raises(ConfigError, match="--seq_len"):
         main([*words, "--seq_len", "32"])
-
-
-def test_kinds_that_prepare_refuses(tmp_path):
-    (tmp_path / "tokens.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
-    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    for inputs, error, reason in [
-        (["tokens.jsonl"], DataError, "rows of tokens, which need no preparation"),
-        (["text.jsonl", "pairs.jsonl"], ConfigError, "one kind at a time"),
-    ]:
-        paths = [str(tmp_path / name) for name in inputs]
-        with pytest.raises(error, match=reason):
-            main(["--input", *paths, "--output", str(tmp_path / "out"), "--train_tokenizer", "400"])

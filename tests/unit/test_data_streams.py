@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from smp_train.data import stream as streams_module
 from smp_train.data.bad_records import BadRecords
@@ -19,7 +16,7 @@ from smp_train.data.source import IGNORED, Problem, Row
 from smp_train.data.stream import Reading, assign_parts, stream_count
 from smp_train.data.streamed import StreamedData, first_samples
 from smp_train.errors import DataError
-from tests.streams import positions_of, spans_of, state_of
+from tests.streams import positions_of, state_of
 
 LENGTH = 24
 RECORDS = 200
@@ -82,64 +79,7 @@ def world(how: Reading, size: int, *, mb: int = 1, acc: int = 1, streams: int = 
     return [StreamedData(how, streams=streams, dp_rank=rank, **share) for rank in range(size)]
 
 
-def run(how: Reading, history, *, streams=4, prefetch=0):
-    """Return the samples of a run in several legs: (ranks, micro-batch, accumulation, steps, steps lost by a kill)."""
-    seen, saved = [], None
-    for size, mb, acc, steps, lost in history:
-        # V is what the first start chose; later starts are given another number and must not use it.
-        ranks = world(how, size, mb=mb, acc=acc, streams=streams if saved is None else 2, prefetch=prefetch)
-        (at,) = {rank.check_state(saved) for rank in ranks} if saved else {0}
-        iterators = [rank.batches(at) for rank in ranks]
-        for _ in range(steps):
-            seen += positions_of(ranks, iterators, at)
-            at += ranks[0].global_batch
-        saved = state_of(ranks, at)
-        for number in range(lost):
-            positions_of(ranks, iterators, at + number * ranks[0].global_batch)
-        for iterator in iterators:
-            iterator.close()
-    return seen
-
-
-LAYOUTS = {
-    "concat": {"short": "concat", "long": "split"}, "pad": {"short": "pad", "long": "truncate"},
-    "split": {"short": "pad", "long": "split"}, "crop": {"short": "pad", "long": "crop"},
-    "pack": {"short": "pack", "long": "split"},
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def alone(corpus):
-    """Return the first 600 samples of one process that nothing interrupts, by layout."""
-    found = {}
-
-    def samples(layout):
-        if layout not in found:
-            found[layout] = run(reading(corpus, **LAYOUTS[layout]), [(1, 4, 1, 150, 0)])
-        return found[layout]
-
-    return samples
-
-
-legs = st.lists(
-    st.tuples(st.integers(1, 8), st.integers(1, 3), st.integers(1, 2), st.integers(0, 4), st.integers(0, 1)),
-    min_size=1,
-    max_size=4,
-)
-
-
-@settings(max_examples=12, deadline=None)
-@example(history=[(4, 1, 1, 3, 2), (2, 1, 1, 5, 0), (8, 1, 1, 2, 1), (1, 1, 1, 9, 0)], prefetch=0, layout="concat")
-@given(history=legs, prefetch=st.sampled_from([0, 0, 3]), layout=st.sampled_from(sorted(LAYOUTS)))
-def test_any_history_is_that_of_one_process(corpus, alone, history, prefetch, layout):
-    seen = run(reading(corpus, **LAYOUTS[layout]), history, prefetch=prefetch)
-    assert seen == alone(layout)[: len(seen)]
-
-
-def parts_of(samples):
-    """Yield (record, begin, end or None for a whole record) of what samples are made of."""
-    for name, _ in samples:
-        yield from spans_of(name)
+LAYOUTS = {"concat": {"short": "concat", "long": "split"}, "pad": {"short": "pad", "long": "truncate"}}
 
 
 def texts(corpus):
@@ -152,34 +92,6 @@ def texts(corpus):
     }
 
 
-@pytest.mark.parametrize("layout", ["concat", "split", "pack"])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_epochs_hold_every_token_of_every_record(corpus, layout, ranks):
-    """Each stream ends after its epochs; a rank whose streams have ended takes part with blank batches."""
-    how = reading(corpus, **LAYOUTS[layout], epochs=2)
-    world_ranks = world(how, ranks, mb=2)
-    iterators = [rank.batches() for rank in world_ranks]
-    samples, consumed = [], 0
-    while not all(rank.exhausted for rank in world_ranks):
-        samples += positions_of(world_ranks, iterators, consumed)
-        consumed += world_ranks[0].global_batch
-    assert any(name for name, _ in samples[-world_ranks[0].global_batch :]), "the last step has a sample"
-    times, tokens = Counter(), texts(corpus)
-    for record, begin, end in parts_of(samples):
-        times.update((record, token) for token in range(begin, len(tokens[record]) if end is None else end))
-    assert times == {(record, n): 2 for record, ids in tokens.items() for n in range(len(ids))}
-    for name, ids in samples:
-        joined = [token for record, begin, end in parts_of([(name, ids)]) for token in tokens[record][begin:end]]
-        assert ids == joined + [0] * (LENGTH - len(joined))
-    saved = state_of(world_ranks, consumed)
-    (again,) = world(how, 1)
-    again.check_state(saved)
-    assert again.exhausted, "a run that is resumed at its end has nothing left to do"
-    (more,) = world(reading(corpus, **LAYOUTS[layout], epochs=3), 1)
-    more.check_state(saved)
-    assert not more.exhausted
-
-
 def test_all_ranks_know_the_same_cursors_to_the_end(corpus):
     """Three ranks share four streams, so that several ranks read the same stream."""
     how = reading(corpus, **LAYOUTS["concat"], epochs=1)
@@ -190,37 +102,32 @@ def test_all_ranks_know_the_same_cursors_to_the_end(corpus):
         positions_of(several, iterators, consumed)
         next(other)
         consumed += 3
-        assert state_of(several, consumed) == state_of([alone], consumed)
+        saved = state_of(several, consumed)
+        assert saved == state_of([alone], consumed)
+    for epochs, ended in ((1, True), (2, False)):  # resumed at its end, a run has nothing left to do
+        (again,) = world(reading(corpus, **LAYOUTS["concat"], epochs=epochs), 1)
+        again.check_state(saved)
+        assert again.exhausted == ended
 
 
-def test_steps_that_were_only_read_ahead_come_again(corpus, alone):
-    (rank,) = world(reading(corpus, **LAYOUTS["concat"]), 1, mb=4, prefetch=3)
-    samples, consumed = [], 0
-    for _ in range(4):
-        iterator = rank.batches(consumed)
-        samples += positions_of([rank], [iterator], consumed)
-        consumed += 4
-        iterator.close()
-    assert samples == alone("concat")[: len(samples)]
+def test_order_depends_on_seed_and_epoch(corpus):
+    def order(**changes):
+        (rank,) = world(reading(corpus, **LAYOUTS["pad"], epochs=2, **changes), 1, mb=4, streams=1)
+        iterator = rank.batches()
+        names = [name for _ in range(RECORDS // 2) for batch in next(iterator) for name in batch.samples]
+        return [name.partition("[")[0].replace("@1", "") for name in names]
 
-
-def test_order_depends_on_the_seed(corpus, alone):
-    how = LAYOUTS["concat"]
-    other = run(reading(corpus, **how, seed=2), [(1, 4, 1, 20, 0)])
-    stored = run(reading(corpus, **how, shuffled=False), [(1, 4, 1, 20, 0)])
-    assert other != alone("concat")[:80] != stored
-    numbers = [record for record, begin, _ in parts_of(stored[0::4]) if begin == 0]
-    in_first_file = [int(name.rpartition(":")[2]) for name in numbers if name[0] == numbers[0][0]]
+    stored, shuffled = order(shuffled=False), order()
+    assert order(seed=2) != shuffled != stored == stored[:RECORDS] * 2
+    assert sorted(shuffled[:RECORDS]) == sorted(shuffled[RECORDS:])
+    assert shuffled[:RECORDS] != shuffled[RECORDS:]
+    in_first_file = [int(name.rpartition(":")[2]) for name in stored[:RECORDS] if name[0] == stored[0][0]]
     assert in_first_file == sorted(in_first_file)
 
 
-@pytest.mark.parametrize(
-    ("size", "mb", "acc", "streams", "readers"),
-    [
-        (1, 3, 1, 16, 1), (8, 3, 1, 16, 1), (16, 4, 2, 16, 1), (3, 1, 16, 16, 1.125), (12, 4, 1, 16, 1.5),
-        (24, 4, 1, 32, 1.5),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("size", "mb", "acc", "streams", "readers"), [
+    (1, 3, 1, 16, 1), (8, 3, 1, 16, 1), (16, 4, 2, 16, 1), (3, 1, 16, 16, 1.125), (12, 4, 1, 16, 1.5),
+])  # fmt: skip
 def test_ranks_read_few_streams(corpus, size, mb, acc, streams, readers):
     """Each rank that reads a stream makes rows of all of it: at most 1.5 ranks do, but for awkward world sizes."""
     ranks = world(reading(corpus), size, mb=mb, acc=acc, streams=streams)
@@ -260,30 +167,28 @@ def test_a_state_of_other_data_is_refused(corpus, caplog):
     iterator.close()
 
 
-def test_streams_follow_the_data_alone():
-    def files(count, size, name="x.jsonl", kind="lines"):
-        return [DataFile(f"/{n}/{name}", f"{n}/{name}", size, "1", kind) for n in range(count)]
+def files(count, size, name="x.jsonl", kind="lines"):
+    return [DataFile(f"/{n}/{name}", f"{n}/{name}", size, "1", kind) for n in range(count)]
 
-    for count, size, name, kind, streams in [
-        (1, 100, "x.jsonl", "lines", 1),
-        (1, 5 << 20, "x.jsonl", "lines", 4),
-        (1, 1 << 30, "x.jsonl", "lines", 32),
-        (1024, 300 << 20, "x.jsonl", "lines", 256),
-        (9000, 1 << 20, "x.jsonl", "lines", 256),
-        (3, 1 << 30, "x.txt", "text", 2),
-        (5, 0, "shard", "hub", 32),
-    ]:
-        assert stream_count(files(count, size, name, kind)) == streams
-    for count, streams in [(1, 16), (5, 4), (5, 16), (40, 16)]:
-        source = FileSet("x", tuple(files(count, 1000)), Kind("text", ("text",)))
-        assigned = assign_parts([source], streams)
-        assert len(assigned) == streams
-        assert all(assigned)
-        parts: dict[tuple[str, int], list[int]] = {}
-        for part in (part for of_stream in assigned for part in of_stream):
-            parts.setdefault((part.file.name, part.step), []).append(part.first)
-        assert len(parts) == count
-        assert all(sorted(firsts) == list(range(step)) for (_, step), firsts in parts.items())
+
+@pytest.mark.parametrize(("count", "size", "name", "kind", "streams"), [
+    (1, 100, "x.jsonl", "lines", 1), (1, 5 << 20, "x.jsonl", "lines", 4), (1, 1 << 30, "x.jsonl", "lines", 32),
+    (1024, 300 << 20, "x.jsonl", "lines", 256), (9000, 1 << 20, "x.jsonl", "lines", 256),
+    (3, 1 << 30, "x.txt", "text", 2), (5, 0, "shard", "hub", 32),
+])  # fmt: skip
+def test_streams_follow_the_data_alone(count, size, name, kind, streams):
+    assert stream_count(files(count, size, name, kind)) == streams
+
+
+@pytest.mark.parametrize(("count", "streams"), [(1, 16), (5, 4), (5, 16), (40, 16)])
+def test_parts_of_files_make_them_whole(count, streams):
+    assigned = assign_parts([FileSet("x", tuple(files(count, 1000)), Kind("text", ("text",)))], streams)
+    assert len(list(filter(None, assigned))) == streams
+    parts: dict[tuple[str, int], list[int]] = {}
+    for part in (part for of_stream in assigned for part in of_stream):
+        parts.setdefault((part.file.name, part.step), []).append(part.first)
+    assert len(parts) == count
+    assert all(sorted(firsts) == list(range(step)) for (_, step), firsts in parts.items())
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -333,18 +238,6 @@ def test_rows_cut_to_nothing_and_rows_that_lose_answers(tmp_path):
     (rank,) = world(reading(nothing, short="pad", long="error"), 1, streams=1)
     with pytest.raises(DataError, match=r"a\.jsonl:2: .*--long"):
         rank.check()
-
-
-def test_sources_are_one_stream_of_all_their_records(tmp_path):
-    sources = [write(tmp_path / name, {"x.jsonl": [f"{name}{n}" for n in range(20)]}) for name in "ab"]
-    how = Reading(sources, [Letters(), Letters()], LENGTH, epochs=1)
-    (rank,) = world(how, 1, streams=2)
-    names: list[str] = []
-    iterator = rank.batches()
-    while not rank.exhausted:
-        names += [part for batch in next(iterator) for name in batch.samples for part in name.split("+") if part]
-    records = {name.partition("[")[0] for name in names}
-    assert records == {f"{tmp_path}/{name}/x.jsonl:{n}" for name in "ab" for n in range(1, 21)}
 
 
 def test_validation_is_the_beginning_in_stored_order(corpus):

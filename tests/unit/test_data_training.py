@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from smp_train.data.indexed import ValidationData
 from smp_train.data.order import Order
 from smp_train.data.own_rows import Checked
 from smp_train.data.samples import Samples
-from smp_train.data.source import IGNORED, Row, Source
+from smp_train.data.source import Row, Source
 from smp_train.data.synthetic import Synthetic
 from smp_train.errors import ConfigError, DataError
 from tests.shards import training
@@ -53,52 +51,8 @@ def data(size, *, seed=1, shuffle="global", mb=2, acc=1, rank=0, world=1, broken
     )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    size=st.integers(1, 40),
-    epochs=st.integers(1, 3),
-    shuffle=st.sampled_from(["global", "none"]),
-    runs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4)), max_size=5),
-    lost=st.integers(0, 3),
-    prefetch=st.sampled_from([0, 0, 3]),
-)
-def test_any_history_uses_every_row_once_per_epoch(size, epochs, shuffle, runs, lost, prefetch):
-    """Runs of any shape follow one another, killed some steps after a checkpoint; the last fills its last batch up."""
-    consumed, seen = 0, []
-    for world_size, mb, acc, steps in [*runs, (2, 3, 2, None)]:
-        world = [
-            data(size, shuffle=shuffle, mb=mb, acc=acc, rank=r, world=world_size, prefetch=prefetch, epochs=epochs)
-            for r in range(world_size)
-        ]
-        assert {rank.check_state(world[0].state(consumed)) for rank in world} == {consumed}
-        streams = [rank.batches(consumed) for rank in world]
-        while steps is None or steps > 0:
-            ranks = [next(stream, None) for stream in streams]
-            if ranks[0] is None:
-                assert not any(ranks)
-                break
-            rows = [
-                (name, int(row[0]), int((labels != IGNORED).sum()))
-                for micro in zip(*ranks, strict=True)
-                for batch in micro
-                for name, row, labels in zip(batch.samples, batch.input_ids, batch.labels, strict=True)
-            ]
-            assert len(rows) == world[0].global_batch, "every rank has as many rows"
-            taken = world[0].step_samples(consumed)
-            assert all(counted == 0 and not name for name, _, counted in rows[taken:])
-            assert all(counted == 3 and name == f"numbers:{number}" for name, number, counted in rows[:taken])
-            seen += [number for _, number, _ in rows[:taken]]
-            consumed += taken
-            steps = None if steps is None else steps - 1
-        for stream in streams:
-            for _ in range(lost):
-                next(stream, None)
-            stream.close()
-    assert seen == Order(size, 1, shuffle).rows(np.arange(epochs * size))[1].tolist()
-
-
-@pytest.mark.parametrize("start", [1, 17 * 5, 2**33])
-def test_resume_anywhere(start):
+def test_resume_anywhere():
+    start = 2**33
     stream = data(17, mb=2, acc=2, prefetch=8).batches(start)
     expected = Order(17, 1).rows(np.arange(start, start + 40))[1].tolist()
     assert [int(row[0]) for _ in range(10) for batch in next(stream) for row in batch.input_ids] == expected
@@ -139,11 +93,7 @@ def test_the_process_ends_while_reading_ahead(ending, code):
     program = [sys.executable, "-c", EXIT + ending]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == code
-    if code == 1:
-        assert "abort" not in done.stderr.lower()
-        assert "Fatal" not in done.stderr
-    else:
-        assert done.stderr == ""
+    assert not done.stderr if code != 1 else not re.search("abort|Fatal", done.stderr)
 
 
 @pytest.mark.parametrize("prefetch", [0, 4])
@@ -193,8 +143,7 @@ class Lines(Source):
         return f"lines:{index + 1}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 8])
-@pytest.mark.parametrize("mb", [1, 5])
+@pytest.mark.parametrize(("world", "mb"), [(1, 1), (2, 5), (8, 1)])
 @pytest.mark.parametrize(("fast", "most"), [(False, None), (False, 2), (True, None), (True, 1)])
 def test_validation_reads_each_row_once(world, mb, fast, most):
     samples = Samples(Lines(), 6)
@@ -238,21 +187,16 @@ class Bad(Lines):
         return Row(*self.bad) if index == 3 else super().row(index)
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (([1, 50],), r"token id 50 is outside the vocabulary \[0, 50\)"),
-        (([1, -1],), r"token id -1"),
-        (([1.5, 2],), "integers in one dimension"),
-        (([[1, 2]],), "integers in one dimension"),
-        ((None,), "integers in one dimension"),
-        (([1],), "a row of one token"),
-        (([1, 2], [-100, -100]), "nothing to learn"),
-        (([1, 2], [1]), "2 elements and labels 1"),
-        (([1, 2], [1, -7]), r"labels\[1\] is -7"),
-        (("ab", 3, 4, 5), "TypeError"),
-    ],
-)
+BAD_ROWS = [
+    (([1, 50],), r"token id 50 is outside the vocabulary \[0, 50\)"), (([1, -1],), "token id -1"),
+    (([1.5, 2],), "integers in one dimension"), (([[1, 2]],), "integers in one dimension"),
+    ((None,), "integers in one dimension"), (([1],), "a row of one token"),
+    (([1, 2], [-100, -100]), "nothing to learn"), (([1, 2], [1]), "2 elements and labels 1"),
+    (([1, 2], [1, -7]), r"labels\[1\] is -7"), (("ab", 3, 4, 5), "TypeError"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
 def test_a_programs_rows_are_checked(row, reason):
     source = Checked(Bad(*row), "training_data", 50)
     assert source.row(2).input_ids.dtype == np.int64
@@ -262,11 +206,9 @@ def test_a_programs_rows_are_checked(row, reason):
 
 
 def test_a_program_must_give_a_source():
-    for thing, reason in ((object(), "is no Source"), (Source(), "has no fingerprint")):
-        with pytest.raises(ConfigError, match=f"training_data: .*{reason}"):
+    for thing, reason in ((object(), "is no Source"), (Source(), "has no fingerprint"), (Numbers(0), "has no row")):
+        with pytest.raises((ConfigError, DataError), match=f"training_data.*{reason}"):
             Checked(thing, "training_data", 50)
-    with pytest.raises(DataError, match="has no row"):
-        Checked(Numbers(0), "training_data", 50)
 
 
 def test_the_example_of_the_documentation(tmp_path):
