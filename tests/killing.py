@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,67 +17,24 @@ from smp_train.errors import CheckpointError
 OPERATIONS = ("rename", "replace", "link", "unlink", "mkdir", "rmdir")
 
 
-class Killed(BaseException):
-    """The process has ended."""
+def ends(request: pytest.FixtureRequest, kind: str, work: Callable[[], object], after: int) -> bool:
+    """Do ``work``, whose operations after the first ``after`` have no effect; return whether it had no more of them.
 
-
-@contextlib.contextmanager
-def killed(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str, after: int
-) -> Iterator[list[str]]:
-    """Let the first ``after`` operations of the body through, and none later; yield the list of operations.
-
-    ``kind`` is ``folder`` or ``s3``.
+    ``kind`` is ``folder``, where a child process does the work and is killed, or ``s3``.
     """
     if kind == "folder":
-        with _in_folder(monkeypatch, after) as seen:
-            yield seen
-    else:
-        with _in_s3(request.getfixturevalue("server"), after) as seen:
-            yield seen
-
-
-@contextlib.contextmanager
-def _in_folder(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[list[str]]:
-    seen: list[str] = []
-
-    def count(operation: str, path: Any) -> None:
-        seen.append(f"{operation} {path}")
-        if len(seen) > after:
-            raise Killed
-
-    def counted(name: str) -> None:
-        original = getattr(os, name)
-        patched.setattr(os, name, lambda path, *args, **more: (count(name, path), original(path, *args, **more))[1])
-
-    open_file = Path.open
-
-    def opened(path: Path, mode: str = "r", *args: Any, **more: Any) -> Any:
-        if mode == "xb":
-            count("open", path)
-        return open_file(path, mode, *args, **more)
-
-    with monkeypatch.context() as patched, contextlib.suppress(Killed):
-        for name in OPERATIONS:
-            counted(name)
-        patched.setattr(Path, "open", opened)
-        yield seen
-
-
-@contextlib.contextmanager
-def _in_s3(server: Any, after: int) -> Iterator[list[str]]:
-    seen: list[str] = []
+        return operations_until_killed(work, after) is not None
+    server, seen = request.getfixturevalue("server"), []
 
     def on_request(method: str, path: str) -> str | None:
-        if method not in ("PUT", "POST", "DELETE"):
-            return None
-        seen.append(f"{method} {path}")
-        return "AccessDenied" if len(seen) > after else None
+        seen.extend([path] * (method in ("PUT", "POST", "DELETE")))
+        return "AccessDenied" if method in ("PUT", "POST", "DELETE") and len(seen) > after else None
 
     server.on_request = on_request
     with contextlib.suppress(CheckpointError):
-        yield seen
+        work()
     server.on_request = lambda method, path: None
+    return len(seen) <= after
 
 
 def operations_until_killed(work: Callable[[], object], after: int) -> int | None:

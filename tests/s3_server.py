@@ -9,7 +9,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +25,7 @@ class Proxy(ThreadingHTTPServer):
 
     Faults are taken from ``faults[key]`` one per GET: ``short`` and ``reset`` send half a body, ``stall`` half and then
     nothing; a function is called before the request is handed on; any other is an S3 error code. Listings are the key
-    ``?list``. ``delay`` seconds pass before each answer. Without ``conditions`` a request is done whatever it demands.
+    ``?list``. Without ``conditions`` a request is done whatever it demands.
 
     ``on_request`` is asked for each request, of every method, with (method, path and query); what it returns is the
     fault: one of those above, ``lost`` (done, but the connection is reset before the answer) or ``cut`` (not done).
@@ -38,12 +37,8 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, behind: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behind = urlsplit(behind)
-        self.most = 0
-        """Bytes after which every connection ends; 0: never."""
         self.faults: dict[str, deque[str | Callable[[], None]]] = defaultdict(deque)
-        self.delay = 0.0
         self.conditions = True
-        self.rate = 0.0
         self.gets: list[tuple[str, str | None]] = []
         self.on_request: Callable[[str, str], str | None] = lambda method, path: None
         self.released = threading.Event()
@@ -76,8 +71,6 @@ class _Handler(BaseHTTPRequestHandler):
             with contextlib.suppress(IndexError):
                 fault = self.server.faults[key].popleft()
         fault = fault or self.server.on_request(self.command, self.path)
-        if self.server.delay:
-            time.sleep(self.server.delay)
         if callable(fault):
             fault()
             fault = None
@@ -115,16 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.send_header("Content-Length", length)
         self.end_headers()
-        if fault is None and self.server.most and len(content) > self.server.most:
-            self.wfile.write(content[: self.server.most])
-            self.close_connection = True  # not reset: that would throw away what the client has not read yet
-            return
         if fault is None:
-            if self.server.rate and len(content) > 1 << 16:
-                for start in range(0, len(content), 1 << 18):
-                    self.wfile.write(content[start : start + (1 << 18)])
-                    time.sleep(min(1 << 18, len(content) - start) / self.server.rate)
-                return
             self.wfile.write(content)
             return
         self.wfile.write(content[: len(content) // 2])
@@ -139,19 +123,20 @@ class _Handler(BaseHTTPRequestHandler):
 def environment(url: str) -> dict[str, str]:
     """Return the AWS variables of a process that is to use the server at ``url``."""
     return {
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": "k",
-        "AWS_SECRET_ACCESS_KEY": "s",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": os.devnull,
-        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-    }
+        "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }  # fmt: skip
+
+
+def in_environment(variables: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function`` in a rank of the harness, which does not have this process's variables."""
+    os.environ.update(variables)
+    return function(*args)
 
 
 def there(url: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` in a rank of the harness, which does not have this process's variables."""
-    os.environ.update(environment(url))
-    return function(*args)
+    """Call ``function`` in a rank of the harness that is to use the server at ``url``."""
+    return in_environment(environment(url), function, *args)
 
 
 PATIENCE_SECONDS = 300.0
@@ -170,7 +155,6 @@ def bucket(server: Proxy, monkeypatch: Any, test: str) -> str:
     monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
     server.faults.clear()
-    server.most = 0
     server.on_request = lambda method, path: None
     name = f"b{random.Random(test).randrange(10**9)}"
     client.client().create_bucket(Bucket=name)

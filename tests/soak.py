@@ -16,7 +16,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -30,8 +29,9 @@ from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
 from smp_train.checkpoints.find import open_checkpoint, open_verified
 from smp_train.checkpoints.folder import open_folder
 from smp_train.telemetry.metrics import read_metrics
-from tests.harness import as_torchrun, forkserver, free_port, run
-from tests.s3_server import environment, serving
+from tests.harness import as_torchrun, run
+from tests.s3_server import environment, in_environment, serving
+from tests.system.command import Ranks
 from tests.training import TINY, flags, train
 
 WORLD = 2
@@ -40,23 +40,6 @@ OPTIONS = {
     "logging_freq": 1, "num_layers": 1,
 }  # fmt: skip
 EXACT = ("loss", "grad_norm", "lr", "tokens", "consumed")
-
-
-def rank(number: int, port: int, variables: dict[str, str], log: str, words: list[str]) -> None:
-    """Train as one rank, saying nothing."""
-    os.setpgid(0, 0)
-    with open(log, "a") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    os.environ.update(as_torchrun(number, WORLD, port) | variables | {"OMP_NUM_THREADS": "1"})
-    torch.set_num_threads(1)
-    os._exit(train(words))
-
-
-def trained(variables: dict[str, str], words: list[str]) -> None:
-    """Train to the end, in a rank of the harness."""
-    os.environ.update(variables)
-    train(words)
 
 
 class Soak:
@@ -80,40 +63,27 @@ class Soak:
         """Start, kill at a random moment after a commit, and check what is left."""
         if self.random.random() < 0.1:
             self.killed["a start"] += 1
-            self.start_and_kill(lambda: self.random.uniform(0, 2))
+            self.start_and_kill(lambda ranks: self.random.uniform(0, 2))
         before = self.newest
         victims = self.start_and_kill(self.wait_for_commit)
         self.killed["both ranks" if len(victims) == 2 else f"rank {victims[0]}"] += 1
         assert self.newest > before
         self.commits += 1
 
-    def wait_for_commit(self) -> float:
+    def wait_for_commit(self, ranks: Ranks) -> float:
         """Return, after a commit of a start, how many seconds to wait before the kill."""
-        deadline = time.monotonic() + 300
-        while self.committed() <= self.newest:
-            assert time.monotonic() < deadline, f"no commit within five minutes; see {self.folder / 'log'}"
-            assert all(process.exitcode is None for process in self.ranks), f"a rank ended; see {self.folder / 'log'}"
-            time.sleep(0.05)
+        ranks[0].until(lambda: self.committed() > self.newest, "a commit", 300)
         return self.random.uniform(0, 1.5)
 
-    def start_and_kill(self, wait: Callable[[], float]) -> list[int]:
+    def start_and_kill(self, wait: Callable[[Ranks], float]) -> list[int]:
         """Start, kill ranks after ``wait`` and the seconds that it returns, check what is left; return the ranks."""
-        port, log = free_port(), str(self.folder / "log")
-        context = forkserver()
-        self.ranks = [
-            context.Process(target=rank, args=(number, port, self.variables, log, self.words(10**6)), daemon=True)
-            for number in range(WORLD)
-        ]
-        for process in self.ranks:
-            process.start()
         victims = self.random.choice(([0], [1], [0, 1]))
-        time.sleep(wait())
-        for number in victims:
-            os.kill(self.ranks[number].pid, signal.SIGKILL)
-        time.sleep(self.random.uniform(0, 0.2))  # a survivor may go on a little
-        for process in self.ranks:
-            process.kill()
-            process.join()
+        launcher = lambda *place: as_torchrun(*place) | self.variables  # noqa: E731
+        with Ranks(self.folder / "log", WORLD, "train", *self.words(10**6), launcher=launcher) as ranks:
+            time.sleep(wait(ranks))
+            for number in victims:
+                os.kill(ranks[number].pid, signal.SIGKILL)
+            time.sleep(self.random.uniform(0, 0.2))  # a survivor may go on a little
         self.check()
         return victims
 
@@ -142,7 +112,7 @@ class Soak:
     def finish(self) -> int:
         """Train on to the end, and compare with a run that was never disturbed; return its last step."""
         last = self.newest[1] + 4
-        run(trained, WORLD, self.variables, self.words(last), timeout=600)
+        run(in_environment, WORLD, self.variables, train, self.words(last), timeout=600)
         straight = self.folder / "straight"
         run(train, WORLD, flags(straight, **OPTIONS | {"max_steps": last, "checkpoint_freq": last}), timeout=600 + last)
         expected = {r["step"]: [r[key] for key in EXACT] for r in logged(straight)}
@@ -192,21 +162,17 @@ def soak(kills: int, *, s3: bool, seed: int, folder: Path, tell: Any = lambda li
         return done
 
 
-def main() -> int:
+def main() -> None:
     """Run as a script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--place", choices=("folder", "s3"), default="folder")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options, began = parser.parse_args(), time.monotonic()
+    tell = lambda line: print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True)  # noqa: E731
     with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
-        soak(
-            options.kills, s3=options.place == "s3", seed=options.seed, folder=Path(folder),
-            tell=lambda line: print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True),
-        )  # fmt: skip
-    return 0
+        soak(options.kills, s3=options.place == "s3", seed=options.seed, folder=Path(folder), tell=tell)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from smp_train.checkpoints.dcp.planner import SavePlanner
 from smp_train.checkpoints.find import open_verified
-from smp_train.checkpoints.folder import RunFolder, open_folder
-from smp_train.checkpoints.owner import owner_of
+from smp_train.checkpoints.folder import RunFolder
 from smp_train.distributed.host_copy import leaves
-from smp_train.errors import CheckpointError, SmpTrainError
-from smp_train.models.hub_state import gather_state, present
+from smp_train.errors import CheckpointError
+from smp_train.models.hub_state import gather_state
 from smp_train.storage import base, patience
-from tests.checkpoint_files import committed, contents, flipped, keys, manager, names, owner, resumed
-from tests.harness import RankFailed, run, same_message
-from tests.training import flags
-from tests.training import train as train_command
+from tests.checkpoint_files import committed, contents, flipped, keys, manager, names, resumed
+from tests.harness import run, same_message
 
 LAYOUTS = {1: ["plain"], 2: ["fsdp"], 4: ["fsdp", "hsdp", "tensor"]}
 
@@ -177,40 +172,6 @@ def test_any_mesh_loads_what_any_mesh_saved_bit_for_bit(tmp_path):
     assert saved["optim.state.embedding.weight.step"].startswith("torch.float32 []")
 
 
-def replicated(folder: str) -> int:
-    with group():
-        model, optimizer = prepare("small", "plain", seed=1)
-        train("small", model, optimizer, range(1))
-        manager(folder, 1, 1, "m").save(1, gather_state(model, optimizer), {})
-        open_verified(folder).load(gather_state(model, optimizer))
-        return sum(path.stat().st_size for path in Path(folder, "m-1steps").glob("*.distcp"))
-
-
-def test_replicas_are_written_once(tmp_path):
-    alone = same_on_all(run(replicated, 1, f"{tmp_path}/1"))
-    assert same_on_all(run(replicated, 2, f"{tmp_path}/2")) == alone
-
-
-def planned(layout: str) -> list[tuple[str, tuple[int, ...], int]]:
-    """Return what this rank sends to rank 0: name, place and bytes of what it is to write."""
-    with group():
-        model, optimizer = prepare("small", layout, seed=1)
-        planner = SavePlanner()
-        planner.set_up_planner(present(gather_state(model, optimizer)), is_coordinator=dist.get_rank() == 0)
-        items = planner.create_local_plan().items
-        return [(i.index.fqn, tuple(i.index.offset or ()), i.tensor_storage_size() or 0) for i in items]
-
-
-def test_a_copy_is_planned_by_one_of_its_holders():
-    ranks = run(planned, 4, "hsdp")
-    sharded = [(name, place) for rank in ranks for name, place, size in rank if size and name != "model.seen"]
-    assert len(set(sharded)) == len(sharded)
-    names = {name for rank in ranks for name, _, _ in rank}
-    assert {"model.embedding.weight", "optim.state.first.bias.exp_avg", "optim.state.third.weight.step"} < names
-    loads = [sum(size for _, _, size in rank) for rank in ranks]
-    assert max(loads[0], loads[2]) < 0.7 * (loads[0] + loads[2])  # both replicas write about half
-
-
 def after_evaluation(folder: str) -> dict[str, str]:
     """Save while the root's parameters are still gathered from a forward pass without a backward one."""
     with group():
@@ -285,78 +246,6 @@ def test_a_failure_on_one_rank_stops_all_with_its_message(tmp_path, scenario):
     assert re.search(SCENARIOS[scenario], message)
     assert names(tmp_path) == ["m-3steps"]
     assert open_verified(tmp_path).step == 3
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("a file system of 2 MiB cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_disk_that_fills_up_stops_all_and_is_given_back(small_disk):
-    place = f"{small_disk}/run"
-    message = same_message(run(failing, 2, place, "mount"))
-    # The index, too, may be what finds no room: then without the number.
-    assert "MiB free there" in message or "No space left on device" in message
-    assert "free space and start" in message
-    assert names(place) == []
-    assert run(failing, 2, place, "small") == ["saved", "saved"]
-
-
-def test_a_folder_that_is_mounted_read_only_is_found_at_start(small_disk):
-    place = f"{small_disk}/run"
-    manager(place, 1, 2, "m").save(3, {"model": {"w": torch.ones(2)}}, {})
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(CheckpointError, match=r"cannot write to .*: Read-only file system; give another"):
-        manager(place, 1, 2, "m").check_folders()
-    assert resumed(place).step == 3  # to start from it needs no leave to write
-
-
-def test_a_second_job_on_the_folder_is_refused_by_name(tmp_path):
-    held = owner(tmp_path / "checkpoints" / "one")
-    with pytest.raises(RankFailed) as refused:
-        run(train_command, 2, flags(tmp_path, run_name="one"))
-    said = rf"CheckpointError: .* is in use by a job on \S+ \(process {os.getpid()}, since"
-    assert re.search(said, str(refused.value))
-    assert run(train_command, 2, flags(tmp_path, run_name="one", break_checkpoint_lock=1)) == [0, 0]
-    held.release()
-    assert open_verified(tmp_path / "checkpoints").step == 3
-
-
-def refused(command_line: list[str]) -> str:
-    with pytest.raises(SmpTrainError) as why:
-        train_command(command_line)
-    return str(why.value)
-
-
-def test_a_run_that_fails_at_its_start_lets_its_folder_go(tmp_path):
-    line = flags(tmp_path, use_synthetic_data=None, training_dir=tmp_path / "nowhere")
-    assert all("nowhere" in said for said in run(refused, 2, line))
-    assert not (tmp_path / "checkpoints" / "run").exists()
-    owner(tmp_path / "checkpoints" / "run").release()
-    assert all("nowhere" in said for said in run(refused, 2, line))
-    assert owner_of([open_folder(tmp_path / "checkpoints" / "run")]).released, "nobody waits until it is known dead"
-
-
-def mismatched(folder: str) -> str:
-    with group():
-        model, optimizer = prepare("small", "fsdp", seed=1)
-        manager(folder, 1, 1, "m").save(1, gather_state(model, optimizer), {})
-        state = gather_state(model, optimizer)
-        if dist.get_rank() == 1:
-            state["model"]["surplus"] = torch.ones(1)
-        with pytest.raises(CheckpointError) as refusal:
-            open_verified(folder).load(state)
-        return str(refusal.value)
-
-
-def test_a_mismatch_on_one_rank_is_refused_on_all(tmp_path):
-    assert "model.surplus" in same_message(run(mismatched, 2, str(tmp_path)))
 
 
 def find_damaged(folder: str) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from smp_train.distributed import host_copy
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_state import gather_state
 from tests.checkpoint_files import committed, manager, names
-from tests.distributed.test_checkpoints import Small, digests, group, prepare, same_on_all
+from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
 from tests.distributed.test_checkpoints import train as updates
 from tests.harness import run, same_message
 from tests.training import flags, read_checkpoint, steps, train
@@ -92,28 +92,6 @@ def test_what_is_saved_is_the_step_it_was_asked_at(tmp_path: Path, world: int, l
     assert same_on_all(run(torn, world, str(tmp_path), layout)) == [{}, {}, {}]
 
 
-def test_an_update_waits_for_the_copy_and_not_for_the_file() -> None:
-    model = Small()
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = gather_state(model, optimizer)
-    stager = host_copy.Stager()
-    copy, complete = stager.begin(state)
-    with torch.no_grad():
-        before = model.first.weight.clone()
-        model.first.weight.add_(1)  # too early: the test would not notice a torn save if this could not be seen
-        complete()
-    assert not torch.equal(copy["model"]["first.weight"], before)
-    with torch.no_grad():
-        model.first.weight.sub_(1)
-    copy, complete = stager.begin(state)
-    model.seen += 1  # as a forward pass does: copied already
-    complete()
-    assert torch.equal(copy["model"]["seen"], torch.zeros(2))
-    addresses = {path: value.data_ptr() for path, value in host_copy.leaves(copy)}
-    copy, complete = stager.begin(state)
-    assert addresses == {path: value.data_ptr() for path, value in host_copy.leaves(copy)}
-
-
 def failing(folder: str) -> tuple[str, int]:
     with group():
         fail = [True]
@@ -141,23 +119,6 @@ def test_a_failure_in_the_background_is_that_of_all_ranks(tmp_path: Path) -> Non
     assert names(tmp_path) == ["m-2steps"]
 
 
-def overlapping(folder: str) -> list[str]:
-    """Reduce on the training group while the writer exchanges on its own, many times over."""
-    with group():
-        saver = manager(folder, 1, 2, "m", asynchronous=True)
-        for step in range(1, 6):
-            saver.save(step, {"model": {f"w{dist.get_rank()}": torch.full((999,), float(step))}}, {})
-            for _ in range(50):
-                value = torch.ones(100)
-                dist.all_reduce(value)
-                assert value[0] == dist.get_world_size()
-        return [Path(saved.path).name for saved in saver.finish()]
-
-
-def test_training_and_saving_do_not_mix_up_their_messages(tmp_path: Path) -> None:
-    assert same_on_all(run(overlapping, 2, str(tmp_path))) == [f"m-{step}steps" for step in range(1, 6)]
-
-
 def test_without_memory_for_a_copy_saves_are_synchronous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,17 +126,6 @@ def test_without_memory_for_a_copy_saves_are_synchronous(
     saver = manager(tmp_path, 1, 2, "m", asynchronous=True)
     assert saver.save(1, {"model": {"w": torch.ones(999)}}, {}) == [f"{tmp_path}/m-1steps"]
     assert "saves are synchronous" in caplog.text
-
-
-def test_a_failing_run_waits_a_little_for_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = threading.Event()
-    saver = manager(tmp_path, 1, 2, "m", asynchronous=True, on_stage=lambda stage: held.wait(600))
-    saver.save(1, {"model": {"w": torch.ones(9)}}, {})
-    monkeypatch.setattr("smp_train.checkpoints.save.ABANDON_SECONDS", 0.2)
-    saver.close()  # which would wait for as long as the save is held
-    assert committed(tmp_path) == []
-    held.set()
-    saver.finish()
 
 
 def values(folder: Path) -> list[Any]:

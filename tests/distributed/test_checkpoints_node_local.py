@@ -23,7 +23,7 @@ from smp_train.run.resume import look_for_checkpoint
 from tests.checkpoint_files import committed, flipped, names
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
 from tests.distributed.test_checkpoints import train as updates
-from tests.harness import RankFailed, run, same_message
+from tests.harness import RankFailed, run
 from tests.training import flags, records, steps, train
 
 MESH = {"shard": 2}
@@ -151,27 +151,6 @@ def test_an_intact_local_step_is_taken_where_all_durable_ones_are_damaged(tmp_pa
         run(read, 2, str(tmp_path), "fsdp")
     assert (tmp_path / "far" / "run" / "m-2steps" / "DAMAGED").exists()
     assert (tmp_path / "far" / "run" / "m-2steps" / "COMMITTED").exists()
-
-
-def failing(folder: str) -> str:
-    with group():
-
-        def on_stage(stage: str) -> None:
-            if stage == "write" and dist.get_rank() == 1:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        rules = [Policy(each, 2, 1) for each in folders(folder)]
-        manager = CheckpointManager(rules, run_name="run", model_type="m", on_stage=on_stage)
-        state = {"model": gather_state(prepare("small", "plain", 1)[0])["model"]}
-        with pytest.raises(CheckpointError) as failure:
-            manager.save(2, state, {})
-        return str(failure.value)
-
-
-def test_a_disk_that_is_full_stops_all_ranks(tmp_path: Path) -> None:
-    message = same_message(run(failing, 2, str(tmp_path)))
-    assert "rank 1 on" in message
-    assert "No space left on device" in message
 
 
 def committing(folder: str) -> tuple[int, int]:

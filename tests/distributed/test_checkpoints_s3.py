@@ -18,7 +18,6 @@ from smp_train.checkpoints.hf.export import export
 from smp_train.errors import CheckpointError
 from smp_train.storage.s3 import S3Storage
 from tests.checkpoint_files import committed, names
-from tests.distributed.test_checkpoints import resume, same_on_all, write
 from tests.distributed.test_resume import MESHES
 from tests.harness import run
 from tests.s3_server import download, there
@@ -33,15 +32,6 @@ MODEL_FLAGS = (
 @pytest.fixture
 def place(s3_place):
     return s3_place
-
-
-@pytest.mark.slow
-@pytest.mark.core
-def test_any_mesh_loads_what_another_saved(server, place):
-    before = same_on_all(run(there, 4, server.url, write, place, ["tensor"]))
-    after = same_on_all(run(there, 2, server.url, resume, place, ["fsdp"], list(before)))
-    assert [(source, here) for here, source in after] == [("tensor4", "fsdp2")]
-    assert all(found["saved"] == before[source]["saved"] for (_, source), found in after.items())
 
 
 def exact(folder: Path) -> list[list[Any]]:

@@ -60,10 +60,6 @@ def saved(folder: Path) -> dict[str, list[int]]:
     return {name: sorted(found) for name, found in steps.items()}
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def resumed_at(command: Command) -> list[int]:
     return [int(step) for step in re.findall(r"Resumed from \S+ at step (\d+)", command.out)]
 
@@ -76,24 +72,6 @@ def command_in(command: Command, before: str) -> dict[str, str]:
 
 
 # --- names
-
-
-def test_two_runs_keep_their_own_and_resume_their_own(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=4, run_name="first")
-    trained(tmp_path, max_steps=8, run_name="second", seed=99)
-    assert saved(tmp_path) == {"first": [2, 4], "second": [6, 8]}
-    first = trained(tmp_path, max_steps=6, run_name="first", **AGAIN)
-    assert resumed_at(first) == [4]
-    assert saved(tmp_path) == {"first": [4, 6], "second": [6, 8]}
-    killed(tmp_path, 12, run_name="second", seed=99, **AGAIN)
-    killed(tmp_path, 10, run_name="first", **AGAIN)
-    again = trained(tmp_path, max_steps=12, run_name="first", **AGAIN)
-    assert resumed_at(again)[0] >= 10
-    steps = saved(tmp_path)
-    assert max(steps["first"]) == 12
-    assert max(steps["second"]) >= 12
-    runs = {name: json.loads((tmp_path / "runs" / name / "run.json").read_text())["run"] for name in steps}
-    assert {name: run["name"] for name, run in runs.items()} == {"first": "first", "second": "second"}
 
 
 def test_runs_without_a_name_have_that_of_their_model(tmp_path: Path) -> None:
@@ -113,52 +91,6 @@ def test_runs_without_a_name_have_that_of_their_model(tmp_path: Path) -> None:
     larger = trained(tmp_path, max_steps=2, num_layers=2, **AGAIN)
     assert name_of(larger) not in names
     assert resumed_at(larger) == []
-
-
-def test_runs_without_a_name_share_a_folder_with_others(tmp_path: Path) -> None:
-    """The first command of a seed resumes from the folder that it saves in, where other runs may be."""
-    trained(tmp_path, max_steps=2, run_name="beta", lr=1e-4)
-    experts = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
-    for changes in ({}, experts):
-        first = trained(tmp_path, max_steps=2, **AGAIN, **changes)
-        assert resumed_at(first) == []
-        assert name_of(first).startswith(changes.get("model_type", "llama_v2"))
-        assert resumed_at(trained(tmp_path, max_steps=4, **AGAIN, **changes)) == [2]
-    assert saved(tmp_path)["beta"] == [2]
-
-
-def test_a_name_of_ours_that_is_taken_is_replaced_in_one_line(tmp_path: Path) -> None:
-    first = trained(tmp_path, max_steps=2)
-    second = trained(tmp_path, max_steps=2)
-    (line,) = [line for line in second.out.splitlines() if f"{name_of(first)}-2 is new" in line]
-    assert f"{name_of(first)} is taken" in line
-    assert saved(tmp_path) == {name_of(first): [2], name_of(second): [2]}
-
-
-def test_a_given_name_that_is_taken_is_refused_with_both_remedies(tmp_path: Path) -> None:
-    first = trained(tmp_path, max_steps=4, run_name="one")
-    assert "Run one is new: it begins at step 0" in first.out
-    before = contents(tmp_path / "checkpoints")
-    command = trained(tmp_path, code=2, max_steps=6, run_name="one")
-    (line,) = command.complaints
-    for part in ("--run_name one", "step 4", "checkpoints/one", "--resume_from_checkpoint checkpoints"):
-        assert part in line
-    assert line.count("--run_name") == 2
-    assert contents(tmp_path / "checkpoints") == before
-    again = trained(tmp_path, max_steps=6, run_name="one", **AGAIN)
-    assert resumed_at(again) == [4]
-    assert "Run one goes on from its step 4" in again.out
-    assert resumed_at(trained(tmp_path, max_steps=2, run_name="another")) == []
-    assert resumed_at(trained(tmp_path, max_steps=2, run_name="one", checkpoint_dir="elsewhere")) == []
-
-
-def test_a_name_whose_run_has_saved_nothing_is_free(tmp_path: Path) -> None:
-    with warm(tmp_path, *words(max_steps=10**6, run_name="one", checkpoint_freq=10**6)) as command:
-        command.until(lambda: "Batch 2 Loss" in command.out, "a step")
-        command.signal(signal.SIGKILL)
-        command.code()
-    trained(tmp_path, max_steps=2, run_name="one")
-    assert saved(tmp_path) == {"one": [2]}
 
 
 def test_two_that_start_together_are_two_runs_each_the_same_on_all_ranks(tmp_path: Path) -> None:
@@ -245,14 +177,6 @@ def test_a_restart_of_the_same_job_goes_on_without_the_flag(
     assert (name_of(other), resumed_at(other)) == (f"{name}-2", [])
 
 
-def test_two_steps_of_one_allocation_are_two_jobs(tmp_path: Path) -> None:
-    name = killed(tmp_path, 2, environ=slurm(1))
-    second = trained(tmp_path, max_steps=2, environ=slurm(1))
-    assert (name_of(second), resumed_at(second)) == (f"{name}-2", [])
-    # When the allocation is started again, each step goes on with its own run: the first one that is found.
-    assert name_of(trained(tmp_path, max_steps=20, environ=slurm(2))) in (name, f"{name}-2")
-
-
 def test_workers_that_torchrun_starts_again_go_on(tmp_path: Path) -> None:
     def same_agent(rank: int, world: int, port: int) -> dict[str, str]:
         return as_torchrun(rank, world, port) | {"TORCHELASTIC_RUN_ID": "the same"}
@@ -298,12 +222,6 @@ def test_naming_an_own_checkpoint_goes_back_for_good(tmp_path: Path) -> None:
     assert "llama_v2-3steps does not exist" in gone.complaints[0]
 
 
-def test_what_is_kept_after_going_back_is_what_was_saved_since(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=60, checkpoint_freq=30, run_name="one")
-    trained(tmp_path, max_steps=34, run_name="one", resume_from_checkpoint="checkpoints/one/llama_v2-30steps")
-    assert saved(tmp_path) == {"one": [32, 34]}
-
-
 def test_best_is_a_name_for_the_checkpoint_of_the_lowest_validation_loss(tmp_path: Path) -> None:
     # Weights that do not change: the first validation stays the best.
     still = {"lr": 1e-30, "min_lr": 0, "weight_decay": 0, "validation_freq": 1, "keep_best": 1}
@@ -334,72 +252,6 @@ def test_a_run_can_end_with_its_best_model_whose_name_its_last_line_has(tmp_path
 
 
 # --- from another run
-
-
-@pytest.mark.parametrize("place", ["checkpoints/old", "checkpoints/old/llama_v2-2steps"])
-def test_another_name_begins_a_new_run_from_the_old_ones_checkpoint(tmp_path: Path, place: str) -> None:
-    trained(tmp_path, max_steps=4, run_name="old")
-    step = 2 if "steps" in place else 4
-    command = trained(tmp_path, max_steps=6, run_name="new", resume_from_checkpoint=place)
-    assert resumed_at(command) == [step]
-    assert saved(tmp_path)["old"] == [2, 4]
-    assert saved(tmp_path)["new"][-1] == 6
-    again = trained(tmp_path, max_steps=8, run_name="new", resume_from_checkpoint=place)
-    assert resumed_at(again) == [6], "it has checkpoints of its own now"
-    assert saved(tmp_path) == {"old": [2, 4], "new": [6, 8]}
-
-
-def test_a_folder_of_other_runs_is_no_place_to_begin_from(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=4, run_name="first")
-    trained(tmp_path, max_steps=2, run_name="second")
-    command = trained(tmp_path, max_steps=2, run_name="third", **AGAIN)
-    assert resumed_at(command) == []
-    (line,) = [line for line in command.out.splitlines() if "first" in line]
-    assert "second" in line
-    assert "step 0" in line
-    assert saved(tmp_path) == {"first": [2, 4], "second": [2], "third": [2]}
-
-
-def test_without_flags_of_name_and_model_the_folder_must_hold_one_run(tmp_path: Path) -> None:
-    bare = {**dict.fromkeys(TINY), "max_steps": 6, "use_synthetic_data": 1, "bf16": 0, "num_layers": None, **AGAIN}
-    trained(tmp_path, max_steps=4, run_name="first")
-    assert resumed_at(trained(tmp_path, **bare)) == [4]
-    trained(tmp_path, max_steps=2, run_name="second")
-    (line,) = trained(tmp_path, code=2, **bare).complaints
-    assert "--run_name" in line
-    assert "first" in line
-    assert "second" in line
-    assert resumed_at(trained(tmp_path, **bare | {"run_name": "second"})) == [2]
-
-
-@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/first", "checkpoints/first/llama_v2-2steps"])
-@pytest.mark.parametrize("named", [False, True])
-def test_an_evaluation_is_no_start_of_the_run_that_it_evaluates(tmp_path: Path, place: str, named: bool) -> None:
-    trained(tmp_path, max_steps=4, run_name="first")
-    before = contents(tmp_path)
-    changes = {"run_name": "first"} if named else dict.fromkeys([*TINY, "num_layers"]) | {"bf16": 0}
-    command = trained(tmp_path, **{**changes, **EVALUATION}, resume_from_checkpoint=place)
-    assert resumed_at(command) == [2 if "steps" in place else 4]
-    after = contents(tmp_path)
-    assert {path: after[path] for path in before} == before
-    assert len(list((tmp_path / "runs").iterdir())) == 2
-    assert saved(tmp_path) == {"first": [2, 4]}
-
-
-def test_damaged_checkpoints_are_passed_over_and_only_ones_own_are_marked(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=4, run_name="first")
-    folder = tmp_path / "checkpoints" / "first"
-    shard = folder / "llama_v2-4steps" / "__0_0.distcp"
-    shard.write_bytes(bytes(shard.stat().st_size))
-    before = contents(folder)
-    begun = trained(tmp_path, max_steps=6, run_name="second", resume_from_checkpoint="checkpoints/first")
-    assert resumed_at(begun) == [2]
-    assert resumed_at(trained(tmp_path, run_name="first", **EVALUATION, **AGAIN)) == [2]
-    assert contents(folder) == before
-    assert resumed_at(trained(tmp_path, max_steps=4, run_name="first", **AGAIN)) == [2]
-    assert (folder / "llama_v2-4steps" / "DAMAGED").is_file()
-    assert (folder / "llama_v2-4steps" / "COMMITTED").is_file()
-    assert resumed_at(trained(tmp_path, max_steps=6, run_name="first", **AGAIN)) == [4], "that of the second attempt"
 
 
 # --- run folders
@@ -456,9 +308,3 @@ def test_another_model_of_the_same_shapes_is_refused(tmp_path: Path, flag: str) 
     assert saved(tmp_path) == {"one": [2, 4]}
     allowed = trained(tmp_path, allow_model_change=1, **again | CHANGED[flag])
     assert resumed_at(allowed) == [4]
-
-
-def test_dropout_and_length_are_no_other_model(tmp_path: Path) -> None:
-    trained(tmp_path, max_steps=2, run_name="one")
-    shorter = {"attn_pdrop": 0.1, "max_context_width": 8, "allow_data_change": 1}
-    assert resumed_at(trained(tmp_path, max_steps=4, run_name="one", **shorter, **AGAIN)) == [2]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import pickle
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from smp_train.checkpoints import format as format_module
 from smp_train.checkpoints.checkpoint import Checkpoint
@@ -20,10 +18,10 @@ from smp_train.checkpoints.find import best_of, open_checkpoint, open_verified
 from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.format import FORMAT, Marker
 from smp_train.checkpoints.save import CheckpointManager, Policy
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import CheckpointError
 from smp_train.launch import flags as launch_flags
-from smp_train.storage import base
-from smp_train.storage.checksum import checksum_of
+from smp_train.models.hub_names import canonical_name
+from smp_train.models.hub_state import create_optimizer_state, gather_state
 from tests.checkpoint_files import (
     check,
     committed,
@@ -36,7 +34,6 @@ from tests.checkpoint_files import (
     loaded,
     manager,
     names,
-    owning,
     resumed,
     save,
     split,
@@ -107,33 +104,6 @@ def test_what_is_saved_is_found_and_loaded(place):
     assert (newest_step(parent, name), newest_step(parent, "other")) == (12, 0)
 
 
-def test_only_due_steps_are_saved_unless_forced(tmp_path):
-    saver = manager(tmp_path, every=5)
-    assert [step for step in range(12) if saver.due(step)] == [5, 10]
-    assert [saver.next_due(step) for step in (0, 4, 5)] == [5, 5, 10]
-    assert saver.save(4, state(), {}) == []
-    assert saver.save(4, state(), {}, force=True) == [f"{tmp_path}/llama_v2-4steps"]
-
-
-def test_a_first_start_finds_nothing(place, tmp_path):
-    assert resumed(place) is None
-    for location in (place, tmp_path / "later"):
-        with pytest.raises(CheckpointError, match=rf"{location} does not exist"):
-            open_verified(location)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path} holds no checkpoint of this program"):
-        open_verified(tmp_path)
-
-
-def test_what_is_not_a_checkpoint_is_passed_over(tmp_path):
-    save(tmp_path, 3)
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "llama_v2-99steps").write_text("a file by that name")
-    for name in ("tensorboard", "llama_v2-50steps", ".llama_v2-60steps", "gpt_neox-xsteps"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "llama_v2-50steps" / "meta.json").write_text("{}")
-    assert loaded(tmp_path) == 3
-
-
 def test_one_that_is_named_and_of_no_use_is_refused_with_the_others(tmp_path):
     save(tmp_path, 3, 6, 9)
     (tmp_path / "llama_v2-6steps" / "COMMITTED").unlink()
@@ -170,21 +140,6 @@ def test_the_best_checkpoint_is_looked_up_in_the_newest_ones_metadata(place):
     save(place, 9)
     with pytest.raises(CheckpointError, match="no best checkpoint is known; train with --validation_freq"):
         best_of(open_folder(place))
-
-
-def test_other_kinds_of_places_are_refused_by_name(tmp_path):
-    (tmp_path / "weights.pt").write_text("")
-    with pytest.raises(CheckpointError, match="is a file"):
-        open_verified(tmp_path / "weights.pt")
-    with pytest.raises(ConfigError, match="gs://bucket/prefix"):
-        open_verified("gs://bucket/prefix")
-    with pytest.raises(ConfigError, match="s3:///prefix"):
-        manager("s3:///prefix/run")
-    policies = [Policy(str(tmp_path), 1, 2), Policy(f"{tmp_path}/.", 4, 2)]
-    with pytest.raises(ConfigError, match="--checkpoint_dir"):
-        CheckpointManager(policies, run_name="run", model_type="m")
-    with pytest.raises(ConfigError, match="'a/b' cannot be part of a folder's name"):
-        manager(tmp_path, model_type="a/b")
 
 
 # --- damage
@@ -239,74 +194,6 @@ def test_a_marked_one_is_not_read_again_until_the_mark_is_deleted(place, monkeyp
     assert loaded(place) == 6
 
 
-def test_damaged_ones_do_not_count_among_those_that_are_kept(place):
-    save(place, 2, 4, 6)
-    for name in ("llama_v2-4steps", "llama_v2-6steps"):
-        harm(place, name, ".distcp", flipped)
-    assert loaded(place) == 2
-    save(place, 3, keep=2, generation=2)
-    assert loaded(place) == 3
-    harm(place, "llama_v2-3steps", ".distcp", flipped)
-    assert loaded(place) == 2, "two intact ones were kept"
-
-
-def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(place):
-    save(place, 3)
-    harm(place, "llama_v2-3steps", ".distcp", flipped)
-    for _ in range(2):  # at the first start, and again when the scheduler starts the job anew
-        with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged; they are kept"):
-            resumed(place)
-
-
-def test_each_attempt_at_a_step_has_a_folder_of_its_own(tmp_path):
-    save(tmp_path, 3, 6)
-    for number in (2, 3):
-        harm(tmp_path, committed(tmp_path)[0], ".distcp", flipped)
-        assert loaded(tmp_path) == 3
-        save(tmp_path, 6, generation=number)
-        assert loaded(tmp_path) == 6
-    assert committed(tmp_path) == ["llama_v2-6steps-3", "llama_v2-6steps-2", "llama_v2-6steps", "llama_v2-3steps"]
-    assert [key for key in keys(tmp_path) if "DAMAGED" in key] == [
-        "llama_v2-6steps-2/DAMAGED", "llama_v2-6steps/DAMAGED",
-    ]  # fmt: skip
-
-
-def test_a_folder_is_listed_and_tidied_while_a_job_removes_what_is_in_it(tmp_path, monkeypatch):
-    """What is there when its folder is read may be gone when it is looked at."""
-    save(tmp_path, 3, 6)
-    older, scan = tmp_path / "llama_v2-3steps", os.scandir
-
-    @contextlib.contextmanager
-    def scan_then_remove(path):
-        with scan(path) as entries:
-            found = list(entries)
-        if Path(path) == older:
-            for entry in found:
-                os.unlink(entry.path)
-        yield iter(found)
-
-    monkeypatch.setattr(os, "scandir", scan_then_remove)
-    folder = open_folder(tmp_path)
-    assert folder.sizes("llama_v2-3steps") == {}
-    assert committed(tmp_path) == ["llama_v2-6steps"]
-    monkeypatch.undo()
-    folder.sweep(9)
-    folder.delete("llama_v2-3steps")
-    folder.delete("llama_v2-3steps")  # as `prune` and a job may at the same time
-    assert listed(tmp_path) == ["llama_v2-6steps"]
-
-
-def test_each_rank_verifies_its_share_of_the_files(tmp_path):
-    save(tmp_path, 3)
-    found = open_checkpoint(tmp_path)
-    for file in found.marker.files:
-        path = Path(found.path, file)
-        path.write_bytes(flipped(path.read_bytes()))
-    shares = [found.verify(rank, 2) for rank in range(2)]
-    assert all(shares)
-    assert len([problem for share in shares for problem in share]) == len(found.marker.files)
-
-
 def test_a_format_of_the_future_is_refused_and_is_no_damage(tmp_path, monkeypatch):
     save(tmp_path, 3)
     with monkeypatch.context() as patched:
@@ -319,12 +206,6 @@ def test_a_format_of_the_future_is_refused_and_is_no_damage(tmp_path, monkeypatc
     path = tmp_path / "llama_v2-6steps" / "COMMITTED"
     path.write_text(path.read_text().replace(f'"format": {FORMAT + 1}', f'"format": {FORMAT + 2}'))
     assert loaded(tmp_path) == 3, "a flipped number is damage"
-
-
-@pytest.mark.parametrize("name", ["/etc/passwd", "../other/meta.json", "a/./b"])
-def test_a_marker_that_names_files_elsewhere_is_not_readable(name):
-    with pytest.raises(ValueError, match="is not the name of a file in a checkpoint"):
-        Marker(3, "m", 1, {"meta.json": checksum_of([b""]), name: checksum_of([b""])})
 
 
 # --- generations
@@ -347,15 +228,6 @@ def test_a_folder_that_was_renamed_to_another_step_is_ordered_by_its_marker(tmp_
     (tmp_path / "llama_v2-3steps").rename(tmp_path / "llama_v2-99steps")
     assert loaded(tmp_path) == 6
     assert open_verified(tmp_path / "llama_v2-99steps").step == 3
-
-
-def test_an_unreadable_marker_is_ordered_by_the_generation_that_began_the_attempt(place):
-    save(place, 30, generation=1)
-    save(place, 8, generation=2)
-    harm(place, "llama_v2-8steps", "COMMITTED", lambda data: data[:-9])
-    assert committed(place)[0] == "llama_v2-8steps"
-    with pytest.raises(CheckpointError, match="COMMITTED is not readable"):
-        resumed(place, strict=True)
 
 
 def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(place):
@@ -394,17 +266,6 @@ def test_a_failure_at_any_stage_leaves_what_was_there(tmp_path, stage):
     assert listed(tmp_path) == ["llama_v2-3steps"]
 
 
-def test_saving_a_step_again_replaces_nothing(place):
-    save(place, 3)
-    before = contents(place)
-    manager(place).save(3, state(3), {"again": True, "tokens": 30})
-    assert loaded(place) == 3
-    assert open_verified(place).meta == {"again": True, "tokens": 30, "step": 3}
-    assert {name: data for name, data in contents(place).items() if name in before} == before
-    assert keys(place) == files("llama_v2-3steps", "llama_v2-3steps-2")
-    assert all(open_checkpoint(f"{place}/{name}").verify() == [] for name in names(place))
-
-
 def test_what_is_there_under_the_name_is_left_alone(tmp_path):
     (tmp_path / "llama_v2-3steps" / "tp0_ep0").mkdir(parents=True)
     (tmp_path / "llama_v2-3steps" / "tp0_ep0" / "__0_0.distcp").write_text("another program's")
@@ -435,74 +296,7 @@ def test_leftovers_of_earlier_generations_are_swept_and_no_others(tmp_path):
     assert listed(tmp_path / "m-2steps") == [".begun", ".swept"]
 
 
-def test_a_deletion_that_was_cut_short_is_finished(tmp_path):
-    save(tmp_path, 3, 6)
-    folder = open_folder(tmp_path)
-    folder.withdraw("llama_v2-6steps")
-    for file in ("meta.json", "__0_0.distcp"):
-        folder.storage.delete(f"llama_v2-6steps/{file}")
-    assert loaded(tmp_path) == 3
-    save(tmp_path, 4, generation=3)
-    assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-4steps"]
-
-
-def test_a_kill_while_a_small_file_is_written_leaves_the_name_free(tmp_path):
-    for step, file in ((3, ".begun"), (4, "COMMITTED")):
-        partial = tmp_path / f"llama_v2-{step}steps" / f".{file}.0123abcd.partial"
-        partial.parent.mkdir()
-        partial.write_text("{")
-        for path in (partial, partial.parent):
-            os.utime(path, (1, 1))
-    save(tmp_path, 3)
-    assert listed(tmp_path) == ["llama_v2-3steps"]
-    assert keys(tmp_path) == files("llama_v2-3steps")
-
-
-def test_meta_that_is_not_json_fails_before_anything_is_written(tmp_path):
-    with pytest.raises(CheckpointError, match="not JSON serializable"):
-        manager(tmp_path).save(3, state(), {"x": object()})
-    assert listed(tmp_path) == []
-
-
-@pytest.mark.parametrize("stage", ["checksum", "commit", "publish"])
-def test_a_save_whose_attempt_was_swept_by_another_job_does_not_count(tmp_path, stage):
-    def meanwhile(reached: str) -> None:
-        if reached == stage:
-            open_folder(tmp_path).sweep(9)
-
-    save(tmp_path, 3)
-    base.VISIBLE_WITHIN_SECONDS, before = 0.1, base.VISIBLE_WITHIN_SECONDS
-    try:
-        with pytest.raises(CheckpointError, match="6steps: "):
-            manager(tmp_path, on_stage=meanwhile).save(6, state(6), {"tokens": 60})
-    finally:
-        base.VISIBLE_WITHIN_SECONDS = before
-    assert names(tmp_path) == committed(tmp_path) == ["llama_v2-3steps"]
-
-
 # --- retention
-
-
-def test_the_newest_k_stay_and_unfinished_ones_are_not_touched(tmp_path):
-    (tmp_path / "llama_v2-90steps").mkdir()
-    (tmp_path / "llama_v2-91steps").mkdir()
-    (tmp_path / "llama_v2-91steps" / "weights").touch()
-    save(tmp_path, 1, 2, 3, 4, keep=2)
-    assert listed(tmp_path) == ["llama_v2-3steps", "llama_v2-4steps", "llama_v2-90steps", "llama_v2-91steps"]
-
-
-@pytest.mark.parametrize("keep", [0, -1])
-def test_without_a_limit_all_are_kept(tmp_path, keep):
-    save(tmp_path, 1, 2, 3, keep=keep)
-    assert len(committed(tmp_path)) == 3
-
-
-def test_the_best_one_is_kept(tmp_path):
-    saver = manager(tmp_path, keep=1)
-    saver.best = 2
-    for step in (1, 2, 3, 4):
-        saver.save(step, state(), {})
-    assert committed(tmp_path) == ["llama_v2-4steps", "llama_v2-2steps"]
 
 
 def test_each_folder_has_its_own_policy(tmp_path):
@@ -517,42 +311,7 @@ def test_each_folder_has_its_own_policy(tmp_path):
     assert listed(tmp_path / "b" / "run") == ["m-13steps"]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, monkeypatch):
-    save(tmp_path, 1)
-    unlink = os.unlink
-
-    def refuse(path, **options):
-        if "1steps" in os.fspath(path) and not os.fspath(path).endswith("COMMITTED"):
-            raise PermissionError(13, "Permission denied")
-        unlink(path, **options)
-
-    monkeypatch.setattr(os, "unlink", refuse)
-    save(tmp_path, 2, keep=1)
-    assert "cannot be deleted" in caplog.text
-    assert committed(tmp_path) == ["llama_v2-2steps"]
-    monkeypatch.undo()
-    save(tmp_path, 3, keep=1, generation=3)
-    assert names(tmp_path) == ["llama_v2-3steps"]
-
-
-def test_the_owners_of_a_run_leave_their_claim_and_nothing_else(place):
-    with owning(place) as saver:
-        saver.check_folders()
-        saver.save(3, state(3), {"tokens": 30})
-    assert keys(place) == files("llama_v2-3steps")
-    with owning(place) as saver:
-        assert saver.generation == 2
-        saver.save(2, state(2), {"tokens": 20})
-    assert loaded(place) == 2
-    assert list(open_folder(place).storage.level()[0]) == [".owner-2"]
-
-
 # --- folders that cannot be used
-
-
-def test_a_folder_that_can_be_written_is_made_and_left_empty(tmp_path):
-    manager(tmp_path / "a" / "b").check_folders()
-    assert listed(tmp_path / "a" / "b") == []
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/checkpoints"])
@@ -574,26 +333,6 @@ def test_another_model_is_refused_by_name(tmp_path):
         found.load({"model": {"w": torch.zeros(4, 3)}})
     with pytest.raises(CheckpointError, match=r"model\.w .*\[4, 3\].*\[5, 3\]"):
         found.load({"model": {**state()["model"], "w": torch.zeros(5, 3)}})
-
-
-def test_part_of_a_checkpoint_and_plain_values_are_loaded(place):
-    more = {"optim": {"state": {"w": {"step": torch.ones(())}}}, "extra": {"count": 3, "words": ["a", "b"]}}
-    manager(place).save(1, {**state(1), **more}, {"tokens": 10})
-    assert loaded(place) == 1
-    target = {"extra": {"count": 0, "words": []}}
-    open_verified(place).load(target)
-    assert target == {"extra": {"count": 3, "words": ["a", "b"]}}
-
-
-def test_a_tensor_in_a_folder_is_read_without_a_copy_of_it(tmp_path):
-    manager(tmp_path).save(1, {"model": {"w": torch.ones(4_000_000)}}, {})
-    target, found = {"model": {"w": torch.zeros(4_000_000)}}, open_verified(tmp_path)
-    tracemalloc.start()
-    found.load(target)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert target["model"]["w"].all()
-    assert peak < 4_000_000  # of 16 MB
 
 
 def test_another_dtype_is_converted_with_a_warning(tmp_path, caplog):
@@ -628,9 +367,55 @@ def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
     assert "ran" not in capsys.readouterr().out
 
 
-def test_a_full_disk_is_named_with_the_remedy(tmp_path):
-    def full(stage):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "__0_0.distcp")
+def test_wrapper_prefixes_are_not_part_of_names():
+    name = "model.layers.0._orig_mod._checkpoint_wrapped_module.mlp.weight"
+    assert canonical_name(name) == "model.layers.0.mlp.weight"
+    wrapped = torch.compile(nn.Linear(2, 2))
+    assert set(gather_state(wrapped)["model"]) == {"weight", "bias"}
 
-    with pytest.raises(CheckpointError, match=r"-5steps: No space left on device; free space and start the same"):
-        manager(tmp_path, on_stage=full).save(5, state(), {})
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_creating_optimizer_state_changes_no_later_step(fused):
+    def trained(create: bool) -> tuple[list, list]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
+        if create:
+            create_optimizer_state(optimizer)
+            assert all(not value.any() for values in optimizer.state.values() for value in values.values())
+        for _ in range(3):
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()], list(optimizer.state.values())
+
+    (plain, states), (created, other_states) = trained(False), trained(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, created, strict=True))
+    for values, others in zip(states, other_states, strict=True):
+        assert all(torch.equal(values[key], others[key]) for key in values)
+
+
+def test_a_parameter_that_never_had_a_gradient_is_saved_and_loaded(tmp_path):
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = build()
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    manager(tmp_path).save(1, gather_state(model, optimizer), {})
+    other, fresh = build()
+    found = gather_state(other, fresh)
+    open_verified(tmp_path).load(found)
+    assert found["optim"]["state"]["used.weight"]["step"] == 1
+    assert found["optim"]["state"]["idle.weight"]["step"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_hyper_parameters_stay_those_of_the_run(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.5)
+    manager(tmp_path).save(1, gather_state(model, optimizer), {})
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.25)
+    open_verified(tmp_path).load(gather_state(model, fresh))
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["weight_decay"]) == (0.25, 0.25)

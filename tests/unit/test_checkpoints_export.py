@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import smp_train
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.dcp.storage import TreeReader
 from smp_train.checkpoints.find import open_checkpoint, open_verified
 from smp_train.checkpoints.hf.export import export
+from smp_train.checkpoints.pretrained import load_weights
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.hub_state import gather_state
 from smp_train.models.resolve import resolve
+from smp_train.run.divergence import roll_back
 from smp_train.run.saving import write_model
-from tests.checkpoint_files import manager, owning
-from tests.s3_server import bucket, download, serving, upload
+from tests.chats import write_tokenizer
+from tests.checkpoint_files import flipped, harm, manager
 from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled, save
 
 
@@ -84,36 +88,6 @@ def test_another_dtype_and_one_reading_of_the_index(
     assert len(read) == 1
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_what_is_there_is_not_overwritten_unasked(own: bool, llama: tuple[Path, Path], tmp_path: Path) -> None:
-    card = tmp_path / "README.md"
-    if own:
-        card.write_text("# My project\n")
-    export(open_verified(llama[1]), tmp_path)
-    first = card.read_text()
-    assert first == "# My project\n" if own else "| steps | 4 |" in first
-    with pytest.raises(ConfigError, match="--overwrite 1"):
-        export(open_verified(llama[1]), tmp_path)
-    if not own:
-        card.write_text(first.replace("| steps | 4 |", "| steps | 3 |"))
-    export(open_verified(llama[1]), tmp_path, overwrite=True)
-    assert card.read_text() == first
-
-
-def test_the_end_of_a_training_never_fails_for_a_model_that_is_there(llama: tuple[Path, Path], tmp_path: Path) -> None:
-    backend = SimpleNamespace(full_weights=lambda model: None)
-    run: Any = SimpleNamespace(runtime=SimpleNamespace(is_main=True), backend=backend, model=None)
-    for _ in range(3):
-        write_model(run, str(llama[1]), str(tmp_path))
-    for folder in (tmp_path, tmp_path / "previous-1", tmp_path / "previous-2"):
-        assert torch.equal(expected_logits(folder), expected_logits(llama[0]))
-    whole = {name: torch.ones_like(value) for name, value in load_file(llama[0] / "model.safetensors").items()}
-    backend.full_weights = lambda model: whole  # gathered, as on SMP
-    write_model(run, str(llama[1]), str(tmp_path))
-    assert all(bool((value == 1).all()) for value in load_file(tmp_path / "model.safetensors").values())
-    assert torch.equal(expected_logits(tmp_path / "previous-3"), expected_logits(llama[0]))
-
-
 def test_what_is_not_a_whole_model_is_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:
     config = json.loads((llama[0] / "config.json").read_text())
     saver = manager(tmp_path / "ours", keep=0)
@@ -126,18 +100,9 @@ def test_what_is_not_a_whole_model_is_refused(llama: tuple[Path, Path], tmp_path
         export(open_verified(path), tmp_path / "back")
 
 
-def tokenizer(folder: Path) -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, "a")))
-    made.save_pretrained(folder)
-
-
 def test_a_run_is_exported_from_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(FAMILIES["llama_v3"], tmp_path / "theirs")
-    tokenizer(tmp_path / "tokenizer")
+    write_tokenizer(tmp_path / "tokenizer")
     for step in (4, 6, 8):
         path = checkpoint(tmp_path / "theirs", tmp_path / "ours", step, optimizer=step != 8)
     assert main(["show", str(tmp_path / "ours" / path.name.replace("-8", "-6"))]) == 0
@@ -170,48 +135,6 @@ def test_a_model_is_not_written_among_checkpoints(
         with pytest.raises(ConfigError, match="give a folder for the model"):
             main(verb)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_verbs_from_s3_to_s3(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    pytest.importorskip("moto.server")
-    save(FAMILIES["mixtral"], tmp_path / "theirs")
-    tokenizer(tmp_path / "theirs")
-    expected = expected_logits(tmp_path / "theirs")
-    with serving() as server:
-        place = bucket(server, monkeypatch, "verbs")
-        upload(f"{place}/theirs", tmp_path / "theirs")
-        assert main(["import", f"{place}/theirs", f"{place}/ours", "--step", "3"]) == 0
-        assert f"wrote {place}/ours/mixtral-3steps" in capsys.readouterr().out
-        split = ["--max_shard_gb", "0.0001"]
-        assert main(["export", f"{place}/ours", f"{place}/back", *split, "--tokenizer", f"{place}/theirs"]) == 0
-        assert f"of {place}/ours/mixtral-3steps to {place}/back" in capsys.readouterr().out
-        for again in ([], ["--overwrite", "1"]):
-            if not again:
-                with pytest.raises(ConfigError, match=f"{place}/back"):
-                    main(["export", f"{place}/ours", f"{place}/back"])
-            else:
-                words = ["export", f"{place}/ours", f"{place}/back", *split, *again]
-                assert main([*words, "--tokenizer", f"{place}/theirs"]) == 0
-        assert main(["convert", f"{place}/back", f"{place}/converted", *split]) == 0
-        back, converted = (download(f"{place}/{name}", tmp_path / name) for name in ("back", "converted"))
-        for folder in (back, converted):
-            assert torch.equal(expected_logits(folder), expected)
-            assert len(list(folder.glob("model-*.safetensors"))) > 1
-            assert (folder / "tokenizer.json").is_file()
-        server.on_request = lambda method, path: "AccessDenied" if method == "PUT" else None
-        with pytest.raises(CheckpointError, match=r"s3://.*/denied/.* s3:PutObject "):
-            main(["convert", f"{place}/back", f"{place}/denied"])
-        server.on_request = lambda method, path: None
-        with pytest.raises(ConfigError, match=f"smp-train checkpoint export {place}/ours/mixtral-3steps FOLDER"):
-            main(["convert", f"{place}/ours/mixtral-3steps", f"{place}/no"])
-        with pytest.raises(CheckpointError, match=f"{place}/nothing"):
-            main(["import", f"{place}/nothing", f"{place}/no"])
-
-
-def test_weights_alone_are_not_resumed_from(llama: tuple[Path, Path]) -> None:
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match="--pretrained_checkpoint_file"):
-        open_verified(llama[1]).load(gather_state(model, torch.optim.AdamW(model.parameters())))
 
 
 def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,25 +182,6 @@ def test_a_conversion_that_is_refused_replaces_nothing(tmp_path: Path, target: s
         with pytest.raises(error, match=target if error is ConfigError else "broken"):
             main(["convert", str(tmp_path / source), str(tmp_path / target), "--overwrite", "1"])
     assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
-
-
-def test_an_import_replaces_no_checkpoint(tmp_path: Path) -> None:
-    save(FAMILIES["llama_v2"], tmp_path / "theirs")
-    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    words = ["import", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--step"]
-    before = {file: file.read_bytes() for file in (tmp_path / "ours").rglob("*") if file.is_file()}
-    with pytest.raises(ConfigError, match=r"llama_v2-4steps is a committed checkpoint; give another --step"):
-        main([*words, "4"])
-    with (
-        owning(tmp_path / "ours"),
-        pytest.raises(CheckpointError, match=r"is in use by .*; give another folder, or wait"),
-    ):
-        main([*words, "3"])
-    assert main([*words, "3"]) == 0
-    assert {file: file.read_bytes() for file in before} == before
-    found = open_checkpoint(tmp_path / "ours")
-    assert (found.step, found.meta["imported"]["from"]) == (3, str(tmp_path / "theirs"))
-    assert found.folder.location == str(path.parent)
 
 
 @pytest.mark.parametrize("step", ["-1", "99999999999999999999", "1000000000000001", "9" * 30, "many"])
@@ -335,3 +239,92 @@ def test_nobody_is_advised_to_run_the_code_in_a_file(llama: tuple[Path, Path], t
         assert not (tmp_path / "out").exists()
         assert "weights_only" not in str(refused.value)
         assert "\n" not in str(refused.value)
+
+
+STEP = "llama_v2-4steps"
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model as transformers saved it."""
+    folder = tmp_path_factory.mktemp("verified") / "theirs"
+    save(FAMILIES["llama_v2"], folder)
+    return folder
+
+
+def damage(folder: Path | str, name: str, file: str) -> None:
+    """Change one bit in the middle of the checkpoint's one file whose name ends so; sizes stay the same."""
+    harm(folder, name, file, lambda data: flipped(data[: len(data) // 2]) + data[len(data) // 2 :])
+
+
+def damaged(theirs: Path, folder: Path) -> str:
+    main(["import", str(theirs), str(folder), "--step", "4"])
+    damage(folder, STEP, ".distcp")
+    return rf"{folder}/{STEP} is damaged: __0_0\.distcp has CRC-32"
+
+
+def part(theirs: Path, folder: Path) -> str:
+    """Save the first half of every tensor, as one of two ranks does to its node's own disk."""
+    main(["import", str(theirs), str(folder.parent / "whole"), "--step", "4"])
+    whole = open_checkpoint(folder.parent / "whole" / STEP)
+    halves = {name: torch.ones(shape[0] // 2, *shape[1:]) for name, shape in shapes(whole.entries()[0]).items()}
+    meta = {"model_config": whole.meta["model_config"], "node_local": {"world_size": 2, "rank": 0}}
+    manager(folder).save(4, {"model": halves}, meta)
+    return rf"{folder}/{STEP} is one rank's part of a checkpoint"
+
+
+def shapes(entries: Any) -> dict[str, list[int]]:
+    return {name.removeprefix("model."): list(entry.size) for name, entry in entries.items()}
+
+
+def finetune(checkpoint: str, theirs: Path) -> None:
+    model = build_meta(resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(theirs))))
+    materialise(model, "cpu")
+    load_weights(model, checkpoint)
+
+
+def write_final_model(checkpoint: str, out: Path) -> None:
+    backend = SimpleNamespace(full_weights=lambda model: None)
+    run = SimpleNamespace(runtime=SimpleNamespace(is_main=True), backend=backend, model=None)
+    write_model(cast(Any, run), checkpoint, str(out))
+
+
+READERS: dict[str, Callable[[str, Path, Path], object]] = {
+    "export": lambda checkpoint, theirs, out: main(["export", checkpoint, str(out)]),
+    "import": lambda checkpoint, theirs, out: main(["import", checkpoint, str(out), "--model", str(theirs)]),
+    "finetuning": lambda checkpoint, theirs, out: finetune(checkpoint, theirs),
+    "evaluate": lambda checkpoint, theirs, out: smp_train.evaluate(checkpoint, str(theirs)),
+    "generate": lambda checkpoint, theirs, out: smp_train.generate(checkpoint, "a"),
+    "load_model": lambda checkpoint, theirs, out: smp_train.load_model(checkpoint),
+    "rollback": lambda checkpoint, theirs, out: roll_back(cast(Any, None), 5, checkpoint),
+    "final model": lambda checkpoint, theirs, out: write_final_model(checkpoint, out),
+}
+
+
+@pytest.mark.parametrize("made", [damaged, part])
+def test_no_reader_of_weights_takes_it(made: Callable[[Path, Path], str], theirs: Path, tmp_path: Path) -> None:
+    ours, out = tmp_path / "ours", tmp_path / "out"
+    said = made(theirs, ours)
+    for reader, read in READERS.items():
+        with pytest.raises(CheckpointError, match=said) as refused:
+            read(f"{ours}/{STEP}", theirs, out)
+        assert "\n" not in str(refused.value), reader
+        assert not [path for path in out.rglob("*") if path.is_file() and not path.name.startswith(".lock")], reader
+    assert main(["show", f"{ours}/{STEP}"]) == 0
+
+
+def test_what_is_shown_and_the_tokenizer_are_verified_as_they_are_read(
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = manager(tmp_path)
+    saver.tokenizer = {"tokenizer.json": b'{"a": 0}'}
+    saver.save(4, {"model": {"w": torch.ones(2)}}, {})
+    found = open_checkpoint(tmp_path / STEP)
+    assert found.tokenizer() == saver.tokenizer
+    for file in ("tokenizer.json", ".metadata"):
+        damage(tmp_path, STEP, file)
+    with pytest.raises(CheckpointError, match=r"tokenizer/tokenizer\.json"):
+        found.tokenizer()
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        main(["show", str(tmp_path)])
+    assert "tensors" not in capsys.readouterr().out

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from smp_train.checkpoints.find import open_verified
-from smp_train.checkpoints.hf.export import export
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hub_state import gather_state
@@ -74,24 +73,3 @@ def test_checkpoints_of_other_versions_are_saved_under_the_hubs_names(family: st
     again, _ = fresh(tmp_path / "theirs")
     load_weights(again, str(path))
     assert all(map(torch.equal, again.parameters(), model.parameters()))
-    export(open_verified(path), tmp_path / "back")
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "theirs"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-
-
-@pytest.mark.parametrize("kind", ["the hub's names", "names in memory"])
-def test_weights_are_read_from_a_tree_of_another_program(kind: str, tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-
-    save(FAMILIES["mixtral"], tmp_path / "theirs")
-    state = published(tmp_path / "theirs")
-    if kind == "names in memory":
-        state = in_memory(tmp_path / "theirs")
-    writer = dcp.FileSystemWriter(tmp_path / "tree")
-    _save_state_dict({"app": {"model": state["model"]}}, storage_writer=writer, no_dist=True)
-    model, _ = fresh(tmp_path / "theirs")
-    load_weights(model, str(tmp_path / "tree"))
-    with torch.no_grad():
-        assert torch.equal(model.eval()(input_ids=IDS).logits, expected_logits(tmp_path / "theirs"))

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -23,8 +20,7 @@ from smp_train.checkpoints.owner import Claim, Ownership, claims_in, owner_of
 from smp_train.distributed.environment import LAUNCH
 from smp_train.distributed.job import Job, identity
 from smp_train.errors import CheckpointError
-from smp_train.storage.probe import put_probe
-from tests.checkpoint_files import committed, files, keys, listed, manager, names, owning, resumed, state
+from tests.checkpoint_files import committed, files, keys, listed, manager, names, owning, resumed
 from tests.checkpoint_files import owner as acquired
 
 STATE = {"model": {"w": torch.ones(3)}}
@@ -66,20 +62,6 @@ def at_once(seconds: float) -> None:
 # --- one owner
 
 
-def test_the_second_job_is_refused_at_once_and_told_who_owns_the_run(folder):
-    first = acquired(folder.location, SLURM)
-    with pytest.raises(CheckpointError) as refused:
-        Ownership([folder], SLURM).acquire(wait=at_once)
-    said = rf"in use by Slurm job 4711 on \S+ \(process {os.getpid()}, since 2\d+-.*UTC\)"
-    assert re.search(said, str(refused.value))
-    assert "\n" not in str(refused.value)
-    first.release()
-    second = acquired(folder.location, wait=at_once)
-    assert (first.generation, second.generation, second.restarted) == (1, 2, False)
-    second.release()
-    assert listed(folder.location) == [".owner-2"], "the claim stays, so that the next generation is a higher one"
-
-
 OWNS = """
 import os, sys
 from smp_train.checkpoints.folder import open_folder
@@ -111,45 +93,6 @@ def test_a_process_of_this_machine_owns_the_run_as_long_as_it_lives(folder, capl
     finally:
         process.kill()
         process.communicate()
-
-
-STARTS = """
-import sys, time
-from smp_train.checkpoints.folder import open_folder
-from smp_train.checkpoints.owner import Ownership
-from smp_train.errors import CheckpointError
-ownership = Ownership([open_folder(each) for each in sys.argv[1:]])
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    ownership.acquire()
-except CheckpointError as error:
-    print("refused" if "in use by" in str(error) else error, flush=True)
-else:
-    time.sleep(0.5)
-    ownership.check()
-    print("owns", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_of_jobs_that_start_at_once_exactly_one_owns_the_run(tmp_path):
-    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
-    for _ in range(3):
-        jobs = [
-            subprocess.Popen(
-                [sys.executable, "-c", STARTS, *folders], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            for _ in range(4)
-        ]
-        assert [job.stdout.readline() for job in jobs] == ["ready\n"] * 4
-        for job in jobs:
-            job.stdin.write("go\n")
-            job.stdin.flush()
-        assert sorted(job.stdout.readline() for job in jobs) == ["owns\n", *["refused\n"] * 3]
-        for job in jobs:
-            job.kill()
-            job.communicate()
 
 
 @pytest.mark.parametrize("before", ["nothing", "dead"])
@@ -185,52 +128,6 @@ def test_a_job_that_is_overtaken_while_it_starts_does_not_rob_the_other(place, m
     others[0].release()
 
 
-@pytest.mark.slow
-def test_a_server_that_ignores_conditions_has_one_owner_too(server, s3_place, monkeypatch):
-    """Both find no claim, and the later one overwrites that of the first, which finds out before it writes."""
-    monkeypatch.setattr(server, "conditions", False)
-    monkeypatch.setattr(owner, "BEAT_SECONDS", 0.02)
-    folder = open_folder(s3_place)
-    first, second = Ownership([folder], SLURM), Ownership([folder], Job())
-    put, writers = folder.storage.put_if_absent, []
-
-    def both(name: str, data: bytes) -> bool:
-        if not writers:
-            writers.append(1)
-            second.acquire()
-            folder.storage.put(name, data)  # `first` has asked before `second` wrote
-            return True
-        return put(name, data)
-
-    monkeypatch.setattr(folder.storage, "put_if_absent", both)
-    first.acquire()
-    first_claim = owner_of([folder])
-    time.sleep(0.2)  # both beat
-    assert owner_of([folder]).token == first_claim.token
-    first.check()
-    with pytest.raises(CheckpointError, match="was taken over by Slurm job 4711"):
-        second.check()
-    second.release()
-    first.check()
-    assert not owner_of([folder]).released
-    first.release()
-
-
-def test_a_file_system_that_loses_the_answer_to_a_first_try(folder, monkeypatch):
-    """As NFS where a link is made, the answer is lost, and the second try finds it there."""
-    put = folder.storage.put_if_absent
-
-    def lost(name: str, data: bytes) -> bool:
-        assert put(name, data)
-        return False
-
-    monkeypatch.setattr(folder.storage, "put_if_absent", lost)
-    first = Ownership([folder])
-    first.acquire(wait=at_once)
-    first.check()
-    first.release()
-
-
 # --- owners on other machines, and clocks
 
 
@@ -261,60 +158,6 @@ def test_an_owner_elsewhere_that_is_silent_is_dead(folder, caplog, ahead):
     assert "waiting up to" in caplog.text
     assert listed(folder.location) == [".owner-2"]
     taken.release()
-
-
-def test_a_clock_that_went_back_changes_no_order(place, monkeypatch):
-    with owning(place) as saver:
-        saver.save(60, state(60), {"tokens": 600})
-    monkeypatch.setattr("time.time", lambda: 1e9)
-    with owning(place) as saver:
-        saver.save(12, state(12), {"tokens": 120})
-    assert resumed(place).step == 12
-
-
-@pytest.mark.parametrize("data", [b"?", b'{"host": "a", "token": "../../etc"}'])
-def test_an_unreadable_claim_ages_too(folder, data):
-    folder.storage.put(".owner-4", data)
-    taken = Ownership([folder])
-    taken.acquire(wait=waits(folder))
-    assert taken.generation == 5
-    taken.release()
-
-
-def test_an_owner_that_released_the_run_is_replaced_at_once_on_any_machine(folder):
-    claim = dataclasses.replace(owned_elsewhere(folder), released=True)
-    folder.storage.put(claim.file, claim.to_bytes())
-    acquired(folder.location, wait=at_once).release()
-
-
-def test_a_run_in_which_only_checkpoints_are_left_gets_a_higher_generation(place):
-    manager(place, generation=7).save(3, STATE, {})
-    taken = acquired(place)
-    assert taken.generation == 8
-    taken.release()
-
-
-def test_the_owner_beats_until_it_releases_the_run(folder, monkeypatch):
-    monkeypatch.setattr(owner, "BEAT_SECONDS", 0.01)
-    begun, go = threading.Event(), threading.Event()
-    put = folder.storage.put
-
-    def slow(name: str, data: bytes) -> None:
-        begun.set()
-        go.wait(60)
-        put(name, data)
-
-    monkeypatch.setattr(folder.storage, "put", slow)
-    held = Ownership([folder])
-    held.acquire()
-    assert begun.wait(60)
-    monkeypatch.setattr(owner, "BEAT_SECONDS", 600.0)
-    released = threading.Thread(target=held.release)
-    released.start()
-    released.join(0.2)
-    go.set()
-    released.join()
-    assert owner_of([folder]).released, "a beat that was on its way does not take it back"
 
 
 # --- restarts of the owner's job
@@ -401,21 +244,6 @@ def test_a_job_that_was_forced_out_commits_nothing_more(tmp_path):
     assert names(tmp_path) == ["m-3steps", "m-4steps"]
 
 
-def test_a_job_that_was_forced_out_leaves_the_save_of_the_other_alone(tmp_path):
-    """Its first save would sweep what it takes for a dead job's."""
-    first = manager(tmp_path, model_type="m", owner=acquired(tmp_path), generation=9)
-
-    def meanwhile(stage: str) -> None:
-        if stage == "publish":
-            with pytest.raises(CheckpointError, match="was taken over"):
-                first.save(2, STATE, {})
-
-    with owning(tmp_path, force=True, model_type="m", on_stage=meanwhile) as second:
-        second.save(3, STATE, {})
-    first.close()
-    assert (open_verified(tmp_path).step, names(tmp_path)) == (3, ["m-3steps"])
-
-
 STAGES = ("write", "checksum", "commit", "publish")
 
 
@@ -462,76 +290,6 @@ def test_a_writer_that_stalls_does_not_count_and_touches_nothing_of_its_successo
     assert keys(place) == files(name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_writer_that_stalls_over_several_starts_touches_nothing(tmp_path, stage):
-    """The job that took over was killed before it saved anything, and so on."""
-    started: list = []
-
-    def meanwhile(reached: str) -> None:
-        if reached != stage or started:
-            return
-        for _ in range(3):
-            ownership = acquired(tmp_path, force=True)
-            started.append(manager(tmp_path, 1, 1, "m", owner=ownership, generation=ownership.generation))
-        started[-1].save(2, {"model": {"w": torch.zeros(3)}}, {})
-
-    ownership = acquired(tmp_path)
-    first = manager(tmp_path, 1, 1, "m", owner=ownership, generation=1, on_stage=meanwhile)
-    with pytest.raises(CheckpointError, match="cannot save"):
-        first.save(2, STATE, {})
-    found, loaded = open_verified(tmp_path), {"model": {"w": torch.ones(3)}}
-    found.load(loaded)
-    assert (found.marker.generation, loaded["model"]["w"].tolist()) == (4, [0.0] * 3)
-    for saver in (first, *started):
-        saver.close()
-
-
-STOPS_BEFORE_ITS_COMMIT = """
-import os, signal, sys
-import torch
-from smp_train.checkpoints import owner
-from tests.checkpoint_files import manager, owner as acquired
-owner.identity = lambda process: "other 99 1"  # as on another machine, whose processes nobody here can look at
-ownership = acquired(sys.argv[1])
-
-def stop(stage):
-    if stage == "publish":
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-saver = manager(sys.argv[1], 1, 1, "m", owner=ownership, generation=1, on_stage=stop)
-try:
-    saver.save(2, {"model": {"w": torch.ones(3)}}, {})
-finally:
-    saver.close()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_process_that_is_stopped_between_its_check_and_its_commit_harms_nothing(tmp_path):
-    """SIGSTOP on one machine; on another one the job takes over after the real time; then SIGCONT."""
-    with subprocess.Popen(
-        [sys.executable, "-c", STOPS_BEFORE_ITS_COMMIT, tmp_path], stderr=subprocess.PIPE, text=True
-    ) as first:
-        try:
-            os.waitid(os.P_PID, first.pid, os.WSTOPPED)
-            began = time.monotonic()
-            with owning(tmp_path, model_type="m", keep=1) as second:  # waits until the claim counts as a dead owner's
-                second.save(2, {"model": {"w": torch.zeros(3)}}, {})
-                stopped_for = time.monotonic() - began
-                first.send_signal(signal.SIGCONT)
-                _, err = first.communicate(timeout=60)
-                second.save(3, {"model": {"w": torch.full((3,), 3.0)}}, {})
-        finally:
-            first.kill()
-    assert stopped_for > owner.STALE_SECONDS - 2 * owner.BEAT_SECONDS
-    assert re.search(r"cannot save .*m-2steps: .*(taken over by|deleted this attempt)", err.splitlines()[-1])
-    found, loaded = open_verified(tmp_path), {"model": {"w": torch.ones(3)}}
-    found.load(loaded)
-    assert (found.step, loaded["model"]["w"].tolist(), found.verify()) == (3, [3.0] * 3, [])
-    assert names(tmp_path) == ["m-3steps"]
-
-
 def test_a_late_commit_that_its_writer_cannot_withdraw_is_never_the_newest_and_harms_nothing(place, monkeypatch):
     """The writer is killed between its late commit and the check after it."""
     with owning(place, model_type="m") as first:
@@ -547,27 +305,3 @@ def test_a_late_commit_that_its_writer_cannot_withdraw_is_never_the_newest_and_h
             assert committed(place)[:2] == ["m-3steps", "m-1steps"], "the intact ones are kept"
             found = resumed(place)
     assert (found.step, found.verify()) == (3, [])
-
-
-def test_leftovers_go_whatever_the_clock_says(tmp_path):
-    """What is unfinished is a dead job's, also if it is stamped with a time that is still to come."""
-    folder = open_folder(tmp_path)
-    folder.put(folder.begin("m", 2, 1), "tp0_ep0/__0_0.distcp", b"half")
-    for path in tmp_path.rglob("*"):
-        os.utime(path, (time.time() + 9e5, time.time() + 9e5))
-    owned_elsewhere(folder)
-    with owning(tmp_path, force=True) as saver:
-        saver.save(3, STATE, {})
-    assert names(tmp_path) == ["llama_v2-3steps"]
-
-
-def test_a_probe_of_another_job_stays_for_a_moment(tmp_path):
-    """It probes the folder before it owns the run, or never owns it: an evaluation only reads."""
-    probe = put_probe(open_folder(tmp_path).storage)
-    for present in (True, False):
-        with owning(tmp_path) as saver:
-            saver.save(3, STATE, {})
-        assert (tmp_path / probe).exists() == present
-        if present:
-            long_ago = time.time() - 3600
-            os.utime(tmp_path / probe, (long_ago, long_ago))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed.checkpoint
 
 from smp_train import cli
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.folder import open_folder
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import CheckpointError
 from tests.checkpoint_files import (
     age,
     committed,
@@ -30,7 +28,6 @@ from tests.checkpoint_files import (
     state,
     with_generation,
 )
-from tests.killing import killed
 
 Capture = pytest.CaptureFixture[str]
 
@@ -123,63 +120,7 @@ def test_a_folder_of_runs_is_listed_with_the_checkpoints_of_each(place: str, cap
     assert printed(capsys, "verify", place) == [f"{name}: intact" for name in (names[1], names[0], names[2])]
 
 
-def test_nothing_is_listed_of_an_empty_folder(tmp_path: Path, capsys: Capture) -> None:
-    assert printed(capsys, "list", str(tmp_path)) == [f"no checkpoints in {tmp_path}"]
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/nowhere does not exist; give a folder of runs"):
-        main(["list", str(tmp_path / "nowhere")])
-    with pytest.raises(ConfigError, match="invalid choice"):
-        main(["lst", str(tmp_path)])
-
-
 # --- show and verify
-
-
-def test_a_checkpoint_is_shown_to_people_and_to_programs(tmp_path: Path, capsys: Capture) -> None:
-    meta = {
-        "best": {"step": 2, "loss": 1.5, "since": 3}, "data": {"size": 48, "cursor": {"rows": list(range(9))}},
-        "spikes": {"accepted": [[step, 1.0, 2.0] for step in range(100)], "skipped": [[4, 6], [9, 9]], "row": 0},
-    }  # fmt: skip
-    place = tmp_path / "first"
-    manager(place).save(5, state(), meta)
-    shown = dict(line.split(":", 1) for line in printed(capsys, "show", str(place)))
-    assert all(len(line) < 120 and not set(line) & set("{[") for line in shown.values())
-    assert (shown["run"].strip(), shown["step"].strip(), shown["generation"].strip()) == ("first", "5", "1")
-    assert shown["spikes"].strip() == "accepted 100 entries, skipped ((4, 6), (9, 9)), row 0"
-    assert shown["best"].strip() == "step 2, loss 1.5, since 3"
-    assert " ".join(shown["data"].split()) == "size 48, cursor (rows 9 entries)"
-    assert shown["model.*"].split() == ["2", "tensors,", "15", "numbers"]
-    assert json.loads("\n".join(printed(capsys, "show", str(tmp_path), "--json"))).items() > meta.items()
-
-
-def test_verification_names_each_damage_and_changes_nothing(place: str, capsys: Capture) -> None:
-    save(place, 1, 2, 3)
-    harm(place, step(1), ".distcp", flipped)
-    harm(place, step(3), "meta.json", lambda data: data + b" ")
-    before = contents(place)
-    with pytest.raises(CheckpointError, match=rf"2 of 3 damaged in {place}: {step(3)}, {step(1)}") as damaged:
-        main(["verify", place])
-    assert damaged.value.exit_code == 4
-    third, second, first = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(rf"{step(3)}: meta\.json has \d+ bytes, \d+ were written", third)
-    assert second == f"{step(2)}: intact"
-    assert re.fullmatch(rf"{step(1)}: __0_0\.distcp has CRC-32 \w+, \w+ was written", first.replace("0/__0", "__0"))
-    assert contents(place) == before
-
-
-def test_a_file_system_that_fails_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    save(tmp_path / "run", 1)
-
-    def fail(*_: Any) -> None:
-        raise OSError(13, "Permission denied")
-
-    monkeypatch.setattr("smp_train.checkpoints.folder.RunFolder.checksum", fail)
-    for words in (["verify"], ["prune", "--keep", "1", "--damaged", "1"]):
-        with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
-            main([words[0], str(tmp_path / "run"), *words[1:]])
-    assert "damaged" not in capsys.readouterr().out
-    assert committed(tmp_path / "run") == [step(1)]
 
 
 # --- prune
@@ -201,18 +142,6 @@ def test_a_damaged_checkpoint_does_not_count(harmed: str, damaged: str, place: s
     assert open_verified(f"{place}/{step(6)}").step == 6
 
 
-@pytest.mark.parametrize("damaged", ["0", "1"])
-def test_nothing_is_deleted_where_nothing_is_intact(damaged: str, tmp_path: Path) -> None:
-    place = tmp_path / "run"
-    save(place, 3, 6)
-    for number in (3, 6):
-        harm(place, step(number), ".distcp", flipped)
-    before = contents(place)
-    with pytest.raises(CheckpointError, match="no checkpoint is intact, so nothing is deleted"):
-        main(["prune", str(place), "--keep", "1", "--damaged", damaged])
-    assert contents(place) == before
-
-
 @pytest.mark.parametrize("keeps", [True, False])
 def test_the_best_checkpoint_is_kept(keeps: bool, tmp_path: Path, capsys: Capture) -> None:
     place = tmp_path / "run"
@@ -223,14 +152,6 @@ def test_the_best_checkpoint_is_kept(keeps: bool, tmp_path: Path, capsys: Captur
     harm(place, step(4), ".distcp", flipped)  # the newest intact one names the best
     assert main(["prune", str(place), "--keep", "1"]) == 0
     assert committed(place) == [step(4), step(3), *[step(2)] * keeps]
-
-
-def test_of_generations_the_later_one_is_newer(tmp_path: Path) -> None:
-    place = tmp_path / "run"
-    save(place, 3, 6)
-    with_generation(place, step(3), 2)
-    assert main(["prune", str(place), "--keep", "1"]) == 0
-    assert committed(place) == [step(3)]
 
 
 def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
@@ -250,46 +171,6 @@ def test_a_running_job_is_let_be(place: str, capsys: Capture) -> None:
         f"deleted the files of {attempt}, which an interrupted save or deletion left"
     ]
     assert keys(place) == files(step(9))
-
-
-@pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.slow)])
-def test_a_prune_that_is_killed_at_any_operation_keeps_what_it_should(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    parent = str(tmp_path) if kind == "folder" else request.getfixturevalue("s3_place")
-    after = 0
-    while True:
-        place = f"{parent}/{after}"
-        save(place, 3, 6, 9)
-        harm(place, step(9), ".distcp", flipped)
-        before = contents(place)
-        kept = {name: data for name, data in before.items() if name.startswith(step(6))}
-        with killed(request, monkeypatch, kind, after) as seen:
-            main(["prune", place, "--keep", "1", "--damaged", "1"])
-        assert kept.items() <= contents(place).items() <= before.items()
-        for name in set(committed(place)) - {step(9)}:
-            assert open_verified(f"{place}/{name}").name == name
-        assert main(["prune", place, "--keep", "1", "--damaged", "1"]) == 0
-        assert committed(place) == [step(6)]
-        assert [name for name in contents(place) if name not in kept and not name.endswith((".begun", ".swept"))] == []
-        if len(seen) <= after:
-            break
-        after += 1
-    assert after > 5
-
-
-def test_a_restart_still_knows_its_predecessor_after_a_prune(tmp_path: Path) -> None:
-    from smp_train.distributed.job import Job
-
-    place = tmp_path / "run"
-    job = Job("Slurm job 7")
-    with owning(place, job) as first:
-        first.save(1, state(1), {"tokens": 10})
-        generation = first.generation
-    assert main(["prune", str(place), "--keep", "1"]) == 0
-    with owning(place, Job("Slurm job 7", restarts=1)) as second:
-        assert second.owner.restarted
-        assert second.generation == generation + 1
 
 
 REFUSED = {
@@ -352,11 +233,3 @@ def test_checkpoints_of_other_programs_are_never_touched(tmp_path: Path, capsys:
     assert main(["prune", str(place), "--keep", "1", "--damaged", "1"]) == 0
     assert {name: data for name, data in contents(place).items() if data == b"theirs"} == theirs
     assert committed(place) == [step(6)]
-
-
-def test_another_programs_tree_is_shown_and_not_exported(tmp_path: Path, capsys: Capture) -> None:
-    saved = {"model": {"w": torch.ones(2)}, "total_steps": 70}
-    torch.distributed.checkpoint.save(saved, checkpoint_id=tmp_path / "old", no_dist=True)
-    assert "total_steps: 70" in printed(capsys, "show", str(tmp_path / "old"))
-    with pytest.raises(CheckpointError, match=rf"first `smp-train checkpoint import {tmp_path}/old FOLDER"):
-        main(["export", str(tmp_path / "old"), str(tmp_path / "out")])

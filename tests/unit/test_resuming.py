@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,11 +17,9 @@ from smp_train.checkpoints.owner import claims_in, owner_of
 from smp_train.distributed import detect
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.resolve import resolve
-from smp_train.run.best import Best
 from smp_train.run.naming import Start, how_to_resume, nothing_found, settle, start_line
 from smp_train.run.resume import changed_settings, look_for_checkpoint, model_to_resume
-from smp_train.run.saving import best_checkpoint
-from tests.checkpoint_files import committed, contents, harm, manager, names, state
+from tests.checkpoint_files import committed, contents, manager, names, state
 from tests.training import TINY
 
 MODEL = {name: value for name, value in TINY.items() if name != "run_name"}
@@ -167,26 +164,6 @@ def test_a_name_of_ours_that_is_taken_becomes_another_one(parent):
     assert committed(f"{parent}/{OURS}") == ["llama_v2-4steps"], "the first one's are as they were"
 
 
-def test_the_name_that_a_launcher_derives_counts_as_ours(parent):
-    sized = {"model_size": "7b", "hidden_width": None, "num_layers": None, "num_heads": None, "vocab_size": None,
-             "num_key_value_heads": None, "intermediate_size": None}  # fmt: skip
-    assert began(parent, run_name="llama_v2-7b", saves=4, **sized) == Began("llama_v2-7b")
-    assert began(parent, run_name="llama_v2-7b", **sized) == Began("llama_v2-7b-2")
-    assert began(parent, **sized) == Began("llama_v2-6.7b")
-
-
-def test_a_name_is_taken_by_a_checkpoint_in_any_tier(parent, tmp_path):
-    near, folders = tmp_path / "near", [f"local:{tmp_path}/near", parent]
-    run(parent, OURS)  # claimed, but never saved
-    assert began(parent, checkpoint_dir=folders) == Began(OURS)
-    manager(near / OURS / "rank00000", keep=9).save(3, state(3), {"tokens": 30})
-    assert began(parent, checkpoint_dir=folders) == Began(f"{OURS}-2")
-    two = [parent, f"{parent}-rare"]
-    assert began(parent, checkpoint_dir=two) == Began(OURS)
-    manager(f"{parent}-rare/{OURS}", keep=9).save(3, state(3), {"tokens": 30})
-    assert began(parent, checkpoint_dir=two) == Began(f"{OURS}-2")
-
-
 def test_a_name_that_a_living_job_has_reserved_is_taken(parent):
     first = start(parent)
     second = start(parent)
@@ -194,36 +171,6 @@ def test_a_name_that_a_living_job_has_reserved_is_taken(parent):
     ended(first)
     ended(second)
     assert began(parent) == Began(OURS), "neither has saved anything"
-
-
-def test_a_given_name_that_is_taken_is_refused_with_both_remedies(parent):
-    run(parent, "mine", 3, 6)
-    before = contents(f"{parent}/mine")
-    with pytest.raises(ConfigError) as refused:
-        start(parent, run_name="mine")
-    message = str(refused.value)
-    assert refused.value.exit_code == 2
-    assert "\n" not in message
-    remedies = f"add --resume_from_checkpoint {parent}", "another --run_name"
-    assert all(part in message for part in ("--run_name mine", "step 6", f"{parent}/mine", *remedies))
-    assert contents(f"{parent}/mine") == before
-    assert claims_in(open_folder(f"{parent}/mine")) == [1]
-
-
-def test_the_start_says_what_goes_on_and_how_to_get_the_other(parent):
-    command: dict[str, Any] = {"run_name": "mine", "resume_from_checkpoint": parent}
-    assert began(parent, **command, saves=3) == Began("mine")
-    assert began(parent, **command, saves=6) == Began("mine", 3, "mine/llama_v2-3steps")
-    resolved, begun = settled(parent, **command)
-    found, begun = look_for_checkpoint(resolved.args, spec(resolved.args, begun), begun, {})
-    line = start_line(resolved.args, begun, found)
-    assert all(part in line for part in ("Run mine goes on from its step 6", "another --run_name begins a new run"))
-    assert how_to_resume(resolved, begun, RANKS) == "run the same command again to go on"
-    ended(begun)
-    run(parent, "other", 9)
-    third = {"run_name": "third", "resume_from_checkpoint": f"{parent}/other"}
-    assert began(parent, **third, saves=12) == Began("third", 9, "other/llama_v2-9steps", own=False)
-    assert began(parent, **third) == Began("third", 12, "third/llama_v2-12steps")
 
 
 @pytest.mark.parametrize("flag", ["hf_pretrained_model_name_or_dir", "pretrained_checkpoint_file"])
@@ -258,12 +205,6 @@ def test_a_given_name_that_was_only_reserved_is_free(parent):
     ended(forced)
 
 
-@pytest.mark.parametrize("name", ["best", "runs/best", "../up", "/abs", "a/../../b", "line\nbreak"])
-def test_a_name_that_leads_elsewhere_is_refused(name):
-    with pytest.raises(ConfigError, match="--run_name"):
-        validate(parse(["--use_synthetic_data=1", f"--run_name={name}"], {}).args, 1)
-
-
 # --- with the flag
 
 
@@ -277,19 +218,6 @@ def test_the_same_command_with_the_flag_starts_and_goes_on(parent):
     assert (begun.newest.step, begun.generation) == (6, 4)
     assert how_to_resume(resolved, begun, RANKS) == "run the same command again to go on"
     ended(begun)
-
-
-def test_the_newest_is_that_of_the_highest_generation_in_all_folders(parent):
-    folders = [parent, f"{parent}-rare"]
-    for folder, step, generation in ((0, 30, 1), (1, 20, 2), (0, 8, 3), (1, 6, 3)):
-        saver = manager(f"{folders[folder]}/{OURS}", keep=9, generation=generation)
-        saver.save(step, state(step), {"tokens": step * 10})
-    command: dict[str, Any] = {"checkpoint_dir": folders, "resume_from_checkpoint": parent}
-    begun = start(parent, **command)
-    assert [candidate.step for candidate in begun.candidates] == [8, 6, 20, 30]
-    assert begun.generation == 4
-    ended(begun)
-    assert began(parent, **command) == Began(OURS, 8, f"{OURS}/llama_v2-8steps")
 
 
 def test_a_folder_of_other_runs_names_them_and_the_run_begins_at_step_0(parent):
@@ -324,32 +252,6 @@ def test_a_run_begins_from_another_one_and_goes_on_from_its_own(parent, kind):
     assert claims_in(open_folder(path)) == [1]
 
 
-def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_not_marked(parent):
-    run(parent, "other", 60, 62)
-    harm(f"{parent}/other", "llama_v2-62steps", ".distcp", lambda data: data[:-1])
-    before = contents(f"{parent}/other")
-    assert began(parent, run_name="mine", resume_from_checkpoint=f"{parent}/other").step == 60
-    assert contents(f"{parent}/other") == before
-
-
-def test_checkpoints_of_awss_sample_right_below_are_begun_from_and_never_ours(parent):
-    aws = open_folder(parent)
-    for step in (5, 10):
-        aws.storage.put(f"llama_v2-{step}steps/tp0_ep0/.metadata", b"theirs")
-    before = contents(parent)
-    begun = start(parent, resume_from_checkpoint=parent)
-    assert (begun.name, begun.elsewhere, begun.newest, begun.other_runs) == (OURS, parent, None, ())
-    save(parent, begun, 11, 12)
-    ended(begun)
-    assert began(parent, resume_from_checkpoint=parent) == Began(OURS, 12, f"{OURS}/llama_v2-12steps")
-    other = start(parent, run_name="other", resume_from_checkpoint=parent)
-    assert (other.elsewhere, other.newest, other.other_runs) == (parent, None, (OURS,))
-    ended(other)
-    with_runs = contents(parent)
-    assert {name: data for name, data in with_runs.items() if not name.startswith((OURS, "other"))} == before
-    assert aws.committed() == []
-
-
 def test_an_empty_folder_is_a_start_at_step_0_and_one_that_is_missing_elsewhere_is_refused(parent, tmp_path):
     """On SageMaker the first start and its restarts are given the same command."""
     (tmp_path / "empty").mkdir()
@@ -357,20 +259,6 @@ def test_an_empty_folder_is_a_start_at_step_0_and_one_that_is_missing_elsewhere_
         assert began(parent, resume_from_checkpoint=str(location)) == Began(OURS)
     with pytest.raises(CheckpointError, match="nowhere does not exist; give a folder of runs, a run's folder, or one"):
         start(parent, resume_from_checkpoint=str(tmp_path / "nowhere"))
-
-
-def test_a_file_is_refused(parent, tmp_path):
-    (tmp_path / "weights.pt").touch()
-    with pytest.raises(CheckpointError, match="is a file; give a run's folder of checkpoints, or one checkpoint"):
-        start(parent, resume_from_checkpoint=str(tmp_path / "weights.pt"))
-
-
-def test_a_checkpoint_that_is_not_committed_is_refused(parent):
-    run(parent, OURS, 3, 6)
-    open_folder(f"{parent}/{OURS}").withdraw("llama_v2-6steps")
-    for name in (OURS, "other"):
-        with pytest.raises(CheckpointError, match=r"6steps is not a complete checkpoint: it has no COMMITTED"):
-            start(parent, run_name=name, resume_from_checkpoint=f"{parent}/{OURS}/llama_v2-6steps")
 
 
 def test_without_flags_of_a_model_the_folder_tells_the_run(parent):
@@ -452,24 +340,6 @@ def test_a_restart_of_the_same_job_resumes_its_run(parent, scheduler, given, fla
     assert "waiting up to" not in caplog.text
 
 
-OTHERS = {
-    "two steps of an allocation": (SLURM, SLURM),
-    "another job": (SLURM, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}),
-    "another training job": ({"TRAINING_JOB_NAME": "x"}, {"TRAINING_JOB_NAME": "y"}),
-    "by hand": ({}, {}),
-}
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_another_job_without_the_flag_is_a_new_run(parent, case):
-    first, second = OTHERS[case]
-    assert began(parent, first, saves=4) == Began(OURS)
-    assert began(parent, second) == Began(f"{OURS}-2")
-    assert began(parent, first, run_name="mine", saves=4) == Began("mine")
-    with pytest.raises(ConfigError, match="is taken by a run at step 4"):
-        start(parent, second, run_name="mine")
-
-
 # --- going back
 
 
@@ -489,44 +359,6 @@ def test_an_own_older_checkpoint_opens_a_generation(parent):
     assert began(parent, **command) == back, "another job that names it goes back again"
     assert committed(f"{parent}/{OURS}")[0] == "llama_v2-12steps"
     assert len(names(f"{parent}/{OURS}")) == 4, "nothing is deleted or renamed for it"
-
-
-@pytest.mark.parametrize("scheduler", RESTARTS)
-def test_a_restart_of_the_job_that_went_back_takes_its_own_newest(parent, scheduler):
-    first, restarted = RESTARTS[scheduler]
-    run(parent, OURS, 10, 20, 30)
-    command: dict[str, Any] = {"resume_from_checkpoint": f"{parent}/{OURS}/llama_v2-10steps"}
-    with killed():
-        start(parent, first, **command)
-    again = {key: "2" if "RESTART" in key else value for key, value in restarted.items()}
-    with killed():
-        begun = start(parent, restarted, **command)
-        assert (begun.went_back, begun.newest.step) == (True, 10), "it had saved nothing: it begins there again"
-        save(parent, begun, 11)
-    with killed():
-        third = start(parent, {key: "3" if "RESTART" in key else value for key, value in again.items()}, **command)
-    assert (third.went_back, third.newest.step) == (False, 11)
-    assert began(parent, {}, run_name=OURS, break_checkpoint_lock=1, **command).step == 10, "no restart"
-
-
-def test_best_is_a_checkpoint_to_go_back_to(parent):
-    begun = start(parent)
-    saver = manager(f"{parent}/{OURS}", 1, 9, owner=begun.owner, generation=begun.generation)
-    for step, best in ((2, 2), (4, 2)):
-        saver.save(step, state(step), {"tokens": step * 10, "best": {"step": best, "loss": 1.0}})
-    ended(begun)
-    back = start(parent, resume_from_checkpoint=f"{parent}/{OURS}/best")
-    assert (back.went_back, back.newest.step) == (True, 2)
-    ended(back)
-
-
-def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_others(parent):
-    run(parent, OURS, 10, 20)
-    harm(f"{parent}/{OURS}", "llama_v2-10steps", ".distcp", lambda data: data[:-1] + b"!")
-    before = contents(f"{parent}/{OURS}")
-    with pytest.raises(CheckpointError, match=r"10steps is damaged: .*complete ones in .*: llama_v2-20steps"):
-        began(parent, resume_from_checkpoint=f"{parent}/{OURS}/llama_v2-10steps")
-    assert contents(f"{parent}/{OURS}") == before
 
 
 def test_two_starts_of_a_derived_name_at_once_have_two_runs_or_one_error(parent, monkeypatch):
@@ -557,11 +389,3 @@ def test_a_resume_with_another_schedule_says_so(parent: str) -> None:
     (changed,) = changed_settings(resolved.args, found)
     assert "--lr 0.01" in changed
     assert "0.0001" in changed
-
-
-def test_a_folder_on_the_nodes_has_no_best_checkpoint(tmp_path) -> None:
-    run: Any = SimpleNamespace(
-        args=SimpleNamespace(checkpoint_dir=[f"local:{tmp_path}/nodes", f"{tmp_path}/shared"]), best=Best(3, 1.0),
-        start=SimpleNamespace(name="run"),
-    )  # fmt: skip
-    assert best_checkpoint(run) is None
