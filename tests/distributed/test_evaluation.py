@@ -14,7 +14,7 @@ import pytest
 from smp_train.checkpoints.cli import main as checkpoint_verb
 from tests import harness
 from tests.system.command import write_shard
-from tests.training import SAMPLE, flags, records, steps, train
+from tests.training import flags, records, steps, train
 
 LONG = {"validation_freq": 2, "validation_batches": 400, "val_batch_size": 1, "max_steps": 4, "checkpoint_freq": 100}
 
@@ -101,24 +101,3 @@ def test_early_stopping_and_the_best_checkpoint(world: int, tmp_path: Path) -> N
     harness.run(train, world, [*patient, *resume, "--early_stopping=5"])
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 6
     assert (tmp_path / "checkpoints/run/llama_v2-1steps/COMMITTED").exists()
-
-
-def test_another_run_begins_without_the_best_of_the_one_it_starts_from(tmp_path: Path) -> None:
-    harness.run(train, 1, flags(tmp_path / "one", **STALE, max_steps=9, checkpoint_freq=4, early_stopping=3))
-    found = {"resume_from_checkpoint": tmp_path / "one/checkpoints/run", "run_name": "two"}
-    harness.run(train, 1, flags(tmp_path / "two", **STALE, **found, max_steps=6, checkpoint_freq=4, early_stopping=3))
-    assert [record["step"] for record in steps(tmp_path / "two")] == [5, 6]
-    kept = sorted(path.parent.name for path in (tmp_path / "two/checkpoints/two").glob("*/COMMITTED"))
-    assert kept == ["llama_v2-5steps", "llama_v2-6steps"]
-
-
-def test_a_falling_loss_moves_the_best_checkpoint(tmp_path: Path) -> None:
-    data = {"use_synthetic_data": None, "training_dir": SAMPLE / "train", "test_dir": SAMPLE / "test"}
-    data["vocab_size"] = 1024
-    changes = {"lr": 1e-2, "num_kept_checkpoints": 1, "evaluate_first": 1, "max_steps": 6, "checkpoint_freq": 100}
-    harness.run(train, 1, flags(tmp_path, **data, **STALE | changes))
-    found = [record for record in records(tmp_path) if record.get("event") == "evaluate"]
-    assert [record["step"] for record in found] == [0, 1, 2, 3, 4, 5, 6]
-    lowest = min(found[1:], key=lambda record: record["loss"])["step"]
-    kept = sorted(path.parent.name for path in (tmp_path / "checkpoints" / "run").glob("*/COMMITTED"))
-    assert kept == sorted({f"llama_v2-{lowest}steps", "llama_v2-6steps"})

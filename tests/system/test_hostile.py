@@ -23,7 +23,7 @@ import pytest
 from tests.chats import PLAIN, write_tokenizer
 from tests.system.command import warm, write_shard
 from tests.tiers import core
-from tests.training import flags
+from tests.training import TINY, flags
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
@@ -122,28 +122,17 @@ def meta(folder: Path, content: Any) -> None:
     commit(folder)
 
 
-def names(file: str) -> Callable[[Path], None]:
-    """Return a damage: COMMITTED has a file of this path as well."""
-    return lambda folder: commit(folder, {file.format(folder): len(SECRET)})
-
-
 DEEP = "[" * 1_000_000
 FOREIGN_CODE = {"model_type": "foreign", "auto_map": {"AutoConfig": "code.Config"}}
-row(CHECKPOINT, "committed_names_a_file_above_its_folder", verify, names("../../secret"))
-row(CHECKPOINT, "committed_names_an_absolute_file", verify, names("{}/secret"))
+row(CHECKPOINT, "committed_names_a_file_above_its_folder", verify,
+    lambda at: commit(at, {"../../secret": len(SECRET)}))
 row(CHECKPOINT, "committed_names_a_link", verify, link_file)
 row(CHECKPOINT, "a_shard_is_a_link", resume, link_shard)
 row(CHECKPOINT, "committed_is_a_link_to_an_endless_device", show, lambda at: link(of(at) / "COMMITTED", "/dev/zero"))
 row(CHECKPOINT, "committed_is_very_large", verify, lambda at: os.truncate(of(at) / "COMMITTED", 1 << 40))
 row(CHECKPOINT, "committed_is_nested_very_deep", verify, lambda at: (of(at) / "COMMITTED").write_text(DEEP))
 row(CHECKPOINT, "committed_says_another_step_than_meta", resume, lambda at: commit(at, step=7))
-row(CHECKPOINT, "committed_says_another_model_type_than_meta", verify, lambda at: commit(at, model_type="llama_v3"))
 row(CHECKPOINT, "committed_says_an_endless_step", verify, lambda at: commit(at, step=float("inf")))
-row(CHECKPOINT, "committed_says_an_endless_generation", verify, lambda at: commit(at, generation=float("inf")))
-row(
-    CHECKPOINT, "one_digit_of_committed_is_another", verify,
-    lambda at: replace(of(at) / "COMMITTED", '"model_type": "llama_v2"', '"model_type": "llama_v3"')
-)
 row(CHECKPOINT, "meta_is_a_list", export, lambda at: meta(at, [1]))
 row(CHECKPOINT, "meta_is_nested_very_deep", resume, lambda at: meta(at, DEEP))
 row(
@@ -194,20 +183,6 @@ def with_files_at(folder: Path, path: str, copy: Path | None = None) -> None:
     index(folder, found)
 
 
-def enormous(folder: Path) -> None:
-    import torch
-
-    found = indexed(folder)
-    found.state_dict_metadata["model.lm_head.weight"].size = torch.Size([10**7, 10**6])
-    index(folder, found)
-
-
-def endless(folder: Path) -> None:
-    found = indexed(folder)
-    next(iter(found.storage_data.values())).length = 1 << 60
-    index(folder, found)
-
-
 def foreign_tree(folder: Path) -> None:
     with_files_at(folder, "../elsewhere", folder / "elsewhere")
     shutil.copytree(of(folder), folder / "tree", ignore=lambda *_: ["COMMITTED", "meta.json"])
@@ -221,10 +196,6 @@ for _name, _read, _data in (
     ("index_calls_a_function", resume, Code()),
     ("index_sets_attributes_of_a_class", export, built(b"cpathlib\nPath\n", OVERWRITE)),
     ("index_sets_attributes_of_a_function", export, built(b"ctorch.serialization\n_get_layout\n", OVERWRITE)),
-    (
-        "index_sets_attributes_of_a_record_class", verify,
-        built(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", OVERWRITE),
-    ),
     # LONG_BINPUT: the memo gets two thousand million places
     ("index_asks_for_much_memory", verify, b"\x80\x04Nr\xff\xff\xff\x7f."),
     ("index_is_not_an_index", export, {"state_dict_metadata": {}}),
@@ -235,15 +206,9 @@ row(
     lambda at: with_files_at(at, "../../elsewhere", at / "elsewhere")
 )
 row(
-    CHECKPOINT, "index_names_an_absolute_file", resume,
-    lambda at: with_files_at(at, str(at / "elsewhere"), at / "elsewhere")
-)
-row(
     CHECKPOINT, "index_names_a_file_that_is_not_committed", export,
     lambda at: with_files_at(at, "more.distcp", of(at) / "more.distcp")
 )
-row(CHECKPOINT, "index_says_a_tensor_is_enormous", export, enormous)
-row(CHECKPOINT, "index_says_an_entry_is_endless", export, endless)
 row(CHECKPOINT, "anothers_tree_names_a_file_above_its_folder", finetune, foreign_tree)
 
 
@@ -273,10 +238,7 @@ FOREIGN = LLAMA | {"model_type": "foreign"} | CODE
 
 
 def train_on(folder: Path, path: Path, **changes: Any) -> list[str]:
-    own = dict.fromkeys(
-        ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads",
-         "intermediate_size")
-    )  # fmt: skip
+    own = dict.fromkeys(name for name in TINY if name.startswith(("model", "vocab", "hidden", "num_", "intermediate")))
     return ["train", *flags(folder, **own, hf_pretrained_model_name_or_dir=path, **changes)]
 
 
@@ -386,30 +348,21 @@ row(
 row(DATA, "a_chat_template_takes_all_memory", lambda folder: on_a_chat(folder, "{{ 'a' * 8000000000 }}" + PLAIN))
 
 
-def with_cache_in(make: Callable[[Path, Path], object]) -> Case:
-    """Return the command that reads a shard, the home folder closed; ``make`` made the cache in the temporary one."""
-
-    def read_shard(folder: Path) -> list[str]:
-        (folder / "tmp").mkdir()
-        make(folder, folder / "tmp" / f"smp_train-{os.getuid()}")
-        ENVIRON[folder] = {"XDG_CACHE_HOME": str(folder / "no" / "such"), "TMPDIR": str(folder / "tmp")}
-        return shard(folder, "a.json", b'{"input_ids": [1, 2], "attention_mask": [1, 1]}\n')
-
-    return read_shard
+def with_cache(folder: Path, make: Callable[[Path], object]) -> list[str]:
+    """Return the command that reads a shard, the home folder closed; ``make`` makes the cache in the temporary one."""
+    (folder / "tmp").mkdir()
+    make(folder / "tmp" / f"smp_train-{os.getuid()}")
+    ENVIRON[folder] = {"XDG_CACHE_HOME": str(folder / "no" / "such"), "TMPDIR": str(folder / "tmp")}
+    return shard(folder, "a.json", b'{"input_ids": [1, 2], "attention_mask": [1, 1]}\n')
 
 
-def open_to_all(folder: Path, cache: Path) -> None:
+def open_to_all(cache: Path) -> None:
     cache.mkdir()
     cache.chmod(0o777)
 
 
-def linked_elsewhere(folder: Path, cache: Path) -> None:
-    (folder / "theirs").mkdir()
-    link(cache, folder / "theirs")
-
-
-row(CONFIG, "the_cache_folder_is_a_link", with_cache_in(linked_elsewhere))
-row(CONFIG, "the_cache_folder_is_open_to_all", with_cache_in(open_to_all))
+row(CONFIG, "the_cache_folder_is_a_link", lambda folder: with_cache(folder, lambda cache: link(cache, folder)))
+row(CONFIG, "the_cache_folder_is_open_to_all", lambda folder: with_cache(folder, open_to_all))
 
 
 def test_nothing_is_written_that_everybody_may_change(tmp_path: Path) -> None:
@@ -474,7 +427,6 @@ def compressed(archive: bytes, only: str = "") -> bytes:
 
 SAFETENSORS: dict[str, bytes] = {
     "a header of an exabyte": (1 << 60).to_bytes(8, "little") + b"{}",
-    "a tensor of 40 TB": safetensors({"w": {"dtype": "F32", "shape": [10**7, 10**6], "data_offsets": [0, 4]}}),
     "a tensor behind the end": safetensors({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4000, 4004]}}),
     "a header nested very deep": safetensors(b'{"w":' * 100_000),
 }
@@ -525,25 +477,13 @@ def rank_file(folder: Path) -> list[str]:
     return ["train", *flags(folder, max_steps=2, resume_from_checkpoint=path)]
 
 
-def compressed_tensor(folder: Path) -> None:
-    found = indexed(folder)
-    key, info = next((key, info) for key, info in found.storage_data.items() if key.fqn == "model.lm_head.weight")
-    path = of(folder) / info.relative_path
-    tensor = zeros(found.state_dict_metadata[key.fqn].size)
-    with path.open("ab") as file:
-        info.offset = file.tell()
-        info.length = file.write(compressed(saved(tensor)))
-    index(folder, found)
-
-
 row(CHECKPOINT, "a_file_of_a_rank_is_compressed", rank_file)
-row(CHECKPOINT, "a_tensor_of_a_checkpoint_is_compressed", export, compressed_tensor)
 
 
 # One of each reader, and of each thing that it may be made to do.
 CORE = {
     "committed_names_a_file_above_its_folder", "a_shard_is_a_link", "meta_is_nested_very_deep",
-    "index_calls_a_function", "index_names_a_file_above_its_folder", "index_says_a_tensor_is_enormous",
+    "index_calls_a_function", "index_names_a_file_above_its_folder",
     "configuration_brings_code", "tokenizer_brings_code_to_prepare", "a_line_of_a_shard_is_nested_very_deep",
     "the_cache_folder_is_a_link", "a_signed_url_is_no_data_folder", "safetensors with a header of an exabyte",
     "pickled_weights_run_code", "a_file_of_a_rank_is_compressed", "a_chat_template_runs_a_command",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import as_torchrun, free_port
-from tests.system.command import ROOT, Command, Ranks, warm
+from tests.system.command import ROOT, Command, warm
 from tests.tiers import core
 
 NOTEBOOK = ROOT / "launchers" / "quickstart.ipynb"
@@ -57,13 +57,6 @@ def test_the_commands_of_the_page_on_finetuning_run_as_they_stand(tmp_path: Path
         answers += [command.out] * (words[0] == "generate")
     assert answers == ["Give the same command again with --resume_from_checkpoint.\n"]
     assert {"chat_template.jinja", "config.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
-
-
-@pytest.mark.slow
-def test_example_on_two_ranks(tmp_path: Path) -> None:
-    with Ranks(tmp_path, 2, str(ROOT / "examples/own_loss.py"), launcher=as_torchrun) as ranks:
-        assert ranks.codes() == [0, 0], ranks.err
-        assert re.search(SAID["own_loss.py"], ranks[0].out.splitlines()[-1])
 
 
 def test_the_notebook_is_stored_as_it_ran() -> None:

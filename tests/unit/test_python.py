@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import smp_train
 from smp_train import arguments, losses
-from smp_train.arguments.groups import flags
 from smp_train.arguments.own import Own
 from smp_train.arguments.parse import from_keywords
-from smp_train.backends.base import Backend
 from smp_train.data.source import Row, Source
 from smp_train.errors import ConfigError
 
@@ -29,13 +24,6 @@ def test_import_is_light_and_names_what_there_is() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == [*smp_train.__all__, "False"]
     assert "AttributeError" in done.stderr
-
-
-def test_every_flag_is_a_keyword() -> None:
-    keywords = inspect.signature(smp_train.train).parameters
-    assert set(flags()) <= set(keywords)
-    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in keywords.values())
-    assert {"training_data", "validation_data", "loss", "on_step", "on_validation", "on_save"} <= set(keywords)
 
 
 @pytest.mark.parametrize(
@@ -110,36 +98,15 @@ def test_a_channel_gives_way_to_own_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     arguments.validate(resolved.args, 1, own=resolved.own)
 
 
-def test_train_is_for_the_main_thread() -> None:
-    raised: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            smp_train.train(use_synthetic_data=True)
-        except ConfigError as failure:
-            raised.append(failure)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(raised[0])
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
-def test_a_loss_is_a_sum_over_tokens(reduction: str) -> None:
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
-
-    if reduction == "sum":
-        losses.check_sum(loss, 50, torch.device("cpu"))
-        return
-    with pytest.raises(ConfigError, match=r"loss: .*loss .*sum"):
-        losses.check_sum(loss, 50, torch.device("cpu"))
+def reduced(reduction: str) -> Any:
+    return lambda logits, targets: cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
 @pytest.mark.parametrize(
     ("loss", "named"),
     [
+        (reduced("mean"), "sum"),
+        (reduced("none"), "sum"),
         (lambda logits, targets: logits.square().sum(), "-100"),
         (lambda logits, targets: 3.0, "scalar tensor"),
         (lambda logits, targets: logits.detach().sum(), "scalar tensor"),
@@ -147,13 +114,6 @@ def test_a_loss_is_a_sum_over_tokens(reduction: str) -> None:
     ],
 )
 def test_a_loss_that_cannot_be_used_is_refused_by_name(loss: Any, named: str) -> None:
+    losses.check_sum(reduced("sum"), 50, torch.device("cpu"))
     with pytest.raises(ConfigError, match=f"loss: .*{named}"):
         losses.check_sum(loss, 50, torch.device("cpu"))
-
-
-def test_a_loss_is_refused_where_the_backend_computes_its_own() -> None:
-    from smp_train.backends.smp import SmpBackend
-
-    assert SmpBackend.use_loss is Backend.use_loss
-    with pytest.raises(ConfigError, match=r"smp.*--backend native"):
-        SmpBackend.use_loss(SmpBackend.__new__(SmpBackend), losses.cross_entropy_sum)
