@@ -14,7 +14,7 @@ import smp_train
 from smp_train import arguments, backends, distributed, losses, storage, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.own import Own, named
-from smp_train.backends.base import Backend, Topology
+from smp_train.backends.base import Backend, MetaModel, Topology
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.node_local import check_saver, is_node_local
 from smp_train.checkpoints.save import CheckpointManager, Policy
@@ -79,7 +79,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     if backend.compiled and args.torch_compile_backend == compile.INDUCTOR:
         compile.prepare(folder.path, topology.device)
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
-    spec, seq_len = choose_model(args, backend, start)
+    meta = choose_model(args, backend, start)
+    spec, seq_len = meta.spec, meta.seq_len
     if resolved.own.loss is not None:
         choose_loss(resolved.own.loss, backend, spec)
     check_memory(args, backend, spec, ranks)
@@ -125,7 +126,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         while_building(args, backend.degrees, ranks, device, folder.logs, smp=smp),
         Progress("Building the model", shown=shown),
     ):
-        model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
+        model = backend.build(meta, seed=args.seed, initial=found is None)
     memory.row("model built")
     if any(map(is_node_local, args.checkpoint_dir)):
         check_saver(backend.saver)
@@ -195,16 +196,14 @@ def choose_backend(resolved: Resolved, ranks: Runtime, device: torch.device) -> 
     return backend
 
 
-def choose_model(args: Arguments, backend: Backend, start: Start) -> tuple[ModelSpec, int]:
-    """Return the model, accepted by the backend, and the sequence length in tokens; collective.
+def choose_model(args: Arguments, backend: Backend, start: Start) -> MetaModel:
+    """Return the model on the meta device, accepted by the backend; collective.
 
     Where no flag says which model it is, it is that of the checkpoint to resume from.
     """
     with distributed.together("choosing the model"):
         spec = resume.model_to_resume(args, start) or resolve(args)
-    seq_len = row_length(args, spec)
-    backend.check(spec, seq_len=seq_len)
-    return spec, seq_len
+    return backend.check(spec, seq_len=row_length(args, spec))
 
 
 def choose_loss(loss: losses.Loss, backend: Backend, spec: ModelSpec) -> None:

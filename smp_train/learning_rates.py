@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from smp_train.errors import ConfigError
 
-# The share of the way from lr (1) down to min_lr (0) that is left at progress p, 0 < p < 1, of the decay.
+# The remaining share of the way from lr (1) to min_lr (0) at progress p of the decay, 0 < p < 1.
 _REMAINING: dict[str, Callable[[float], float]] = {
     "linear": lambda p: 1.0 - p,
     "plateau": lambda p: 1.0 - p,
@@ -36,7 +36,7 @@ WSD_DECAY_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Schedule:
-    """A resolved schedule. ``schedule`` builds it from what the user gave, and checks it."""
+    """A resolved schedule; `schedule` makes it from the flags' values."""
 
     style: str
     lr: float
@@ -46,16 +46,16 @@ class Schedule:
     decay_steps: int  # T: the update at which min_lr is reached
 
     def __call__(self, step: int) -> float:
-        """Return the rate of update ``step + 1``, the one made when ``step`` updates are already done."""
+        """Return the rate of update ``step + 1``, which follows ``step`` earlier updates."""
         update = step + 1
         if update <= self.warmup_steps:
             return self.lr * (update / self.warmup_steps)
-        held = max(self.warmup_steps, 1) + self.plateau_steps
-        if self.style == "constant" or update <= held:
+        plateau_end = max(self.warmup_steps, 1) + self.plateau_steps
+        if self.style == "constant" or update <= plateau_end:
             return self.lr
         if update >= self.decay_steps:
             return self.min_lr
-        progress = (update - held) / (self.decay_steps - held)
+        progress = (update - plateau_end) / (self.decay_steps - plateau_end)
         if self.style == "exponential":
             rate = self.lr * (self.min_lr / self.lr) ** progress
         else:
@@ -70,16 +70,15 @@ def schedule(
     """Build the schedule of a run; each value by itself is valid for its flag.
 
     Args:
-        style: one of `STYLES`. ``plateau`` is ``linear`` by the name that the original system gives it when
-            there is a plateau; ``wsd`` (warm-up, stable, decay) holds the rate until 80 % of the span unless
-            ``plateau`` says how long.
+        style: one of `STYLES`. ``plateau`` is the original system's name for ``linear`` with a plateau; ``wsd``
+            (warm-up, stable, decay) has a plateau until 80 % of the span unless ``plateau`` is given.
         lr: the peak rate.
-        min_lr: the rate at the end of the span and after it; not looked at by ``constant``.
+        min_lr: the rate at and after the end of the span; ``constant`` ignores it.
         max_steps: optimizer updates of the whole run.
-        decay_iters: the span of the decay in updates, warm-up included; ``max_steps`` when not given.
-        warmup: a fraction of the span, or a number of updates when 1 or more; a number may be more than ``max_steps``,
-            and the run then ends before the warm-up does.
-        plateau: updates at the full rate between warm-up and decay, for any style; the same two forms.
+        decay_iters: the span of the decay in updates, warm-up included; ``max_steps`` by default.
+        warmup: below 1 a fraction of the span, else a number of updates. A number above ``max_steps`` ends the run
+            during the warm-up.
+        plateau: updates at the full rate between warm-up and decay, for any style; a fraction or a number as above.
 
     Raises:
         ConfigError: for values that contradict one another.

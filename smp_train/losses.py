@@ -20,7 +20,7 @@ from smp_train.distributed.device_profile import DeviceProfile, profile_of
 from smp_train.errors import ConfigError, SmpTrainError, one_line
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Of logits, float32 ``[batch, seq, vocab]``, and targets as from `shift`: the sum over counted tokens, a scalar."""
+"""Function of float32 logits ``[batch, seq, vocab]`` and targets of `shift`; returns the sum over counted tokens."""
 IGNORE_INDEX = -100
 """Label of a token without loss; the default of `torch.nn.functional.cross_entropy`."""
 
@@ -51,62 +51,61 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 def check_sum(loss: Loss, vocab_size: int, device: torch.device, *, split: bool = False) -> None:
     """Raise `ConfigError` unless a loss is a sum over counted tokens, tried on two rows of random logits.
 
-    A mean would weigh tokens by the rows, micro-batches and ranks they happen to be on. Where ranks ``split`` sequences
-    (context parallelism), neither may what a token adds depend on its place or on its neighbours.
+    A mean would weigh tokens by their rows, micro-batches and ranks. If ranks ``split`` sequences (context
+    parallelism), the loss of a token must not depend on its position or its neighbours either.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 6, vocab_size, generator=generator).to(device).requires_grad_()
     targets = torch.randint(vocab_size, (2, 6), generator=generator).to(device)
     targets[:, -1], targets[0, :2] = IGNORE_INDEX, IGNORE_INDEX
-    others = torch.where(targets.unsqueeze(2) == IGNORE_INDEX, 1 - 2 * logits.detach(), logits)
+    uncounted_changed = torch.where(targets.unsqueeze(2) == IGNORE_INDEX, 1 - 2 * logits.detach(), logits)
+    name, rows, tokens = f"loss: {named(loss)}", slice(0, 2), slice(None)
 
-    def of(rows: slice, tokens: slice = slice(None), *, counted: bool = True, given: Tensor = logits) -> float:
-        wanted = targets[rows, tokens] if counted else torch.full_like(targets[rows, tokens], IGNORE_INDEX)
-        value = loss(given[rows, tokens], wanted)
-        if not isinstance(value, Tensor) or value.ndim or (counted and not value.requires_grad):
-            raise ConfigError(f"{what} returns no scalar tensor that depends on the logits; return a sum over tokens")
-        return float(value.detach())
+    def value(rows: slice = rows, tokens: slice = tokens, logits: Tensor = logits, *, counted: bool = True) -> float:
+        expected = targets[rows, tokens] if counted else torch.full_like(targets[rows, tokens], IGNORE_INDEX)
+        result = loss(logits[rows, tokens], expected)
+        if not isinstance(result, Tensor) or result.ndim or (counted and not result.requires_grad):
+            raise ConfigError(f"{name} returns no scalar tensor that depends on the logits; return a sum over tokens")
+        return float(result.detach())
 
-    what, both, first, second = f"loss: {named(loss)}", slice(0, 2), slice(0, 1), slice(1, 2)
     try:
-        whole, parts, nothing = of(both), (of(first), of(second)), of(first, counted=False)
-        unchanged = of(both, given=others)
-        halves = (of(both, slice(0, 3)), of(both, slice(3, 6))) if split else parts
+        whole, parts, nothing = value(), (value(slice(0, 1)), value(slice(1, 2))), value(counted=False)
+        unchanged = value(logits=uncounted_changed)
+        halves = (value(tokens=slice(0, 3)), value(tokens=slice(3, 6))) if split else parts
     except SmpTrainError:
         raise
     except Exception as problem:
         raise ConfigError(
-            f"{what}: {type(problem).__name__}: {one_line(problem)}; it takes logits, float32 [batch, seq, vocab], and "
+            f"{name}: {type(problem).__name__}: {one_line(problem)}; it takes logits, float32 [batch, seq, vocab], and "
             f"targets, int64 [batch, seq], {IGNORE_INDEX} where a token is not counted"
         ) from problem
     if not math.isclose(whole, sum(parts), rel_tol=1e-3, abs_tol=1e-6):
         raise ConfigError(
-            f"{what} is {whole:.5g} of two rows and {parts[0]:.5g} and {parts[1]:.5g} of each alone; return the sum "
+            f"{name} is {whole:.5g} of two rows and {parts[0]:.5g} and {parts[1]:.5g} of each alone; return the sum "
             "over counted tokens, not a mean: the run divides by the tokens of the global batch"
         )
     if not math.isclose(whole, sum(halves), rel_tol=1e-3, abs_tol=1e-6):
         raise ConfigError(
-            f"{what} is {whole:.5g} of whole sequences and {halves[0]:.5g} and {halves[1]:.5g} of their halves; set "
+            f"{name} is {whole:.5g} of whole sequences and {halves[0]:.5g} and {halves[1]:.5g} of their halves; set "
             "--context_parallel_degree 1: with more, each rank has a part of a sequence"
         )
     if nothing != 0 or not math.isclose(unchanged, whole, rel_tol=1e-3, abs_tol=1e-6):
         raise ConfigError(
-            f"{what} counts tokens whose target is {IGNORE_INDEX}; leave them out, and return 0 where all are"
+            f"{name} counts tokens whose target is {IGNORE_INDEX}; leave them out, and return 0 where all are"
         )
 
 
 CHUNK_ELEMENTS = 1 << 25
-"""Logits held at a time on a CPU by `linear_cross_entropy_sum`: 128 MiB in float32, whatever the sequence or
-vocabulary."""
+"""Logits in a chunk of `linear_cross_entropy_sum` on a CPU: 128 MiB in float32."""
 CHUNK_ELEMENTS_CUDA = 1 << 28
-"""The same on a GPU, where each chunk reads the whole weight and its gradient: 512 MiB in bfloat16."""
+"""Logits in a chunk on a GPU, where each chunk reads the whole weight and its gradient: 512 MiB in bfloat16."""
 
 
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
     """Return how many tokens pass through the head at a time.
 
-    On a GPU a multiple of 256, so that no tile of a product is part empty, and at least 1,024: below some 300 FLOP per
-    byte (H100: 989 TFLOP/s by 3.35 TB/s) a product waits for the weight that it reads.
+    On a GPU the number is a multiple of 256, which fills the tiles of a product, and at least 1,024: below some 300
+    FLOP per byte (H100: 989 TFLOP/s by 3.35 TB/s) a product waits for the weight that it reads.
     """
     if device_type == "cuda":
         return max(1024, CHUNK_ELEMENTS_CUDA // vocab_size // 256 * 256)
@@ -123,19 +122,19 @@ def softmax(logits: Tensor, normalizer: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         logits: ``[tokens, vocab]``.
-        normalizer: float32 ``[tokens]``; where it is infinite the row is zero.
-        dtype: Of the result.
+        normalizer: float32 ``[tokens]``; an infinite one gives a row of zeros.
+        dtype: The result's dtype.
     """
     return logits.float().sub_(normalizer.unsqueeze(1)).exp_().to(dtype)
 
 
 class Kernels(NamedTuple):
-    """What `linear_cross_entropy_sum` applies to each logit."""
+    """The functions that `linear_cross_entropy_sum` applies to each logit."""
 
     log_sum_exp: Callable[[Tensor], Tensor] = log_sum_exp
     softmax: Callable[[Tensor, Tensor, torch.dtype], Tensor] = softmax
     fused: bool = False
-    """Compiled: no intermediate result is in memory, so logits stay in the type of the product."""
+    """Whether they are compiled: no intermediate result is in memory, so logits keep the dtype of the product."""
 
 
 EAGER = Kernels()
@@ -145,24 +144,24 @@ def linear_cross_entropy_sum(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int | None = None,
     group: dist.ProcessGroup | None = None, kernels: Kernels = EAGER, profile: DeviceProfile | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return what `cross_entropy_sum` returns for ``hidden @ weight.T + bias``, without ever holding all logits.
+    """Return `cross_entropy_sum` of ``hidden @ weight.T + bias``, without holding all logits.
 
-    Tokens pass through the head in chunks. A chunk's gradients are computed while its logits are in memory: none are
-    kept for the backward pass, and none is recomputed. Extra memory is one chunk of logits and one gradient of
-    the weight in float32. (torch 2.13's own ``linear_cross_entropy`` does the same, slower on a CPU, and neither over a
-    split vocabulary nor compiled.)
+    Tokens pass through the head in chunks. A chunk's gradients are computed while its logits are in memory: logits are
+    neither kept for the backward pass nor recomputed. Extra memory is one chunk of logits and one gradient of the
+    weight in float32. (torch 2.13's ``linear_cross_entropy`` does the same, slower on a CPU, but neither over a split
+    vocabulary nor compiled.)
 
     Args:
         hidden: ``[batch, seq, width]``, the last hidden states.
-        weight: ``[vocab, width]``, in the type the product is to be computed in.
+        weight: ``[vocab, width]``, in the dtype of the product.
         targets: int64 ``[batch, seq]`` from `shift`, `IGNORE_INDEX` where a token is not counted.
         bias: ``[vocab]`` or None.
-        chunk: Tokens at a time; by default `chunk_tokens`.
-        group: Ranks that split the vocabulary evenly between them, in order of rank: ``weight`` and ``bias`` are this
-            rank's part, hidden states and targets are the same on all, and so is the result. The gradient of the
-            hidden states is this rank's summand of the true one.
+        chunk: Tokens of a chunk; by default `chunk_tokens`.
+        group: Ranks that split the vocabulary evenly, in order of rank: ``weight`` and ``bias`` are this rank's part;
+            hidden states, targets and result are the same on all ranks. The gradient of the hidden states is this
+            rank's summand of the true gradient.
         kernels: Compiled forms of `log_sum_exp` and `softmax`.
-        profile: Of the device; by default, of the hidden states' device.
+        profile: The device's profile; by default, that of the hidden states' device.
 
     Returns:
         A scalar float32 tensor.
@@ -194,10 +193,10 @@ class _ChunkedHead(torch.autograd.Function):
             if not kernels.fused:
                 logits = logits.float()
             counted = target != IGNORE_INDEX
-            ours = (target >= first) & (target < first + weight.shape[0])
-            index = (target - first).masked_fill(~ours, 0).unsqueeze(1)
-            scores = logits.gather(1, index).squeeze(1).float() * ours
-            own_scores, normalizer = scores, kernels.log_sum_exp(logits)
+            is_local = (target >= first) & (target < first + weight.shape[0])
+            index = (target - first).masked_fill(~is_local, 0).unsqueeze(1)
+            local_scores = scores = logits.gather(1, index).squeeze(1).float() * is_local
+            normalizer = kernels.log_sum_exp(logits)
             if group is not None:
                 normalizer, scores = _over_vocabulary(normalizer, scores, group)
             total += ((normalizer - scores) * counted).sum()
@@ -206,8 +205,8 @@ class _ChunkedHead(torch.autograd.Function):
             # d loss / d logits = softmax - one-hot, and zero for a token that is not counted.
             normalizer = normalizer.masked_fill(~counted, math.inf)
             slope = kernels.softmax(logits, normalizer, weight.dtype)
-            at_target = (own_scores - normalizer).expm1() * counted
-            slope.scatter_(1, index, torch.where(ours, at_target.to(slope.dtype), slope[:, 0]).unsqueeze(1))
+            at_target = (local_scores - normalizer).expm1() * counted
+            slope.scatter_(1, index, torch.where(is_local, at_target.to(slope.dtype), slope[:, 0]).unsqueeze(1))
             if grad_bias is not None:
                 grad_bias += slope.sum(dim=0, dtype=torch.float32)
             if grad_hidden is not None:
@@ -232,9 +231,9 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _over_vocabulary(normalizer: Tensor, scores: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exp and target's logit of each token over the whole vocabulary, from those over each rank's part.
+    """Return each token's log-sum-exp and target's logit over the whole vocabulary, given each rank's.
 
-    ``scores`` is zero on ranks without the target.
+    ``scores`` is zero on ranks whose part of the vocabulary lacks the target.
     """
     highest = normalizer.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -244,7 +243,7 @@ def _over_vocabulary(normalizer: Tensor, scores: Tensor, group: dist.ProcessGrou
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, profile: DeviceProfile) -> None:
-    """Add ``left @ right`` to ``total``, float32, without rounding the product to the type of its factors."""
+    """Add ``left @ right`` to the float32 ``total`` without rounding the product to the factors' dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif profile.adds_to_float32(left.dtype):

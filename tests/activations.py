@@ -28,7 +28,7 @@ def train(
     from smp_train.data.batch import Batch
 
     args, backend, spec = built(ranks, device, **{**DEEP, **changes})
-    model = backend.build(spec, seed=args.seed, seq_len=args.max_context_width)
+    model = backend.build(backend.check(spec, seq_len=args.max_context_width), seed=args.seed)
     optimizer = train_utils.build_optimizer(args, backend, model)
     generator = torch.Generator().manual_seed(7 + ranks.rank)
     watch = watch or (lambda *_: None)

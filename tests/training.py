@@ -50,16 +50,14 @@ def group() -> Iterator[tuple[Any, Any]]:
 
 
 def built(ranks: Any, device: Any, command_line: Sequence[str] = (), **changes: Any) -> tuple[Any, Any, Any]:
-    """Return the arguments of a tiny run, or of a command line, its backend and its model, checked by the backend."""
+    """Return the arguments of a tiny run, or of a command line, its backend and its model."""
     from smp_train import arguments, backends
     from smp_train.models.resolve import resolve
 
     args = arguments.parse(list(command_line) or flags(Path("unused"), **changes), {}).args
     arguments.validate(args, ranks.world_size)
     backend, _ = backends.select(args, ranks, device)
-    spec = resolve(args)
-    backend.check(spec, seq_len=args.max_context_width)
-    return args, backend, spec
+    return args, backend, resolve(args)
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

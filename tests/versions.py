@@ -37,7 +37,7 @@ def hand_over(families: list[str], options: dict[str, Any], source: str | None, 
             values = {**dict.fromkeys(TINY), **SMALL, **FAMILIES[family], **options, "model_type": family}
             values |= {"bf16": 0, "use_synthetic_data": 1, "backend": "native" if NATIVE else "smp"}
             _, backend, spec = built(ranks, device, **values)
-            model = backend.build(spec, seed=1 if source is None else 2, seq_len=16)
+            model = backend.build(backend.check(spec, seq_len=16), seed=1 if source is None else 2)
             optimizer = torch.optim.AdamW(model.parameters())
             read: Any = partial(draw_moments, rank=ranks.rank)
             if source is not None:

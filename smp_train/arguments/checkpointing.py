@@ -35,3 +35,13 @@ def of_layers(selective: float) -> str:
     if selective in (0, 1):
         return FULL if selective else NONE
     return f"{PREFIX}{Fraction(selective).limit_denominator(1000)}"
+
+
+def evenly_spaced(count: int, share: Fraction) -> list[int]:
+    """Return the indices of a ``share``, from 0 to 1, of ``count`` layers, evenly spaced by the rule of fms-fsdp.
+
+    Layer i (from 0) is selected if (i + 1) * share passes another k + 1/2; a share of 1/N selects the middle of every N
+    layers.
+    """
+    half = Fraction(1, 2)
+    return [i for i in range(count) if (share * (i + 1) + half) // 1 > (share * i + half) // 1]

@@ -7,9 +7,9 @@ unsupported models in `Backend.check`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,13 +41,25 @@ class Topology:
     """Name and size of every dimension of the mesh, outermost first, for the log and `run.json`."""
 
 
+@dataclass(frozen=True)
+class MetaModel:
+    """A model on the meta device that the backend can train; `Backend.check` makes it, `Backend.build` uses it up."""
+
+    spec: ModelSpec
+    seq_len: int
+    """Tokens of a row."""
+    model: nn.Module
+    experts: Mapping[nn.Module, list[nn.Module]] = field(default_factory=dict)
+    """By decoder layer, its modules whose experts are distributed over expert ranks."""
+
+
 class RouterTerm(NamedTuple):
-    """What the routers of a mixture of experts add to the mean loss of a micro-batch."""
+    """The loss that the routers of a mixture of experts add to the mean loss of a micro-batch."""
 
     share: Tensor
     """This rank's share of the router loss, a scalar with gradients."""
     figures: Tensor
-    """float32 [2], of all ranks: the router loss, and the load of the most used expert over an even load."""
+    """float32 [2], over all ranks: the router loss, and the load of the most used expert over an even load."""
 
 
 class Backend(ABC):
@@ -65,24 +77,25 @@ class Backend(ABC):
     """Completes "initial weights: drawn ... seed N"."""
 
     @abstractmethod
-    def check(self, spec: ModelSpec, *, seq_len: int) -> None:
-        """Raise `ConfigError` for a model or a sequence length (in tokens) that the settings cannot train.
+    def check(self, spec: ModelSpec, *, seq_len: int) -> MetaModel:
+        """Return the model on the meta device, for one `build`; ``seq_len`` is in tokens.
 
-        Called on every rank before `build` and before the data is opened.
+        Raises `ConfigError` for a model or a length that the settings cannot train. All ranks call it before they open
+        the data.
         """
 
     def use_loss(self, loss: Loss) -> None:
-        """Compute ``loss`` in place of the cross entropy; before `build`. Raises `ConfigError` where it cannot."""
+        """Compute ``loss`` instead of the cross entropy; call it before `build`. Raises `ConfigError` if it cannot."""
         raise ConfigError(
             f"loss: the {self.name} backend computes its own; leave loss out, or give --backend native outside of SMP"
         )
 
     @abstractmethod
-    def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
-        """Return the model ready for training: sharded, its weights initialised or loaded. `check` comes first.
+    def build(self, meta: MetaModel, *, seed: int, initial: bool = True) -> nn.Module:
+        """Return the model ready for training: sharded, its weights initialised or loaded.
 
-        Without ``initial`` the weights are left uninitialised, for `load_state`: pretrained weights that a run started
-        from may be gone when it resumes.
+        Without ``initial`` the weights are left uninitialised, for `load_state`: the pretrained weights that a run
+        started from may be gone when the run resumes.
         """
 
     @abstractmethod
@@ -117,7 +130,7 @@ class Backend(ABC):
 
     @property
     def saver(self) -> Saver:
-        """How the state dict is written and read; valid after `build`."""
+        """The object that writes and reads the state dict; valid after `build`."""
         return Saver()
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor] | None:
@@ -133,4 +146,4 @@ class Backend(ABC):
 
     @abstractmethod
     def load_state(self, model: nn.Module, optimizer: Optimizer, read: Callable[[dict[str, Any]], None]) -> None:
-        """Restore model and optimizer: ``read`` fills a state dict as that of `state_dict` in place; collective."""
+        """Restore model and optimizer: ``read`` fills, in place, the result of `state_dict`; collective."""

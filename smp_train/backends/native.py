@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
-from smp_train.backends.base import Backend, RouterTerm, Topology
+from smp_train.backends.base import Backend, MetaModel, RouterTerm, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.distributed import rank
 from smp_train.distributed.agree import ALL_RANKS
@@ -66,16 +66,16 @@ class NativeBackend(Backend):
         """Create the mesh; collective. Raises `ConfigError` for unsupported settings.
 
         Args:
-            args: Of the run.
-            ranks: Of the run.
-            device: Where this rank computes.
-            profile: By default that of ``device``; a plan passes the profile of the device that it plans for.
+            args: The run's flags.
+            ranks: The run's ranks.
+            device: This rank's device.
+            profile: The device's profile; a plan passes the profile of the device that it plans for.
         """
         self.profile = profile or profile_of(device)
         build.check_attention(args.attn_implementation, device)
         if args.fp8:
             float8.check(device)
-        self.compiled = compile.chosen(
+        self.compiled = compile.enabled(
             args.use_torch_compile, device=device, backend=args.torch_compile_backend,
             training=not args.evaluate_only,
         )  # fmt: skip
@@ -114,13 +114,13 @@ class NativeBackend(Backend):
             mesh=dict(zip(self.mesh.root.mesh_dim_names or (), self.mesh.root.shape, strict=True)),
         )  # fmt: skip
 
-    def check(self, spec: ModelSpec, *, seq_len: int) -> None:
-        """See `Backend.check`."""
-        tokens = self.args.train_batch_size * seq_len // (self.mesh.degrees.context * self.mesh.degrees.tensor)
-        advice = advice_for_nodes(self.mesh.degrees, self.local_world_size, tokens)
-        if advice and self.topology.device.type == "cuda" and not self.args.evaluate_only:
-            logger.warning("%s", advice, extra=ALL_RANKS)
+    def check(self, spec: ModelSpec, *, seq_len: int) -> MetaModel:
+        """See `Backend.check`. Splits the model over expert and tensor ranks: that finds parameters without a rule."""
         args, degrees, config = self.args, self.mesh.degrees, spec.config
+        tokens = args.train_batch_size * seq_len // (degrees.context * degrees.tensor)
+        advice = advice_for_nodes(degrees, self.local_world_size, tokens)
+        if advice and self.topology.device.type == "cuda" and not args.evaluate_only:
+            logger.warning("%s", advice, extra=ALL_RANKS)
         check_experts(config)
         context_parallel.check(degrees.context, seq_len, args.attn_implementation, config)
         tensor_parallel.check(config, degrees.tensor, seq_len // degrees.context)
@@ -130,25 +130,25 @@ class NativeBackend(Backend):
             raise ConfigError(f"--moe 1: a {config.model_type} has no experts; give --moe 0")
         if degrees.expert > 1:
             check_model(split_sizes(config), seq_len=seq_len, tensor=degrees.tensor, expert=degrees.expert)
-        if max(degrees.tensor, degrees.expert) > 1:
-            # Splitting a model on meta finds parameters without a rule.
-            self._split(build.build_meta(spec, attn_implementation=args.attn_implementation))
-
-    def _split(self, model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
-        """Split a model on meta over the expert and the tensor ranks; return the former's modules by layer."""
-        named = build.decoder_layers(model)
-        experts = {} if self.mesh.experts is None else expert_parallel.distribute(
-            named, self.mesh.experts, self.profile
-        )
-        if self.mesh.degrees.tensor > 1:
-            tensor_parallel.apply(model, named, self.mesh.tensor)
-        return experts
+        built = spec
+        if getattr(config, "output_router_logits", False):
+            # transformers would keep the logits too, and compute its own loss from this rank's tokens.
+            built = replace(spec, config=copy.deepcopy(config))
+            built.config.output_router_logits = False
+        model = build.build_meta(built, attn_implementation=args.attn_implementation)
+        layers = build.decoder_layers(model)
+        experts: dict[nn.Module, list[nn.Module]] = {}
+        if self.mesh.experts is not None:
+            experts = expert_parallel.distribute(layers, self.mesh.experts, self.profile)
+        if degrees.tensor > 1:
+            tensor_parallel.apply(model, layers, self.mesh.tensor)
+        return MetaModel(spec, seq_len, model, experts)
 
     def _refuse_breaks(self, config: Any) -> None:
-        """Do without compilation where each layer would break inside a checkpoint; refuse it where it was asked for."""
-        setting, loss = self.args.activation_checkpointing, router_loss.chosen(self.args, config)
-        broken = self.mesh.degrees.expert > 1 or loss is not None
-        if not (broken and self.compiled and checkpointing.read(setting)[1]):
+        """Turn compilation off if each layer would have a graph break inside a checkpoint; refuse it if a flag asks."""
+        setting, loss = self.args.activation_checkpointing, router_loss.selected(self.args, config)
+        has_break = self.mesh.degrees.expert > 1 or loss is not None
+        if not (has_break and self.compiled and checkpointing.read(setting)[1]):
             return
         if self.args.use_torch_compile:
             raise ConfigError(
@@ -162,32 +162,25 @@ class NativeBackend(Backend):
         """See `Backend.use_loss`."""
         self.custom_loss = loss
 
-    def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
-        """Build on the meta device, apply parallelism, then allocate each rank's part and fill in the weights.
+    def build(self, meta: MetaModel, *, seed: int, initial: bool = True) -> nn.Module:
+        """Continue with the split model: apply the other transformations, allocate this rank's part, fill the weights.
 
-        The order matters: context, expert and tensor parallelism, FP8 linear layers, activation checkpointing,
-        compilation (of the checkpointed forward), activation offloading (around compiled code), sharding, weights.
+        The order matters: expert and tensor parallelism (in `check`), context parallelism, FP8 linear layers,
+        activation checkpointing, compilation (of the checkpointed forward), activation offloading (around compiled
+        code), sharding, weights.
         """
-        args = self.args
+        args, spec, model = self.args, meta.spec, meta.model
         device = self.topology.device
-        degrees = self.mesh.degrees
-        term = router_loss.chosen(args, spec.config)
-        if getattr(spec.config, "output_router_logits", False):
-            # transformers would keep them too, and compute its loss of this rank's tokens.
-            spec = replace(spec, config=copy.deepcopy(spec.config))
-            spec.config.output_router_logits = False
-        model = build.build_meta(spec, attn_implementation=args.attn_implementation)
         layers = [layer for _, layer in build.decoder_layers(model)]
-        if degrees.context > 1:
-            self.context = context_parallel.ContextSplit(self.mesh.context, seq_len)
+        if self.mesh.degrees.context > 1:
+            self.context = context_parallel.ContextSplit(self.mesh.context, meta.seq_len)
             self.context.apply(model)
         else:
-            self.attention = Attention(
-                model, device, half=self.bf16, packed=seq_len * (args.short == "pack"), compiled=self.compiled
-            )
-        experts = self._split(model)
-        if term is not None:
-            self.routers = router_loss.Routers(model, term)
+            packed = meta.seq_len * (args.short == "pack")
+            self.attention = Attention(model, device, half=self.bf16, packed=packed, compiled=self.compiled)
+        router_term = router_loss.selected(args, spec.config)
+        if router_term is not None:
+            self.routers = router_loss.Routers(model, router_term)
         if args.fp8:
             logger.info("FP8: %d linear layers", float8.apply(layers))
         self._checkpoint_and_compile(layers)
@@ -199,7 +192,7 @@ class NativeBackend(Backend):
             )  # fmt: skip
         if args.sm_activation_offloading:
             horizon = args.activation_loading_horizon
-            units = itertools.chain.from_iterable(experts.values())
+            units = itertools.chain.from_iterable(meta.experts.values())
             self.offload = activation_offloading.apply(
                 layers, device=device, horizon=horizon, units=units, profile=self.profile
             )
@@ -209,9 +202,9 @@ class NativeBackend(Backend):
             model, layers, self.mesh.parameters, param_dtype=torch.bfloat16 if self.bf16 else None,
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
             forward_prefetch=args.forward_prefetch, cpu_offload=self.cpu_offload,
-            experts=experts, experts_mesh=self.mesh.parameters_of_experts,
+            experts=meta.experts, experts_mesh=self.mesh.parameters_of_experts,
         )  # fmt: skip
-        tensor = self.mesh.tensor if degrees.tensor > 1 else None
+        tensor = self.mesh.tensor if self.mesh.degrees.tensor > 1 else None
         loss_head.attach(
             model, chunked=chunked, tensor=tensor, loss=self.custom_loss or losses.cross_entropy_sum,
             kernels=compile.loss_kernels(args.torch_compile_backend) if self.compiled else losses.EAGER,
@@ -222,7 +215,7 @@ class NativeBackend(Backend):
         return model
 
     def _fill(self, model: nn.Module, spec: ModelSpec, seed: int, *, initial: bool) -> None:
-        if spec.lora is not None:  # whose checkpoints hold the adapters alone
+        if spec.lora is not None:  # checkpoints of such a model hold the adapters alone
             initialise(model, seed, only=is_adapter)
         elif not initial:
             return
@@ -237,11 +230,11 @@ class NativeBackend(Backend):
         build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
 
     def _checkpoint_and_compile(self, layers: list[nn.Module]) -> None:
-        """Checkpoint, then compile what that made of a layer; whole layers that are split the other way round.
+        """Checkpoint and compile the layers: compiled code contains the checkpoint, except for split whole layers.
 
         AOTAutograd cannot save a mesh across a checkpoint inside compiled code (torch 2.13: "expected all
-        tensors_saved_with_vc_check to be Tensors"), and a break inside one leaves a whole layer uncompiled; around
-        compiled code, a checkpoint asks nothing of it.
+        tensors_saved_with_vc_check to be Tensors"), and a graph break inside a checkpoint leaves a whole layer
+        uncompiled. A checkpoint around compiled code has neither problem.
         """
         args = self.args
         split = max(self.mesh.degrees.tensor, self.mesh.degrees.expert) > 1 or self.routers is not None
@@ -274,7 +267,7 @@ class NativeBackend(Backend):
         return loss, RouterTerm(*self.routers.finish(self._seen_by_routers(not_padding)))
 
     def _seen_by_routers(self, mask: Tensor) -> Tensor:
-        """Return the columns of a mask ``[batch, seq]`` whose tokens pass through this rank's routers."""
+        """Return the columns of a mask ``[batch, seq]`` for the tokens that pass this rank's routers."""
         if self.context is not None:
             mask = self.context.split(mask)
         if self.mesh.experts is not None:  # with expert parallelism, tensor ranks split the sequence

@@ -170,7 +170,7 @@ def evaluate(
     backend, _ = backends.select(args, ranks, device)
     spec, seq_len = described.spec, args.max_context_width
     assert seq_len is not None
-    backend.check(spec, seq_len=seq_len)
+    meta = backend.check(spec, seq_len=seq_len)
     tokenizer: list[str | None] = [args.tokenizer] if args.tokenizer else []
 
     def tokenizer_for_text() -> str | None:
@@ -193,7 +193,7 @@ def evaluate(
                 samples, seq_len=seq_len, micro_batch=args.val_batch_size, max_batches=most,
                 dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda",
             )  # fmt: skip
-    model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=False)
+    model = backend.build(meta, seed=args.seed, initial=False)
     described.fill(model)
     return {
         place: train_utils.evaluate(backend, model, batches(backend, each, place, show=ranks.is_main))

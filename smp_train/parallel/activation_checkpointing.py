@@ -1,7 +1,7 @@
-"""Activation checkpointing: recomputation of parts of a layer's forward pass in the backward pass.
+"""Activation checkpointing: the backward pass recomputes parts of each layer's forward pass.
 
-A layer's ``forward`` is replaced; the layer is not wrapped. Parameter names stay as they are, and hooks on the layer's
-call (FSDP2's all-gather) stay outside and run once.
+The layer's ``forward`` is replaced, but the layer is not wrapped: parameter names do not change, and hooks on the
+layer's call (FSDP2's all-gather) run once, outside the recomputation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from smp_train.arguments import checkpointing
 from smp_train.errors import ConfigError
-from smp_train.parallel.layer_selection import chosen
 
 # Costly to recompute: matrix products and attention kernels.
 _KEPT_NAMES = (
@@ -30,12 +29,12 @@ _KEPT_NAMES = (
 _KEPT = {getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)}
 _KEPT_NAMESPACES = ("_c10d_functional", "flash_attn", "flash_attn_3", "torch_attn")
 _KEPT.add(torch.ops.higher_order.flex_attention)
-# Waiting again for a finished collective costs nothing, and its result is the collective's own.
+# A second wait for a finished collective costs nothing, and returns the tensor that the collective returned.
 _NOT_KEPT = {torch.ops._c10d_functional.wait_tensor.default}
 
 
 CHANGE_IN_PLACE = frozenset({"falcon"})
-"""Model types whose layers modify a kept result in place; others are detected in the first forward pass."""
+"""Model types whose layers change a kept result in place; for all other types, the first forward pass checks that."""
 
 
 def check(setting: str, model_type: str, *, compiled: bool) -> None:
@@ -48,9 +47,9 @@ def check(setting: str, model_type: str, *, compiled: bool) -> None:
 
 
 def apply(layers: list[nn.Module], setting: str) -> int:
-    """Checkpoint those of the decoder ``layers`` that ``--activation_checkpointing`` asks for; return how many.
+    """Checkpoint the decoder ``layers`` that ``--activation_checkpointing`` selects; return their number.
 
-    Random numbers drawn again are the same, so dropout is that of a run without checkpointing.
+    Recomputation draws the same random numbers, so checkpointing does not change dropout.
 
     Raises:
         ConfigError: an invalid setting; or, at the first forward pass with selective:op, a layer that changes a kept
@@ -61,13 +60,13 @@ def apply(layers: list[nn.Module], setting: str) -> int:
     if per_operation:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
 
-    # A method of the layer: torch 2.8 compiles anew what holds one layer's forward by itself, for eight layers at most.
+    # A method, not a closure over one layer's forward: torch 2.8 compiles each closure, and only eight of them.
     def checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if per_operation:
             return checkpoint(_watched_once, layer, *args, **options, **kwargs)
         return checkpoint(layer.plain_forward, *args, **options, **kwargs)
 
-    indices = chosen(len(layers), share)
+    indices = checkpointing.evenly_spaced(len(layers), share)
     for index in indices:
         layer: Any = layers[index]
         layer.plain_forward, layer.was_watched = layer.forward, False
@@ -76,8 +75,8 @@ def apply(layers: list[nn.Module], setting: str) -> int:
 
 
 def _keeps(operation: Any) -> bool:
-    kept = operation in _KEPT or getattr(operation, "namespace", None) in _KEPT_NAMESPACES
-    return kept and operation not in _NOT_KEPT
+    costly = operation in _KEPT or getattr(operation, "namespace", None) in _KEPT_NAMESPACES
+    return costly and operation not in _NOT_KEPT
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -85,9 +84,10 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 def _watched_once(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Check the first pass: torch's own check misses a write through the view that every 3-D product returns.
+    """Run the layer, and check its first pass for in-place writes to kept results.
 
-    Compiled code needs no check, because tracing removes in-place writes.
+    torch's own check misses a write through a view, and every 3-D product returns a view. Compiled code needs no check,
+    because tracing removes in-place writes.
     """
     if layer.was_watched or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return layer.plain_forward(*args, **kwargs)
@@ -97,7 +97,7 @@ def _watched_once(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _ChangesOfKept(TorchDispatchMode):
-    """Raises for an in-place write to a kept result: recomputation would start from the modified value."""
+    """Raises for an in-place write to a kept result: recomputation would start from the changed value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _ChangesOfKept(TorchDispatchMode):
         if _keeps(operation):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
-                    # The tensor is kept too, so that no other can reuse its address.
+                    # The reference keeps the tensor's memory, and so its address, from being reused.
                     self.kept[_storage(tensor)] = (operation, tensor)
         return result
 

@@ -1,13 +1,12 @@
 """Activation offloading: host memory holds activations between a layer's forward and backward pass.
 
-What autograd saves inside a decoder layer (its input alone, where the layer is checkpointed) is copied to the host
-while the layers after it compute, and is loaded ``horizon`` layers ahead of the backward pass. The unit is the
-*storage* behind saved tensors, moved in one flat copy: tensors that shared a storage share one again, with the same
-strides, as compiled code requires.
+The tensors that autograd saves inside a decoder layer (only the layer's input, if the layer is checkpointed) are copied
+to the host while the next layers compute, and are loaded ``horizon`` layers ahead of the backward pass. A copy moves a
+whole *storage*: tensors that shared a storage share one again, with the same strides, as compiled code requires.
 
-Stays on the device: parameters and buffers (FSDP2 owns the memory behind the first), inputs without a gradient, which
-all layers share (masks, rotary tables), storages below `MIN_BYTES`, and everything of the last ``horizon`` layers,
-which the backward pass needs first.
+These tensors stay on the device: parameters (FSDP2 owns their memory) and buffers; inputs without a gradient, which all
+layers share (masks, rotary tables); storages below `MIN_BYTES`; and all tensors of the last ``horizon`` layers, which
+the backward pass needs first.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from smp_train.distributed.device_profile import DeviceProfile, profile_of
 from smp_train.distributed.host_memory import pinned_blocks
 
 MIN_BYTES = 1024
-"""A smaller storage stays: copying it costs more than its memory saves."""
+"""A smaller storage stays on the device: copying it costs more than its memory saves."""
 
 
 class Lane:
-    """The stream of copies between device and host: a side stream on CUDA; on a CPU, copies run in line.
+    """The stream of copies between device and host: a side stream on CUDA; on a CPU, copies run at once.
 
     One stream serves both directions: forward passes only copy out, backward passes only copy in, and the order within
     the stream makes the reuse of host buffers safe.
@@ -49,39 +48,39 @@ class Lane:
             target.copy_(source, non_blocking=True)
             return self.stream.record_event()
 
-    def wait(self, mark: Any) -> None:
-        """Make work queued from here on wait for a copy; the host does not wait."""
-        if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
+    def wait(self, event: Any) -> None:
+        """Make the work that is queued after this call wait for a copy; the host does not wait."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
 
 class HostPool:
     """Host buffers, page-locked for CUDA, reused from step to step.
 
-    A buffer is a few blocks of sizes that torch's allocator of page-locked memory does not round up. The pool never
-    holds more bytes than were in use at its peak: before it allocates beyond that, it frees unused blocks of other
-    sizes. (torch's allocator keeps page-locked ones for the next of their size.)
+    A buffer consists of a few blocks, whose sizes torch's allocator of page-locked memory does not round up. The pool
+    never holds more bytes than were in use at its peak: it first frees unused blocks of a different size. (torch's
+    allocator keeps freed page-locked blocks for later requests of their size.)
     """
 
     def __init__(self, *, pin_memory: bool) -> None:
         self.pin_memory = pin_memory
-        self.held = self.in_use = self.most = 0
-        """Bytes of all blocks, of those in use, and the largest `in_use` so far."""
+        self.allocated = self.in_use = self.peak = 0
+        """Bytes of all blocks, bytes of the blocks in use, and the largest `in_use` so far."""
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, size: int) -> list[Tensor]:
         """Return uint8 blocks of at least ``size`` bytes together, by `pinned_blocks`, the largest first."""
         sizes = pinned_blocks(size)
         self.in_use += sum(sizes)
-        self.most = max(self.most, self.in_use)
-        return [self._free[each].pop() if self._free.get(each) else self._allocate(each) for each in sizes]
+        self.peak = max(self.peak, self.in_use)
+        return [self._free[block].pop() if self._free.get(block) else self._allocate(block) for block in sizes]
 
     def _allocate(self, size: int) -> Tensor:
-        for other in sorted(self._free, reverse=True):
-            while self._free[other] and self.held + size > self.most:
-                self._free[other].pop()
-                self.held -= other
-        self.held += size
+        for unused in sorted(self._free, reverse=True):
+            while self._free[unused] and self.allocated + size > self.peak:
+                self._free[unused].pop()
+                self.allocated -= unused
+        self.allocated += size
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)
 
     def give(self, blocks: Iterable[Tensor]) -> None:
@@ -92,7 +91,7 @@ class HostPool:
 
 
 class Stored:
-    """One storage of the device with its copy in host memory; lives as long as autograd holds a tensor on it."""
+    """A storage on the device with its copy in host memory; lives as long as autograd holds one of its tensors."""
 
     def __init__(self, source: Tensor, lane: Lane, pool: HostPool) -> None:
         """Register ``source``, all bytes of a storage (uint8)."""
@@ -100,14 +99,15 @@ class Stored:
         self.size = source.numel()
         self.on_device: Tensor | None = source
         self.buffer: list[Tensor] = []
-        self.mark: Any = None
+        self.last_copy: Any = None
+        """Event of the newest copy; the lane has finished all earlier copies by then."""
 
     def send(self) -> None:
         """Start copying out; the device copy stays until `leave`."""
         assert self.on_device is not None
         self.buffer = self.pool.take(self.size)
         for block, part in self._parts(self.on_device):
-            self.mark = self.lane.copy(block, part)
+            self.last_copy = self.lane.copy(block, part)
 
     def leave(self) -> None:
         """Release the device memory once the copy to the host is done."""
@@ -119,7 +119,7 @@ class Stored:
         if self.on_device is None:
             self.on_device = torch.empty(self.size, dtype=torch.uint8, device=self.lane.device)
             for block, part in self._parts(self.on_device):
-                self.mark = self.lane.copy(part, block)
+                self.last_copy = self.lane.copy(part, block)
 
     def get(self) -> Tensor:
         """Return the bytes on the device, ready for computation."""
@@ -129,7 +129,7 @@ class Stored:
         return self.on_device
 
     def _parts(self, on_device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (of the buffer, of the device) what belongs together, of the same size."""
+        """Yield each block of the host buffer, cut to size, with the bytes on the device that it holds a copy of."""
         start = 0
         for block in self.buffer:
             part = on_device[start : start + block.numel()]
@@ -137,17 +137,17 @@ class Stored:
             start += block.numel()
 
     def _wait(self) -> None:
-        self.lane.wait(self.mark)  # the last copy, behind the others in the lane
-        self.mark = None
+        self.lane.wait(self.last_copy)
+        self.last_copy = None
 
     def __del__(self) -> None:
-        # A copy may still be running (the graph was dropped): device memory must not be released before it ends.
+        # After a dropped graph a copy may still be running: device memory must not be released before it ends.
         self._wait()
         self.pool.give(self.buffer)
 
 
 class Packed:
-    """Autograd's stand-in for a saved tensor: its storage and its place in it."""
+    """The object that autograd saves instead of a tensor: the tensor's storage and layout."""
 
     def __init__(self, stored: Stored, tensor: Tensor) -> None:
         self.stored, self.dtype = stored, tensor.dtype
@@ -160,24 +160,24 @@ class Packed:
 
 
 class LayerPass:
-    """What one decoder layer saves in one forward pass."""
+    """The tensors that one decoder layer saves in one forward pass."""
 
     def __init__(self, offload: Offload, previous: LayerPass | None, *, away: bool, staying: Iterable[Tensor]) -> None:
         self.offload, self.previous, self.away = offload, previous, away
         self.staying: set[int] = set()
         self.keep(staying)
-        # Strong references during the forward pass, so that no other storage can reuse an address.
         self.fresh: dict[int, Stored] = {}
+        """Storages by address, during the forward pass: the references keep addresses from being reused."""
         self.stored: list[weakref.ref[Stored]] = []
         self.announced = False
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Leave these on the device."""
+        """Leave these tensors on the device."""
         self.staying |= {_storage_id(plain) for plain in map(self.offload.plain, tensors) if plain is not None}
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
         """Hook for a tensor that autograd saves: register it for offloading, or return it to stay on the device."""
-        if isinstance(tensor, DTensor):  # between the blocks of a tensor group; autograd wants its mesh back with it
+        if isinstance(tensor, DTensor):  # in a block of a tensor group; the backward pass needs its mesh, too
             return tensor
         plain = self.offload.plain(tensor)
         if not self.away or plain is None or plain.device != self.offload.lane.device:
@@ -192,7 +192,7 @@ class LayerPass:
         return Packed(self.fresh[key], plain)
 
     def unpack(self, packed: Tensor | Packed) -> Tensor:
-        """Hook for a tensor the backward pass needs: start loading the next ``horizon`` layers; return this one."""
+        """Hook that returns a tensor for the backward pass, and starts loading the next ``horizon`` layers."""
         if not self.announced:
             self.announced = True
             layer: LayerPass | None = self
@@ -204,9 +204,10 @@ class LayerPass:
         return packed.tensor() if isinstance(packed, Packed) else packed
 
     def close(self) -> None:
-        """Start the copies to the host at the end of the layer's forward pass; from here on only autograd holds them.
+        """Start the copies to the host; from now on only autograd holds references to the storages.
 
-        Not earlier, because the layer may still write to a storage after one of its tensors was saved.
+        Called at the end of the layer's forward pass, because the layer may write to a storage after autograd has saved
+        one of the storage's tensors.
         """
         for stored in self.fresh.values():
             stored.send()
@@ -214,14 +215,14 @@ class LayerPass:
         self.fresh = {}
 
     def alive(self) -> Iterator[Stored]:
-        """Yield what was copied to the host and autograd still holds."""
+        """Yield the offloaded storages that autograd still holds."""
         for reference in self.stored:
             if (stored := reference()) is not None:
                 yield stored
 
 
 class Offload:
-    """Offloading of the activations of one model's decoder layers."""
+    """Offloads the activations of one model's decoder layers."""
 
     def __init__(self, lane: Lane, pool: HostPool, profile: DeviceProfile, *, horizon: int) -> None:
         self.lane, self.pool, self.profile, self.horizon = lane, pool, profile, horizon
@@ -229,7 +230,7 @@ class Offload:
         self._running: LayerPass | None = None
 
     def around(self, layer: nn.Module, *, first: bool, away: bool) -> Callable[..., Any]:
-        """Return the layer's forward with saved tensors intercepted, and with ``away`` sent to the host."""
+        """Return the layer's forward with saved tensors intercepted, and offloaded if ``away``."""
         forward = layer.forward
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
@@ -243,7 +244,7 @@ class Offload:
                 output = forward(*args, **kwargs)
             self._running = None
             this.close()
-            # The previous layer's device-to-host copy overlapped this forward; release its device memory.
+            # The previous layer was copied to the host during this forward pass: release its device memory.
             for stored in self._latest.alive() if self._latest is not None else ():
                 stored.leave()
             self._latest = this
@@ -252,40 +253,40 @@ class Offload:
         return offloaded
 
     def plain(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensor whose memory holds the values, or None for tensor types that are not offloaded."""
+        """Return the plain tensor that holds the values, or None for tensor types that are not offloaded."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         return tensor if type(tensor) in self.profile.offloadable and tensor.layout == torch.strided else None
 
     def keep_parameters(self, module: nn.Module) -> None:
-        """Keep on the device the parameters of a part of a layer that are gathered only when it runs."""
+        """Keep a module's parameters on the device although FSDP2 gathers them later than their layer's."""
         forward = module.forward
 
-        def kept(*args: Any, **kwargs: Any) -> Any:
+        def keeping(*args: Any, **kwargs: Any) -> Any:
             if self._running is not None:
                 self._running.keep(module.parameters())
             return forward(*args, **kwargs)
 
-        module.forward = kept
+        module.forward = keeping
 
 
 def apply(
     layers: list[nn.Module], *, device: torch.device, horizon: int, lane: Lane | None = None,
     units: Iterable[nn.Module] = (), profile: DeviceProfile | None = None,
 ) -> Offload:  # fmt: skip
-    """Send the activations of the decoder ``layers`` to host memory between forward and backward pass.
+    """Keep the activations of the decoder ``layers`` in host memory between forward and backward pass.
 
-    Call it after activation checkpointing, so that a checkpointed layer's input is what is sent, and before sharding.
-    Without gradients (validation) nothing is kept and nothing sent.
+    Call this after activation checkpointing, so that only a checkpointed layer's input is offloaded, and before
+    sharding. Without gradients (validation) nothing is offloaded.
 
     Args:
-        layers: The decoder layers in the order they run.
-        device: Where the model computes.
-        horizon: While a layer's backward pass runs, the activations of this many layers before it are on the device or
-            on their way; at least 1. The last ``horizon`` layers' are never sent.
-        lane: Where copies run.
-        units: Modules inside layers whose parameters are sharded apart from their layer's.
-        profile: Of the device; by default, of ``device``.
+        layers: The decoder layers, in order.
+        device: The device that computes.
+        horizon: Number of layers, at least 1, that are loaded ahead of the backward pass. The last ``horizon`` layers
+            are never offloaded.
+        lane: The stream for copies.
+        units: Modules inside layers that FSDP2 gathers separately from their layer.
+        profile: The profile of ``device``, if already known.
     """
     pool = HostPool(pin_memory=device.type == "cuda")
     offload = Offload(lane or Lane(device), pool, profile or profile_of(device), horizon=horizon)

@@ -1,4 +1,4 @@
-"""torch.compile of each decoder layer and of the loss: layers share one compilation, and a crash names its layer."""
+"""torch.compile for each decoder layer and for the loss: layers of one kind share one compilation."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ logger = logging.getLogger("smp_train.native")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def chosen(asked: bool | None, *, device: torch.device, backend: str, training: bool) -> bool:
-    """Return whether to compile: as asked; by default on GPUs where a compiler works, with a log line that says why.
+def enabled(asked: bool | None, *, device: torch.device, backend: str, training: bool) -> bool:
+    """Return whether to compile: as the flag says; without it, if this is a GPU and its compilers are installed.
 
     Args:
-        asked: --use_torch_compile; None leaves it open.
-        device: Of this rank.
+        asked: --use_torch_compile; None if it is not given. The decision is then logged with its reason.
+        device: This rank's device.
         backend: --torch_compile_backend.
-        training: False for an evaluation alone, which ends before compilation would have paid.
+        training: False for an evaluation alone, which ends before compilation pays off.
 
     Raises:
         ConfigError: this torch has no compiler of that name.
@@ -64,10 +64,11 @@ def _why_not(device: torch.device) -> str:
 
 
 def prepare(run_dir: str | os.PathLike[str], device: torch.device) -> None:
-    """Put inductor's cache into the run folder, and compute its cache keys while the model is built.
+    """Put inductor's cache into the run folder, and compute its cache keys in a thread while the model is built.
 
-    Restarts, and other nodes that see the folder, find it there. The cache folder belongs to this user alone, because
-    code from it is executed. Where it cannot be made, or the user has set another, inductor's own folder is used.
+    Restarts, and other nodes that see the folder, reuse the compiled code. The cache folder is readable by this user
+    alone, because its code is executed. If it cannot be made, or if the user has set a cache folder, inductor's own
+    setting stays.
     """
     global _kept_in
     from torch._inductor import codecache, cpu_vec_isa
@@ -91,22 +92,22 @@ def prepare(run_dir: str | os.PathLike[str], device: torch.device) -> None:
 
 
 def disabled() -> AbstractContextManager[Any]:
-    """Return a context in which compiled layers run eagerly: text of every length would be a compilation."""
+    """Return a context in which compiled layers run eagerly: each new length of a text would compile them again."""
     if hasattr(torch.compiler, "set_stance"):  # not in the torch of SMP's containers
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
 
 
 def apply(layers: list[nn.Module], *, backend: str) -> None:
-    """Compile the ``forward`` of every decoder layer in place; parameter names stay as they are.
+    """Compile the ``forward`` of every decoder layer in place; parameter names do not change.
 
-    Layers, not the whole model: equal layers share one compilation of some seconds, and FSDP2 communicates between
-    them. Two kinds of layer, such as every second one checkpointed, take two compilations. Code that cannot be traced
-    breaks a layer's graph; it does not stop the run.
+    Layers are compiled, not the whole model: equal layers share one compilation of some seconds, and FSDP2 communicates
+    between layers. Two kinds of layers, such as checkpointed and plain ones, take two compilations. Code that cannot be
+    traced breaks a layer's graph, but does not stop the run.
 
     Args:
         layers: The decoder layers, checkpointed or not.
-        backend: What compiles: a name of `torch.compile`.
+        backend: A compiler's name in `torch.compile`.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_report_limit)
@@ -116,7 +117,7 @@ def apply(layers: list[nn.Module], *, backend: str) -> None:
 
 
 def _report_limit(record: logging.LogRecord) -> bool:
-    """Log one line in place of dynamo's paragraph on a function that is compiled no more."""
+    """Replace dynamo's paragraph about a function that it no longer compiles by one warning."""
     limit, *details = record.getMessage().splitlines() or [""]
     limited = limit.startswith("torch._dynamo hit config.")
     if limited:
@@ -126,10 +127,9 @@ def _report_limit(record: logging.LogRecord) -> bool:
 
 
 def loss_kernels(backend: str) -> losses.Kernels:
-    """Return what the chunked loss computes of each logit, compiled: one kernel reduces the logits, one computes their
-    gradient.
+    """Return the chunked loss's compiled kernels: the first reduces the logits, the second computes their gradient.
 
-    The last chunk may have fewer tokens, and validation other batches: their number is dynamic.
+    The number of tokens is dynamic, because the last chunk may have fewer, and validation may have other batches.
     """
     return losses.Kernels(
         _dynamic_rows(torch.compile(losses.log_sum_exp, backend=backend)),

@@ -34,7 +34,7 @@ WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "position_embeddin
 
 
 def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> None:
-    """Raise `ConfigError` for a model or a sequence that does not split, or a kernel that cannot be used with it."""
+    """Raise `ConfigError` for a model, sequence length or kernel that context parallelism cannot split."""
     if degree == 1:
         return
     against = causal_alone(config)
@@ -61,14 +61,14 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
 
 
 def _last_of(queries: int, keys: int) -> CausalBias:
-    """Return `causal_lower_right` without the tensor, 8 bytes per pair of tokens, that torch allocates unused."""
+    """Return `causal_lower_right` without the unused tensor of 8 bytes per pair of tokens that torch allocates."""
     bias = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
     CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, queries, keys)
     return bias
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Return the kinds of rotary embedding of the model, of which some have one for each kind of layer."""
+    """Return the types of the model's rotary embeddings; some models have one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return {kind.get("rope_type") or kind.get("type") or "default" for kind in kinds}
@@ -82,12 +82,14 @@ class ContextSplit:
         self.degree, rank = mesh.size(), mesh.get_local_rank()
         self.piece = seq_len // (2 * self.degree)
         self.pieces = (rank, 2 * self.degree - 1 - rank)
-        # Made here, as torch cannot make one inside the dispatch modes of selective checkpointing.
         self._causal = {end: _last_of(self.piece, end) for end in map(self._end, self.pieces)}
-        """Which keys of the whole sequence may be attended to, bool ``[batch, seq]``; None for all."""
+        """Causal mask of each piece, by the piece's end in the whole sequence.
+
+        Selective checkpointing's dispatch modes would not let torch make them during a forward pass.
+        """
 
     def apply(self, model: Any) -> None:
-        """Let every layer of ``model``, which has causal attention alone, use the split attention."""
+        """Let every layer of ``model``, which must have causal attention only, use the split attention."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, self.attend)
@@ -99,31 +101,31 @@ class ContextSplit:
         return torch.cat([first, second], dim=1)
 
     def positions(self, device: torch.device) -> Tensor:
-        """Return the positions in the whole sequence of what `split` keeps, int64 ``[1, seq / degree]``."""
+        """Return the positions of this rank's tokens in the whole sequence, int64 ``[1, seq / degree]``."""
         return self.split(torch.arange(2 * self.degree * self.piece, device=device).unsqueeze(0))
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """Attend causally from this rank's tokens to the whole sequence, in the form that transformers calls.
+        """Attend causally from this rank's tokens to the whole sequence, with the signature that transformers calls.
 
         Args:
             module: The attention layer.
             query: ``[batch, heads, seq / degree, head_dim]``.
-            key: ``[batch, kv_heads, seq / degree, head_dim]``, as is ``value``.
-            value: See ``key``.
-            attention_mask: None: attention is causal.
-            dropout: Of attention weights.
-            scaling: Of scores; by default one over the root of head_dim.
-            sliding_window: Tokens that are looked back at, or None for all.
-            kwargs: What else transformers passes; nothing in it changes the result.
+            key: ``[batch, kv_heads, seq / degree, head_dim]``.
+            value: Like ``key``.
+            attention_mask: None, because attention is causal.
+            dropout: Dropout probability for attention weights.
+            scaling: Factor for scores; by default one over the root of head_dim.
+            sliding_window: Number of tokens that a token attends to, or None for all.
+            kwargs: Further arguments of transformers, which do not change the result.
 
         Returns:
             ``[batch, seq / degree, heads, head_dim]``, and None.
 
         Raises:
-            ConfigError: A mask of the model's own, or a tensor that is not known to be without effect.
+            ConfigError: The model passes a mask, or a tensor that might change the result.
         """
         tensors = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - WITHOUT_EFFECT
         if attention_mask is not None or tensors:
@@ -134,13 +136,13 @@ class ContextSplit:
         key, value = self._gather(key), self._gather(value)
         outputs = []
         groups = query.shape[1] // key.shape[1]
-        for part, place in zip(query.chunk(2, dim=2), self.pieces, strict=True):
-            end = self._end(place)
+        for part, piece in zip(query.chunk(2, dim=2), self.pieces, strict=True):
+            end = self._end(piece)
             mask = self._mask(end, sliding_window, query.device)
             keys, values = key[:, :, :end], value[:, :, :end]
             repeated = groups > 1 and not isinstance(mask, CausalBias)
             if repeated:
-                # Only cuDNN takes groups of heads with a mask; the kernel for all the rest holds every score.
+                # Only cuDNN takes groups of heads with a mask; torch's fallback would hold every score.
                 keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
             output = F.scaled_dot_product_attention(
                 part, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling,
@@ -149,20 +151,20 @@ class ContextSplit:
             outputs.append(output)
         return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
-    def _end(self, place: int) -> int:
-        return (place + 1) * self.piece
+    def _end(self, piece: int) -> int:
+        return (piece + 1) * self.piece
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Return keys or values of the whole sequence in its own order; the gradient is added up and scattered."""
+        """Return keys or values of the whole sequence, in order; the gradient is summed and scattered."""
         pieces = DTensor.from_local(part.contiguous(), self.mesh, [Shard(2)], run_check=False)
         whole = pieces.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         chunks = whole.chunk(2 * self.degree, dim=2)
-        # Rank r brought pieces r and 2 * degree - 1 - r, at places 2r and 2r + 1.
+        # Rank r holds pieces r and 2 * degree - 1 - r: they are chunks 2r and 2r + 1.
         order = [2 * p for p in range(self.degree)] + [2 * p + 1 for p in reversed(range(self.degree))]
-        return torch.cat([chunks[place] for place in order], dim=2)
+        return torch.cat([chunks[index] for index in order], dim=2)
 
     def _mask(self, end: int, window: int | None, device: torch.device) -> Any:
-        """Return which of the first ``end`` keys each of the last ``piece`` of these tokens attends to."""
+        """Return the mask from the tokens of the piece that ends at ``end`` to the first ``end`` keys."""
         if window is None or window >= end:
             return self._causal[end]
         keys = torch.arange(end, device=device)

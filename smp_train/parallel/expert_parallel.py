@@ -1,7 +1,7 @@
 """Mixtures of experts: each rank holds whole experts.
 
-With an expert dimension (`distribute`) tokens are sent to the ranks of their experts and back. With tensor parallelism
-alone (`distribute_experts`) each rank routes all tokens and computes those of its experts.
+With expert parallelism (`distribute`), tokens are sent to the ranks of their experts and back. With tensor parallelism
+only (`distribute_experts`), each rank routes all tokens and computes its own experts' tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from smp_train.parallel.sequence import SEQUENCE, gather_hidden, on_hidden_state
 
 
 def stacked(layer: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules of a layer, with their names, that hold the weights of all its experts, stacked.
+    """Return the layer's modules that hold the stacked weights of all experts, with their names.
 
-    transformers marks their classes: it chooses their kernel by what it sets on them.
+    transformers sets attributes on these modules' classes, by which it chooses their kernel.
     """
-    modules = layer.named_modules()
-    return [(name, each) for name, each in modules if hasattr(each, "num_experts") and hasattr(each, "is_transposed")]
+    attributes = ("num_experts", "is_transposed")
+    return [(name, m) for name, m in layer.named_modules() if all(hasattr(m, attribute) for attribute in attributes)]
 
 
 def distribute(
@@ -38,37 +38,33 @@ def distribute(
 ) -> dict[nn.Module, list[nn.Module]]:
     """Distribute the experts of every layer, whole and in order, over the ranks of ``mesh``; return them by layer.
 
-    Each rank reads rows of its own (or, with tensor parallelism, its own part of them) and sends each token to the
-    ranks of its experts: two all-to-all exchanges per layer, and as many in the backward pass.
+    Each rank reads different rows (with tensor parallelism, a different part of them) and sends each token to the ranks
+    of the token's experts: two all-to-all exchanges per layer, and two more in the backward pass.
 
     Args:
         layers: The decoder layers as (qualified name, module), parameters on the meta device.
         mesh: One-dimensional.
-        profile: Of the device.
+        profile: The device's profile.
 
     Raises:
-        ConfigError: No layer has experts, or some are not stacked as transformers 5 does.
+        ConfigError: No layer has experts, or some experts are not stacked as in transformers 5.
     """
-    found: dict[nn.Module, list[nn.Module]] = {}
-    given = f"--expert_parallel_degree {mesh.size()}"
+    by_layer: dict[nn.Module, list[nn.Module]] = {}
+    flag = f"--expert_parallel_degree {mesh.size()}"
     for layer_name, layer in layers:
         for name, experts in stacked(layer):
             try:
                 check_stacked(experts, experts.num_experts)
             except ValueError as cause:
-                raise ConfigError(f"{given}: {layer_name}.{name} {cause}; use --expert_parallel_degree 1") from cause
-            _distribute(experts, mesh, profile)
-            found.setdefault(layer, []).append(experts)
-    if not found:
-        raise ConfigError(f"{given}: this model has no experts that transformers stacks; leave it at 1")
-    return found
-
-
-def _distribute(experts: Any, mesh: DeviceMesh, profile: DeviceProfile) -> None:
-    local_parameters.place(experts, mesh, Shard(0))
-    experts.num_experts //= mesh.size()
-    local_parameters.compute_on_local(experts, None)
-    experts.forward = partial(_exchange, experts.forward, experts.num_experts, mesh.get_group(), profile)
+                raise ConfigError(f"{flag}: {layer_name}.{name} {cause}; use --expert_parallel_degree 1") from cause
+            local_parameters.distribute(experts, mesh, Shard(0))
+            experts.num_experts //= mesh.size()
+            local_parameters.compute_on_local(experts, None)
+            experts.forward = partial(_exchange, experts.forward, experts.num_experts, mesh.get_group(), profile)
+            by_layer.setdefault(layer, []).append(experts)
+    if not by_layer:
+        raise ConfigError(f"{flag}: this model has no experts that transformers stacks; leave it at 1")
+    return by_layer
 
 
 @torch.compiler.disable
@@ -76,17 +72,17 @@ def _exchange(
     compute: Callable[..., Tensor], share: int, group: dist.ProcessGroup, profile: DeviceProfile, hidden: Tensor,
     index: Tensor, weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return the sum over the experts of each token of their weighted outputs, ``[tokens, width]``.
+    """Return the weighted sum of each token's experts, ``[tokens, width]``.
 
-    The host waits for the device once, for the numbers of tokens to send and to receive; again where a checkpoint
-    computes the layer a second time. Compiled layers break here: these numbers, and so all shapes, change from step to
-    step.
+    The host waits for the device once, for the numbers of tokens to send and to receive, and once more if activation
+    checkpointing recomputes the layer. Compiled layers have a graph break here, because these numbers, and so all
+    shapes, change in every step.
 
     Args:
-        compute: The forward of this rank's experts, as this function from ``hidden`` on.
+        compute: The forward of this rank's experts, with the arguments ``hidden``, ``index`` and ``weights``.
         share: Number of experts per rank.
-        group: The ranks that have them, in order.
-        profile: Of the device.
+        group: The ranks that hold the experts, in order.
+        profile: The device's profile.
         hidden: ``[tokens, width]``.
         index: The experts of each token, int64 ``[tokens, k]``.
         weights: ``[tokens, k]``.
@@ -100,13 +96,13 @@ def _exchange(
     per_rank = torch.stack([sends, receives]).view(2, group.size(), share).sum(dim=2)
     sent, received = profile.exchanged_rows(per_rank, len(expert))
     rows = _all_to_all(hidden[order // used], received, sent, group)
-    # Rows come by rank, and from each rank by expert.
-    own = torch.arange(share, device=index.device).repeat(group.size())
-    own = own.repeat_interleave(receives, output_size=len(rows))
+    # Received rows are ordered by rank, and each rank's rows by expert.
+    local_expert = torch.arange(share, device=index.device).repeat(group.size())
+    local_expert = local_expert.repeat_interleave(receives, output_size=len(rows))
     if not len(rows):
-        # One row of zeros: the experts' weights take part in the backward pass, with gradients of zero.
-        rows, own = F.pad(rows, (0, 0, 0, 1)), own.new_zeros(1)
-    outputs = compute(rows, own.unsqueeze(1), rows.new_ones(len(rows), 1))[: sum(received)]
+        # One row of zeros, so that the experts' weights have gradients of zero, not none.
+        rows, local_expert = F.pad(rows, (0, 0, 0, 1)), local_expert.new_zeros(1)
+    outputs = compute(rows, local_expert.unsqueeze(1), rows.new_ones(len(rows), 1))[: sum(received)]
     returned = _all_to_all(outputs, sent, received, group)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     of_token = returned[back].view(tokens, used, -1) * weights.unsqueeze(-1)
@@ -119,25 +115,25 @@ def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.
 
 
 def repeat_router(moe: nn.Module, experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep the router whole on every tensor rank, beside `distribute`: each has the gradient of its own tokens."""
+    """Repeat the router on every tensor rank, after `distribute`; each rank has the gradient of its own tokens."""
     gate = _router(moe, experts)
-    local_parameters.place(gate, mesh, Replicate())
+    local_parameters.distribute(gate, mesh, Replicate())
     local_parameters.compute_on_local(gate, [Partial()])
 
 
 def distribute_experts(moe: nn.Module, experts: Any, mesh: DeviceMesh) -> None:
-    """Distribute a mixture's experts over the ranks: each rank routes every token, and computes those of its experts.
+    """Distribute experts over tensor ranks; each rank routes every token, and computes its own experts' tokens.
 
     Distributing whole experts, not slices of their matrices, keeps the fused gate-and-up matrix in one piece. The
-    block's output is the sum over ranks, so no part of the block may be computed by every rank.
+    block's output is the sum over ranks, so every part of the block must be computed by one rank only.
 
     Args:
         moe: The block: a router and its experts.
-        experts: The module in it that holds the weights of all experts, stacked.
+        experts: The block's module with the stacked weights of all experts.
         mesh: The tensor mesh.
 
     Raises:
-        ValueError: The block has other parts as well, or the experts do not divide.
+        ValueError: The block has more parts, or the experts do not divide.
     """
     gate = _router(moe, experts)
     check_stacked(experts, experts.num_experts)
@@ -146,22 +142,22 @@ def distribute_experts(moe: nn.Module, experts: Any, mesh: DeviceMesh) -> None:
         raise ValueError(f"has {experts.num_experts} experts, which {degree} does not divide")
     share = experts.num_experts // degree
     first = rank * share
-    local_parameters.place(experts, mesh, Shard(0))
-    local_parameters.place(gate, mesh, Replicate())
+    local_parameters.distribute(experts, mesh, Shard(0))
+    local_parameters.distribute(gate, mesh, Replicate())
     experts.num_experts = share
     # transformers' own flag: its grouped products then zero the outputs of experts on other ranks.
     experts._is_expert_parallel = True
-    # The router's weight is whole on every rank, but each rank sees the gradient of its own experts only.
+    # Every rank has the whole router, but only the gradient of its own experts.
     local_parameters.compute_on_local(gate, [Partial()])
     local_parameters.compute_on_local(experts, None)
 
-    def keep_own(module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def keep_local(module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         hidden, index, weights = args
-        own = (index >= first) & (index < first + share)
+        is_local = (index >= first) & (index < first + share)
         # `share` is one past the last expert: the index that transformers skips.
-        return hidden, torch.where(own, index - first, share), torch.where(own, weights, 0.0)
+        return hidden, torch.where(is_local, index - first, share), torch.where(is_local, weights, 0.0)
 
-    experts.register_forward_pre_hook(keep_own)
+    experts.register_forward_pre_hook(keep_local)
 
     def scatter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         partial = DTensor.from_local(output, mesh, [Partial()], run_check=False)
@@ -172,7 +168,7 @@ def distribute_experts(moe: nn.Module, experts: Any, mesh: DeviceMesh) -> None:
 
 
 def _router(moe: nn.Module, experts: Any) -> nn.Module:
-    """Return the one part of the block beside its experts; raise `ValueError` for a block of another make."""
+    """Return the block's router. Raises `ValueError` if the block has further parts besides its experts."""
     parts = {name: child for name, child in moe.named_children() if child is not experts and list(child.parameters())}
     if len(parts) != 1 or list(moe.parameters(recurse=False)):
         raise ValueError(f"has {', '.join(parts) or 'nothing'} beside its experts; only a single router is supported")

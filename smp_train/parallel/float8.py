@@ -25,7 +25,7 @@ def check(device: torch.device) -> None:
         )
     try:
         apply([nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, device="meta"))])
-    except Exception as problem:  # whatever a release that was built for another torch raises
+    except Exception as problem:  # a release that was built for a different torch may raise anything
         raise ConfigError(
             f"--fp8 1: torchao cannot convert a linear layer of torch {torch.__version__}: {one_line(problem)}; "
             "pip install torchao, in the release that its authors list for this torch"
@@ -38,11 +38,11 @@ def convertible(module: nn.Module) -> bool:
 
 
 def apply(layers: list[nn.Module]) -> int:
-    """Let the linear layers inside the decoder ``layers`` compute in FP8 and return how many do.
+    """Let the linear layers inside the decoder ``layers`` compute in FP8, and return their number.
 
-    Each tensor is scaled by its own largest value at the time (torchao's dynamic scaling). Embedding and head, where
-    FP8 costs the most accuracy, are outside the decoder layers and stay as they are, and so do expert weights that are
-    one fused tensor and GPT-2's ``Conv1D``, which are no ``nn.Linear``. Parameters keep their names and precision.
+    Each tensor is scaled by its current largest value (torchao's dynamic scaling). Embedding and head, where FP8 costs
+    the most accuracy, are outside the decoder layers and do not change. Fused expert weights and GPT-2's ``Conv1D`` do
+    not change either, because they are no ``nn.Linear``. Parameters keep their names and precision.
     """
     from torchao.float8 import convert_to_float8_training
 

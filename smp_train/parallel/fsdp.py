@@ -1,4 +1,4 @@
-"""FSDP2: each decoder layer is one unit of communication, and so is a head of its own; the rest belongs to the root."""
+"""FSDP2: each decoder layer is a unit of communication, an untied head is one, and the root has the other modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smp_train.distributed import heartbeat
 from smp_train.distributed.dtensor import Shard, local_tensor
 
 STACKED = 3
-"""Number of dimensions of a parameter that stacks one matrix per expert."""
+"""Dimensions of a parameter that stacks one matrix per expert."""
 
 
 def shard(
@@ -31,18 +31,18 @@ def shard(
     global batch, so an average here would be wrong by the number of ranks.
 
     Args:
-        model: The whole model, parameters on the meta device or real.
+        model: The whole model; its parameters may be on the meta device.
         layers: Its decoder layers, in order.
         mesh: The ranks that hold the parameters.
-        param_dtype: Type of the parameters in computation; None: that of storage.
-        reshard_after_forward: Free a layer's gathered parameters after its forward pass, and gather again for its
-            backward pass (ZeRO-3); False keeps them between the two (ZeRO-2).
-        forward_prefetch: Request the next layer's parameters before this layer computes: the all-gather starts earlier
-            where the host is slow, and one more layer is in memory. (The backward pass always gathers one layer ahead.)
-        cpu_offload: Keep parameters, gradients and so the optimizer's state in host memory, in page-locked memory for
-            CUDA; only gathered parameters are on the device.
-        experts: By layer, its modules whose parameters lie on ``experts_mesh`` instead, each a unit of its own.
-        experts_mesh: As ``mesh``.
+        param_dtype: Dtype of the parameters in computation; None for their own dtype.
+        reshard_after_forward: Free a layer's gathered parameters after its forward pass, and gather them again for its
+            backward pass (ZeRO-3); False keeps them in between (ZeRO-2).
+        forward_prefetch: Request the next layer's parameters before a layer computes: with a slow host, the all-gather
+            starts earlier, for the memory of one more layer. (The backward pass always gathers one layer ahead.)
+        cpu_offload: Keep parameters, gradients and optimizer state in host memory, page-locked for CUDA; only gathered
+            parameters are on the device.
+        experts: By layer, the modules that are separate units on ``experts_mesh``.
+        experts_mesh: The ranks that hold the experts' parameters.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -50,19 +50,21 @@ def shard(
         "shard_placement_fn": _dimension(mesh),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy(),
     }
-    # Their inputs are of the layer's type already; routing weights stay in float32.
-    policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
+    # Expert inputs already have the compute dtype; routing weights stay in float32.
+    expert_policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
+    expert_options = {
+        **options, "mesh": experts_mesh, "mp_policy": expert_policy, "shard_placement_fn": _dimension(experts_mesh),
+    }  # fmt: skip
     for layer in layers:
         # The last layer's backward pass follows its forward pass at once: freeing it would cost a second all-gather.
         frees = reshard_after_forward and layer is not layers[-1]
         for module in experts.get(layer, ()):
-            own = {"mesh": experts_mesh, "mp_policy": policy, "shard_placement_fn": _dimension(experts_mesh)}
-            fully_shard(module, **{**options, **own}, reshard_after_forward=frees)
+            fully_shard(module, **expert_options, reshard_after_forward=frees)
         fully_shard(layer, **options, reshard_after_forward=frees)
     units = list(layers)
     head = separate_head(model)
     if head is not None:
-        # Gathered behind the layers' forward pass, and reduced behind their backward pass. It is needed until then.
+        # The head's backward pass follows its forward pass at once.
         fully_shard(head, **options, reshard_after_forward=False)
         units.append(head)
     fully_shard(model, **options, reshard_after_forward=False)
@@ -82,7 +84,7 @@ def shard(
 
 
 def measure(units: Iterable[FSDPModule]) -> None:
-    """Time all-gathers and reduce-scatters through `heartbeat.collective`, where torch allows it (2.9 and newer)."""
+    """Time all-gathers and reduce-scatters through `heartbeat.collective`, with torch 2.9 or newer."""
     with suppress(ImportError, AttributeError):
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -102,7 +104,7 @@ def _timed(kind: type) -> Any:
 
 
 def separate_head(model: nn.Module) -> nn.Module | None:
-    """Return the output layer of a causal LM where its weight is not tied to the embedding, else None."""
+    """Return the output layer of a causal LM, or None if its weight is tied to the embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Linear) or embedding is None or head.weight is embedding.weight:
         return None
@@ -110,9 +112,9 @@ def separate_head(model: nn.Module) -> nn.Module | None:
 
 
 def _dimension(mesh: DeviceMesh | None) -> Callable[[nn.Parameter], Shard | None]:
-    """Return FSDP2's choice of the dimension that shards: the last one of stacked experts fewer than the ranks.
+    """Return FSDP2's ``shard_placement_fn``: shard stacked experts by columns if the ranks do not divide their number.
 
-    By whole experts some ranks would hold none, and FSDP2 would pad what it gathers to as many experts as ranks.
+    Sharded by whole experts, some ranks would hold no expert, and FSDP2 would pad each gathered tensor.
     """
     ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
 

@@ -17,9 +17,9 @@ def global_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
     """Return the 2-norm of all gradients of the model, a float32 scalar on their device; collective.
 
     Args:
-        gradients: Plain tensors, replicated on every rank, and DTensors, each sharded or replicated over the
-            dimensions of its own mesh. Squares are summed over the dimensions that shard.
-        device_type: Where the gradients are: on a ``cpu``, norms are summed in float64.
+        gradients: Plain tensors, replicated on every rank, and DTensors, sharded or replicated over the dimensions of
+            their meshes. Squares are summed over the dimensions that shard.
+        device_type: The gradients' device; on a ``cpu``, norms are summed in float64.
     """
     by_ranks: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""Modules whose parameters are DTensors and whose own code computes on plain tensors."""
+"""Modules whose parameters are DTensors, but whose code computes on plain tensors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
-def place(module: nn.Module, mesh: DeviceMesh, placement: Replicate | Shard) -> None:
+def distribute(module: nn.Module, mesh: DeviceMesh, placement: Replicate | Shard) -> None:
     """Distribute the module's own parameters, on the meta device, over ``mesh``."""
     for key, parameter in list(module.named_parameters(recurse=False)):
         module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [placement])))
 
 
-class _Stand:
-    """A module with some attributes overridden, passed to its own forward."""
+class _Overridden:
+    """A view of a module in which some attributes are replaced."""
 
-    def __init__(self, module: nn.Module, given: dict[str, Any]) -> None:
-        self.__dict__.update(given)
+    def __init__(self, module: nn.Module, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
@@ -27,13 +27,14 @@ class _Stand:
 
 
 def compute_on_local(module: nn.Module, grad_placements: list[Any] | None) -> None:
-    """Let the module's own forward compute on this rank's local tensors where its parameters are DTensors.
+    """Let the module's forward compute on the local tensors of its DTensor parameters.
 
-    The module itself is not modified: the compiler cannot trace such a change inside a checkpoint.
+    The forward gets a view of the module, and the module does not change: the compiler cannot trace such a change
+    inside a checkpoint.
 
     Args:
-        module: A module with parameters of its own.
-        grad_placements: How the gradients of the plain tensors lie on the mesh; by default as the parameters do.
+        module: A module with direct parameters.
+        grad_placements: Placements of the plain tensors' gradients; None for the parameters' placements.
     """
     forward: Any = type(module).forward
 
@@ -42,6 +43,6 @@ def compute_on_local(module: nn.Module, grad_placements: list[Any] | None) -> No
             key: parameter.to_local(grad_placements=grad_placements) if isinstance(parameter, DTensor) else parameter
             for key, parameter in module._parameters.items()
         }
-        return forward(_Stand(module, local), *args, **kwargs)
+        return forward(_Overridden(module, local), *args, **kwargs)
 
     module.forward = with_local

@@ -1,4 +1,4 @@
-"""From input ids to a summed loss in one forward call of the model, with or without the full logits."""
+"""A model's method from input ids to the summed loss, with or without the full logits."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def attach(
 ) -> None:  # fmt: skip
     """Give ``model`` a method ``loss_sum(input_ids, targets, **inputs)``; call it after sharding.
 
-    FSDP2 gathers parameters for registered forward methods only: the method is registered on the root, and its last
-    part on a head that is sharded by itself. A tied head's weight belongs to the root.
+    FSDP2 gathers parameters for registered forward methods only: the method is registered on the root, and the head's
+    part of it on the head, which may be a separate unit. A tied head's weight belongs to the root.
 
     Args:
         model: A sharded causal LM.
         chunked: Compute the loss by chunks of tokens (`losses.linear_cross_entropy_sum`).
-        tensor: The mesh that the vocabulary is split over, if it is.
-        loss: Of all logits, where it is not computed by chunks.
-        kernels: Of the loss by chunks.
-        profile: Of the device that the loss by chunks is computed on; by default, of the hidden states' device.
+        tensor: The mesh that splits the vocabulary, or None.
+        loss: The loss of all logits, for a loss that is not chunked.
+        kernels: Kernels of the chunked loss.
+        profile: Profile of the device, for the chunked loss; by default, of the hidden states' device.
     """
 
     def from_logits(input_ids: Tensor, targets: Tensor, **inputs: Any) -> Tensor:

@@ -7,25 +7,19 @@ links.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smp_train.distributed.degrees import Degrees
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 KEEP_UNSHARDED_STRATEGIES = ("shard_grad_op", "_hybrid_shard_zero2")
 
 
 class Mesh:
-    """The ranks of a run laid out by `Degrees`, and every sub-mesh that a part of the program asks for."""
+    """The device mesh of a run's `Degrees`, and its sub-meshes."""
 
     def __init__(self, degrees: Degrees, device_type: str) -> None:
-        """Build the mesh; collective, every rank of the initialised process group takes part."""
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
+        """Build the mesh; collective."""
         self.degrees = degrees
         sizes = {
             "replicate": degrees.replicate, "shard": degrees.shard, "expert": degrees.expert,
@@ -35,7 +29,7 @@ class Mesh:
             del sizes["expert"]
         self.root: DeviceMesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         # Parameters are sharded over shard x expert x context: context ranks see the same rows but split the work on
-        # them. Experts are distributed over expert x tensor, and those of one such rank sharded over shard x context.
+        # them. Experts are distributed over expert x tensor, and each rank's experts sharded over shard x context.
         self.parameters = self._parameters("shard", "expert", "context")
         """The mesh for `fully_shard`: 1-D when every rank holds its own shard, else (replicate, shard)."""
         self.parameters_of_experts = self.parameters
@@ -45,8 +39,8 @@ class Mesh:
         if degrees.expert > 1:
             self.parameters_of_experts = self._parameters("shard", "context")
             self.experts = self._flat("expert", "tensor")[0]
-        # Groups connect through the store, which rank 0 may serve. Without the barrier rank 0 could refuse the
-        # configuration and exit first, and its peers would report a lost connection instead of that message.
+        # Groups connect through the store, which rank 0 may serve. Without the barrier, rank 0 could refuse the
+        # configuration and exit early, and its peers would report a lost connection instead of that message.
         dist.barrier()
 
     def _flat(self, *names: str) -> tuple[DeviceMesh, str]:
@@ -61,8 +55,6 @@ class Mesh:
 
     def dimensions(self) -> dict[tuple[int, ...], str]:
         """Return the name of each dimension along which this rank communicates, by its ranks along it."""
-        import torch.distributed as dist
-
         return {
             tuple(dist.get_process_group_ranks(mesh.get_group(name))): name
             for mesh in (self.parameters_of_experts, self.parameters, self.root)
@@ -79,13 +71,11 @@ class Mesh:
         """The ranks that split each sequence between them."""
         return self.root["context"]
 
-    def loss_group(self) -> torch.distributed.ProcessGroup:
+    def loss_group(self) -> dist.ProcessGroup:
         """Return the ranks whose token sums add up to the global batch: all but tensor peers."""
-        import torch.distributed as dist
-
         if self.degrees.tensor == 1:
             group = dist.group.WORLD
             assert group is not None
             return group
-        others = tuple(name for name in self.root.mesh_dim_names or () if name != "tensor")
-        return self.root[others]._flatten("loss").get_group()
+        data_dimensions = tuple(name for name in self.root.mesh_dim_names or () if name != "tensor")
+        return self.root[data_dimensions]._flatten("loss").get_group()

@@ -1,4 +1,4 @@
-"""Losses of the routers of a mixture of experts, and how evenly these spread the tokens."""
+"""Losses of the routers of a mixture of experts, and the load of its most used expert."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """What is added to the cross entropy.
+    """The loss that is added to the cross entropy.
 
-    With E experts of which a token takes k, f the shares of a layer's tokens that each expert gets (k in all), and P
-    the mean probabilities: ``balance`` E / k sum(f P) plus ``z`` mean(logsumexp(logits)^2), summed over layers, is the
-    sum of Megatron Core's ``aux_loss`` and z-loss (Switch Transformer, Fedus et al. 2021; ST-MoE, Zoph et al. 2022).
-    Without ``by_layer`` it is transformers' ``balance`` E sum(f P), with f and P of all layers together.
+    Let each layer have E experts and each token use k of them; let f be the share of a layer's tokens that each expert
+    gets (the shares' sum is k), and P its mean probability. ``balance`` E / k sum(f P) plus ``z`` mean(logsumexp(
+    logits)^2), summed over layers, is the sum of Megatron Core's ``aux_loss`` and z-loss (Switch Transformer, Fedus et
+    al. 2021; ST-MoE, Zoph et al. 2022). Without ``by_layer``, the loss is ``balance`` E sum(f P) with f and P over all
+    layers, as in transformers.
 
-    f, P and the means are of one micro-batch of all ranks, without padding.
+    f, P and the means are taken over one micro-batch of all ranks, without padding.
     """
 
     balance: float
@@ -33,8 +34,8 @@ class RouterLoss:
     by_layer: bool = True
 
 
-def chosen(args: Arguments, config: Any) -> RouterLoss | None:
-    """Return the loss that the flags or, without ``--moe 1``, the model's configuration ask for."""
+def selected(args: Arguments, config: Any) -> RouterLoss | None:
+    """Return the loss that the flags select or, without ``--moe 1``, the model's configuration; None for no loss."""
     if args.moe:
         balance = args.moe_aux_loss_coeff if args.moe_load_balancing == "aux_loss" else 0.0
         return RouterLoss(balance, args.moe_z_loss_coeff)
@@ -44,16 +45,16 @@ def chosen(args: Arguments, config: Any) -> RouterLoss | None:
 
 
 def unpadded(input_ids: Tensor, labels: Tensor) -> Tensor:
-    """Return a mask ``[batch, seq]``, 0 for padding, of rows padded on the right: ids of 0 that have no label."""
+    """Return a mask ``[batch, seq]`` that is 0 for padding: ids of 0 without a label, at the right end of a row."""
     used = (input_ids != 0) | (labels != IGNORE_INDEX)
     return used.flip(1).int().cummax(dim=1).values.flip(1)
 
 
 class Routers:
-    """The routers of a model; computes their loss from what they decide in a forward pass of training."""
+    """Records the logits of a model's routers in a forward pass, and computes their loss."""
 
     def __init__(self, model: Any, loss: RouterLoss) -> None:
-        """Watch the routers of a Hugging Face model. Raises `ConfigError` where it has none that transformers knows."""
+        """Hook the routers of a Hugging Face model. Raises `ConfigError` if transformers does not expose them."""
         recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
         kind, self._index = getattr(recorder, "target_class", None), getattr(recorder, "index", None)
         routers = [module for module in model.modules() if kind is not None and type(module) is kind]
@@ -73,44 +74,41 @@ class Routers:
             self._seen.append(output[self._index])  # type: ignore[index]
 
     def start(self) -> None:
-        """Begin a forward pass with gradients; call `finish` behind it."""
+        """Begin a forward pass with gradients; call `finish` after it."""
         self._seen = []
 
-    def finish(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the loss, and two figures of all ranks: the loss, and the load.
+    def finish(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's share of the loss, and two figures over all ranks: the loss, and the load.
 
-        The load is the share of tokens of a layer's most used expert over that of an even spread, of the most uneven
-        layer. One all-reduce of a few numbers per layer and expert; the host does not wait.
+        The load is the tokens of the most used expert over the tokens it would have if all experts were used equally,
+        in the most uneven layer. Takes one all-reduce of a few numbers per layer and expert; the host does not wait.
 
         Args:
-            mask: ``[batch, seq]``, 0 for padding, of the tokens that this rank's routers see; None without padding.
+            mask: ``[batch, seq]`` of the tokens that pass this rank's routers, 0 for padding.
         """
         seen, self._seen = self._seen or [], None
-        weight = torch.ones_like(seen[0][:, 0]) if mask is None else mask.flatten()
-        weight = weight.float().unsqueeze(1)
+        weight = mask.flatten().float().unsqueeze(1)
         by_layer = []
-        for logits in (each.float() for each in seen):
-            shares = logits.softmax(dim=1)
-            experts = shares.detach().topk(self._used, dim=1).indices
-            taken = torch.zeros_like(shares).scatter_(1, experts, 1.0)
+        for logits in (layer_logits.float() for layer_logits in seen):
+            probabilities = logits.softmax(dim=1)
+            experts = probabilities.detach().topk(self._used, dim=1).indices
+            selected = torch.zeros_like(probabilities).scatter_(1, experts, 1.0)
             squares = logits.logsumexp(dim=1, keepdim=True).square()
-            each = (taken, shares, squares)
-            by_layer.append(torch.cat([(value * weight).sum(dim=0) for value in each]))
-        # ``[layers, 2 experts + 1]``: tokens taken, probabilities, squares. What several tensor ranks see counts as
-        # often in each sum, and each of these ranks has its part of the gradient.
+            by_layer.append(torch.cat([(value * weight).sum(dim=0) for value in (selected, probabilities, squares)]))
+        # ``[layers, 2 experts + 1]``: tokens of each expert, probabilities, squares. Tokens that n tensor ranks see
+        # count n times in every sum, so ratios hold, and each rank has an n-th of the gradient.
         local = torch.stack(by_layer)
-        count = weight.sum()
-        everywhere = torch.cat([local.detach().flatten(), count.unsqueeze(0)])
+        everywhere = torch.cat([local.detach().flatten(), weight.sum().unsqueeze(0)])
         dist.all_reduce(everywhere)
         whole, count = everywhere[:-1].view_as(local), everywhere[-1].clamp(min=1)
         number = (local.shape[1] - 1) // 2
         shares = whole[:, :number] / count
         load = shares.max() * number / self._used
-        share, all_of_it = (self._of(shares, sums[:, number:] / count) for sums in (local, whole))
-        return share, torch.stack([all_of_it, load])
+        local_loss, whole_loss = (self._loss_of(shares, sums[:, number:] / count) for sums in (local, whole))
+        return local_loss, torch.stack([whole_loss, load])
 
-    def _of(self, shares: Tensor, means: Tensor) -> Tensor:
-        """Return the loss by the shares ``[layers, experts]``, and by the means of probabilities and of the squares."""
+    def _loss_of(self, shares: Tensor, means: Tensor) -> Tensor:
+        """Return the loss from the experts' shares and from the means of probabilities and squares, each by layer."""
         probabilities, squares = means[:, :-1], means[:, -1]
         if self._loss.by_layer:
             balance = (shares * probabilities).sum() / self._used

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 SEQUENCE = 1
-"""The dimension of hidden states ``[batch, seq, width]`` that is split between blocks."""
+"""The dimension of hidden states ``[batch, seq, width]`` that is split outside the blocks."""
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def on_hidden_states(change: Callable[[Tensor], Tensor]) -> Hook:
-    """Return a hook that changes a module's hidden states, passed by position or by name."""
+    """Return a hook that changes a module's hidden states, whether passed by position or by name."""
 
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -33,7 +33,10 @@ def on_hidden_states(change: Callable[[Tensor], Tensor]) -> Hook:
 
 
 def scatter_whole(mesh: DeviceMesh) -> Hook:
-    """Keep this rank's part of the sequence; the embedding's output is whole, so that masks and positions are right."""
+    """Return a hook that keeps this rank's part of the sequence of the first layer's input.
+
+    The embedding's output is whole, so that transformers computes the right masks and positions from it.
+    """
 
     def scatter(hidden: Tensor) -> Tensor:
         whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
@@ -43,7 +46,7 @@ def scatter_whole(mesh: DeviceMesh) -> Hook:
 
 
 def gather_whole(mesh: DeviceMesh) -> Hook:
-    """Give a block the whole sequence, as a DTensor: its projections' gradients are reduce-scattered once."""
+    """Return a hook that gives a block the whole sequence as a DTensor, whose gradient is reduce-scattered once."""
 
     def gather(hidden: Tensor) -> Tensor:
         part = DTensor.from_local(hidden, mesh, [Shard(SEQUENCE)], run_check=False)
@@ -53,25 +56,28 @@ def gather_whole(mesh: DeviceMesh) -> Hook:
 
 
 def wait_for_output(module: nn.Module, args: Any, output: Any) -> None:
-    """Hook that waits for a block's reduced output: torch holds the result of a collective until it is waited for.
+    """Hook that waits for a block's reduced output: until then torch holds the result of the collective.
 
-    Recomputation stops at the last tensor that the backward pass needs. With parallel blocks (GPT-NeoX, Phi) that is
-    before anything reads the first one's output, and every step would leak one tensor per layer.
+    Recomputation stops at the last tensor that the backward pass needs. With parallel blocks (GPT-NeoX, Phi) it stops
+    before the first block's output is read, and without the hook every step would leak one tensor per layer.
     """
-    for each in tree_leaves(output):
-        if isinstance(each, AsyncCollectiveTensor):
-            each.wait()
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, AsyncCollectiveTensor):
+            leaf.wait()
 
 
 def separate_dropout(layers: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Draw the layers' dropout from a stream per rank; the embedding, which every rank holds whole, from the shared."""
+    """Draw the layers' dropout from a random stream per rank; the embedding's from the ranks' common stream.
+
+    Every rank has the whole output of the embedding, but different tokens in the layers.
+    """
     cuda, shared = mesh.device_type == "cuda", list[Tensor]()
     generator = torch.cuda.default_generators[torch.cuda.current_device()] if cuda else torch.default_generator
 
     def enter(module: nn.Module, args: Any) -> None:
         if module.training:
             shared[:] = [generator.get_state()]
-            seeds = [random.getrandbits(63) for _ in range(mesh.size())]  # seeded alike on these ranks in every step
+            seeds = [random.getrandbits(63) for _ in range(mesh.size())]  # the same on these ranks in every step
             generator.manual_seed(seeds[mesh.get_local_rank()])
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:

@@ -4,8 +4,8 @@ Between the blocks (attention, feed-forward) activations are split along the seq
 on ``seq / degree`` tokens. A block gathers the whole sequence, works on its share of heads or of the inner width, and
 scatters its summed output. The embedding and the head are split along the vocabulary.
 
-Which matrices are split by columns and which by rows is what the model's own ``base_model_tp_plan`` says. Fused
-query-key-value matrices of GPT-NeoX are laid out head by head, so that a split by columns is a split by heads.
+The model's ``base_model_tp_plan`` in transformers determines which matrices are split by columns and which by rows.
+Fused query-key-value matrices of GPT-NeoX are laid out head by head, so a split by columns is a split by heads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from smp_train.parallel import expert_parallel, local_parameters
 from smp_train.parallel.sequence import SEQUENCE, gather_whole, scatter_whole, separate_dropout, wait_for_output
 
 STYLES = frozenset({"colwise", "rowwise", "moe_tp_experts", "replicated_with_grad_allreduce"})
-"""Styles of a tensor-parallel plan that are implemented here."""
+"""The implemented styles of a tensor-parallel plan."""
 
 
 def check(config: Any, degree: int, seq_len: int) -> None:
@@ -64,18 +64,15 @@ def apply(model: Any, layers: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> 
     try:
         _apply(model, layers, mesh)
     except UnknownSplit as cause:
+        name, problem = cause.args
         raise ConfigError(
-            f"--tensor_parallel_degree {mesh.size()}: {cause} of this {model.config.model_type} {cause.problem}; use "
+            f"--tensor_parallel_degree {mesh.size()}: {name} of this {model.config.model_type} {problem}; use "
             "--hybrid_shard_degree instead"
         ) from cause
 
 
 class UnknownSplit(Exception):
-    """A module or parameter that cannot be split: its name and the reason."""
-
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(name)
-        self.problem = problem
+    """The name of a module or parameter that cannot be split, and the reason."""
 
 
 def _apply(model: Any, layers: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> None:
@@ -94,9 +91,9 @@ def _apply(model: Any, layers: list[tuple[str, nn.Module]], mesh: DeviceMesh) ->
         if child is not embedding and name != holds_layers and list(child.parameters()):
             parallelize_module(child, mesh, _by_tokens(child, name))
     parallelize_module(head, mesh, ColwiseParallel(input_layouts=Shard(SEQUENCE), output_layouts=Replicate()))
-    for first, others in ties:
-        for other in others:
-            owner, _, leaf = other.rpartition(".")
+    for first, tied_names in ties:
+        for name in tied_names:
+            owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner).register_parameter(leaf, model.get_parameter(first))
     stray = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if stray:
@@ -127,9 +124,9 @@ def _split_layer(layer: nn.Module, name: str, plan: dict[str, str], mesh: Device
     blocks = {child_name.rpartition(".")[0] for child_name in styles}
     for moe, stacked in mixtures.items():
         try:
-            # Experts that have a dimension of their own are distributed already.
-            own = any(isinstance(parameter, DTensor) for parameter in stacked.parameters())
-            split = expert_parallel.repeat_router if own else expert_parallel.distribute_experts
+            # Expert parallelism has already distributed the experts.
+            distributed = any(isinstance(parameter, DTensor) for parameter in stacked.parameters())
+            split = expert_parallel.repeat_router if distributed else expert_parallel.distribute_experts
             split(layer.get_submodule(moe), stacked, mesh)
         except ValueError as cause:
             raise UnknownSplit(moe, str(cause)) from cause
@@ -146,8 +143,8 @@ def _style_of(name: str, plan: dict[str, str]) -> str | None:
     """Return the style of a module; a star in a plan's pattern stands for one number or name."""
     parts = name.split(".")
     for pattern, style in plan.items():
-        wanted = pattern.split(".")
-        if len(wanted) == len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=True)):
+        patterns = pattern.split(".")
+        if len(patterns) == len(parts) and all(w in ("*", p) for w, p in zip(patterns, parts, strict=True)):
             return style
     return None
 
@@ -161,7 +158,7 @@ def _divides(module: Any, name: str, dimension: str, degree: int) -> None:
 
 
 def _by_tokens(module: nn.Module, name: str) -> ParallelStyle:
-    """Return the style of a norm: each rank works on its own tokens, with all of the weights."""
+    """Return the style of a norm: each rank has all weights, and normalises its part of the sequence."""
     for key, parameter in module.named_parameters():
         if "." in key or parameter.ndim > 1:
             raise UnknownSplit(f"{name}.{key}", NO_RULE)
@@ -169,15 +166,15 @@ def _by_tokens(module: nn.Module, name: str) -> ParallelStyle:
 
 
 def _repeat(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Keep a norm inside a block whole on every rank: each sees the gradient of its own heads only."""
+    """Repeat a norm inside a block on every rank; each rank has only the gradient of its heads."""
     _by_tokens(module, name)
-    local_parameters.place(module, mesh, Replicate())
+    local_parameters.distribute(module, mesh, Replicate())
     local_parameters.compute_on_local(module, [Partial()])
 
 
 def _tied_names(model: nn.Module) -> list[tuple[str, list[str]]]:
-    """Return, for each parameter that has several names, the first and the others."""
+    """Return the first name and the further names of each parameter with several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [(first, others) for first, *others in names.values() if others]
+    return [(first, further) for first, *further in names.values() if further]

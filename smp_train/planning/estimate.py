@@ -132,8 +132,8 @@ def _step(run: PlannedRun, spec: ModelSpec) -> Memory:
     # On the CPU, because FSDP2 would ask a GPU's driver for streams.
     backend = FakeBackend(args, ranks, torch.device("cpu"), profile)
     backend.mode = FakeMode(allow_non_fake_inputs=True)
-    backend.check(spec, seq_len=run.seq_len)
-    model = backend.build(spec, seed=args.seed, seq_len=run.seq_len, initial=False)
+    meta = backend.check(spec, seq_len=run.seq_len)
+    model = backend.build(meta, seed=args.seed, initial=False)
     counter.dimensions = backend.mesh.dimensions()
     try:
         with backend.mode:

@@ -334,7 +334,7 @@ def step(flags: dict[str, Any]) -> None:
     assert backend.compiled
     seq = min(SEQUENCE, spec.config.max_position_embeddings)
     backend.check(spec, seq_len=seq)
-    model = backend.build(spec, seed=0, seq_len=seq, initial=False)
+    model = backend.build(backend.check(spec, seq_len=seq), seed=0, initial=False)
     with mode:
         ids = torch.zeros(1, seq, dtype=torch.int64, device="cuda")
         positions, documents = None, None

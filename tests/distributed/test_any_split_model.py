@@ -89,7 +89,7 @@ def train_one(family: str, mesh: str, ranks: Any, device: Any) -> list[tuple[flo
     arguments.validate(args, ranks.world_size)
     backend = NativeBackend(args, ranks, device)
     backend.check(spec, seq_len=WIDTH)
-    model = backend.build(spec, seed=3, seq_len=WIDTH)
+    model = backend.build(backend.check(spec, seq_len=WIDTH), seed=3)
     optimizer = train_utils.build_optimizer(args, backend, model)
     results = []
     for step in range(STEPS):

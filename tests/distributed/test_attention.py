@@ -53,7 +53,7 @@ def waits(families: list[str]) -> dict[tuple[str, str], Any]:
     with group() as (ranks, device):
         for family in families:
             args, backend, spec = built(ranks, device, arguments_of(family, "one", ("full", 0, 1), 1))
-            model = backend.build(spec, seed=args.seed, seq_len=WIDTH)
+            model = backend.build(backend.check(spec, seq_len=WIDTH), seed=args.seed)
             optimizer = train_utils.build_optimizer(args, backend, model)
             for kind in ("whole", "short", "packed"):
                 batch, tokens = batch_of(kind, 0), torch.tensor(100)
@@ -89,7 +89,7 @@ def train_packed(modes: dict[str, Any], by_bounds: bool) -> dict[str, Any]:
             torch.compiler.reset()
             command_line = arguments_of("mistral", mesh, mode, ranks.world_size, short="pack", **changes)
             args, backend, spec = built(ranks, device, command_line)
-            model = backend.build(spec, seed=args.seed, seq_len=WIDTH)
+            model = backend.build(backend.check(spec, seq_len=WIDTH), seed=args.seed)
             optimizer = train_utils.build_optimizer(args, backend, model)
             found[name] = []
             for step, kind in enumerate(("packed", "whole", "packed")):

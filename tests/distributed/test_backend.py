@@ -191,7 +191,7 @@ def used(backend_name: str) -> Iterator[tuple[str, Any]]:
         yield "mesh", int(torch.tensor(list(topology.mesh.values())).prod())
 
         def make(initial: bool) -> tuple[Any, Any]:
-            model = backend.build(spec, seed=3, seq_len=16, initial=initial)
+            model = backend.build(backend.check(spec, seq_len=16), seed=3, initial=initial)
             return model, train_utils.build_optimizer(args, backend, model)
 
         def backward(model: Any, optimizer: Any, labels: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def masks(setting: str) -> dict[str, Any]:
 
     with group() as (ranks, device):
         args, backend, spec = built(ranks, device, **SPLIT, activation_checkpointing=setting)
-        model: Any = backend.build(spec, seed=args.seed, seq_len=args.max_context_width)
+        model: Any = backend.build(backend.check(spec, seq_len=args.max_context_width), seed=args.seed)
         seen: dict[str, list[Any]] = {"embedding": [], "layer": []}
         model.gpt_neox.emb_dropout.register_forward_hook(lambda module, args, out: seen["embedding"].append(out == 0))
         layers = model.gpt_neox.layers

@@ -47,7 +47,7 @@ def weights(cases: list[tuple[dict[str, Any], str | None]]) -> list[dict[str, An
             if folder is not None:
                 given["hf_pretrained_model_name_or_dir"] = folder
             args, backend, _ = built(ranks, device, **given)
-            model = backend.build(resolve(args), seed=3, seq_len=16)
+            model = backend.build(backend.check(resolve(args), seq_len=16), seed=3)
             whole: dict[str, Any] = {}
             for name, parameter in model.named_parameters():
                 whole[name] = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()

@@ -75,7 +75,7 @@ def start_from(cases: dict[str, dict[str, Any]], url: str = "") -> dict[str, dic
     for name, changes in cases.items():
         args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
         backend, _ = backends.select(args, ranks, device)
-        model = backend.build(resolve(args), seed=1, seq_len=16)
+        model = backend.build(backend.check(resolve(args), seq_len=16), seed=1)
         found[name] = {canonical_name(n): p.full_tensor() for n, p in model.named_parameters()}
     distributed.stop()
     return found
@@ -170,7 +170,7 @@ def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
         args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
         backend, _ = backends.select(args, ranks, device)
         with pytest.raises(SmpTrainError) as refused:
-            backend.build(resolve(args), seed=1, seq_len=16)
+            backend.build(backend.check(resolve(args), seq_len=16), seed=1)
         said[name] = f"{type(refused.value).__name__}: {refused.value}"
     distributed.stop()
     return said

@@ -112,7 +112,7 @@ def measured(settings: list[dict[str, Any]], live: Any = None) -> list[Any]:
     with group() as (ranks, device):
         for changes in settings:
             args, backend, spec = built(ranks, device, **{**DEEP, **changes})
-            model = backend.build(spec, seed=args.seed, seq_len=args.max_context_width)
+            model = backend.build(backend.check(spec, seq_len=args.max_context_width), seed=args.seed)
             memory = Memory(step_memory.peaks(args, backend, model, seq_len=args.max_context_width, live=live), 0)
             state = gather_state(model, train_utils.build_optimizer(args, backend, model))
             found.append((memory.peak, memory.offloaded, local_bytes(present(state), pinned=True)))

@@ -55,7 +55,7 @@ def hand_on(folder: str, source: str) -> None:
             args = command(family, **(options if split else {}))
             backend, _ = backends.select(args, ranks, device)
             spec = resolve(args)
-            model = backend.build(spec, seed=2, seq_len=16)
+            model = backend.build(backend.check(spec, seq_len=16), seed=2)
             state = gather_state(model, torch.optim.AdamW(model.parameters()))
             open_verified(f"{folder}/{source}/{family}/{family}-1steps").load(state)
             manager = CheckpointManager([Policy(f"{folder}/{mesh}", 1, 0)], run_name=family, model_type=family)

@@ -123,7 +123,7 @@ def train_cell(
     from smp_train import train_utils
 
     args, backend, spec = built(ranks, device, command_line)
-    model = backend.build(spec, seed=args.seed, seq_len=WIDTH)
+    model = backend.build(backend.check(spec, seq_len=WIDTH), seed=args.seed)
     change(model)
     optimizer = train_utils.build_optimizer(args, backend, model)
     results = []

@@ -86,7 +86,7 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     if name == "unknown head":
         native.can_chunk = lambda model: False
-    model: Any = backend.build(spec, seed=1, seq_len=args.max_context_width)
+    model: Any = backend.build(backend.check(spec, seq_len=args.max_context_width), seed=1)
     ids = torch.randint(VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(ranks.rank))
     reduced = []
     all_reduce = dist.all_reduce
@@ -232,7 +232,7 @@ def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
     with group() as (ranks, device):
         for fp8 in (0, 1):
             _, backend, spec = built(ranks, device, bf16=1, fp8=fp8, activation_checkpointing="full")
-            models.append(backend.build(spec, seed=1, seq_len=16))
+            models.append(backend.build(backend.check(spec, seq_len=16), seed=1))
         plain, converted = (dict(model.named_parameters()) for model in models)
         same = all(torch.equal(converted[name].to_local(), plain[name].to_local()) for name in plain)
         count = sum(type(module).__name__ == "Float8Linear" for module in models[1].modules())

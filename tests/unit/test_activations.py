@@ -47,12 +47,12 @@ CPU = torch.device("cpu")
     ],
 )  # fmt: skip
 def test_the_chosen_layers(count: int, setting: str, layers: list[int]) -> None:
-    assert activations.chosen(count, checkpointing.read(setting)[0]) == layers
+    assert checkpointing.evenly_spaced(count, checkpointing.read(setting)[0]) == layers
 
 
 @given(count=st.integers(1, 100), share=st.fractions(0, 1, max_denominator=50))
 def test_a_share_is_kept_and_evenly_spread(count: int, share: Fraction) -> None:
-    layers = activations.chosen(count, share)
+    layers = checkpointing.evenly_spaced(count, share)
     assert abs(len(layers) - count * share) <= Fraction(1, 2)
     gaps = {b - a for a, b in itertools.pairwise(layers)}
     assert not gaps or max(gaps) - min(gaps) <= 1
@@ -156,7 +156,7 @@ def test_an_unknown_compiler_is_refused() -> None:
 
 
 def chosen(asked: bool | None, device: str = "cpu", *, backend: str = "inductor", training: bool = True) -> bool:
-    return compile.chosen(asked, device=torch.device(device), backend=backend, training=training)
+    return compile.enabled(asked, device=torch.device(device), backend=backend, training=training)
 
 
 def test_left_open_compilation_is_on_where_a_gpu_and_its_compilers_are(
@@ -223,18 +223,18 @@ def test_offloading_changes_no_bit(horizon: int, setting: str, late: bool) -> No
     model, engine = offloaded(5, horizon, setting, LateLane() if late else None)
     for _ in range(3):
         assert_same(step(model), expected)
-    assert (engine.pool.most > 0) == (horizon < 5)
+    assert (engine.pool.peak > 0) == (horizon < 5)
     assert engine.pool.in_use == 0
 
 
 def test_the_pool_stops_growing_after_the_first_step() -> None:
     model, engine = offloaded(5, 1)
     step(model)
-    held = engine.pool.held
-    assert 0 < held == engine.pool.most
+    held = engine.pool.allocated
+    assert 0 < held == engine.pool.peak
     for _ in range(4):
         step(model)
-    assert (engine.pool.held, engine.pool.in_use) == (held, 0)
+    assert (engine.pool.allocated, engine.pool.in_use) == (held, 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -250,21 +250,21 @@ def test_the_pool_never_holds_more_than_was_in_use_at_once(rounds: list[list[int
             assert size <= sum(block.numel() for block in buffer) <= max(size + 511, size * 9 // 8)
             assert len(buffer) <= 4
         assert pool.in_use == sum(block.numel() for block in blocks)
-        assert pool.held <= pool.most
+        assert pool.allocated <= pool.peak
         for buffer in data.draw(st.permutations(out)):
             pool.give(buffer)
-        assert pool.held == sum(n * len(free) for n, free in pool._free.items())
+        assert pool.allocated == sum(n * len(free) for n, free in pool._free.items())
 
 
 def test_checkpointed_layers_send_their_inputs_alone() -> None:
     one_input = 2 * 16 * WIDTH * 4
     model, engine = offloaded(5, 1, "full")
     step(model)
-    assert engine.pool.most == 4 * one_input  # all but the last layer's
+    assert engine.pool.peak == 4 * one_input  # all but the last layer's
     model, engine = offloaded(5, 1, "none")
     step(model)
     # The packed projections are one storage of three inputs' size, saved as three views and sent once.
-    assert engine.pool.most > 4 * 6 * one_input
+    assert engine.pool.peak > 4 * 6 * one_input
 
 
 def watched(model: Stack, **kwargs: Any) -> tuple[Tensor, list[list[offload.Packed | Tensor]]]:
@@ -339,7 +339,7 @@ def test_without_gradients_nothing_is_sent() -> None:
     model, engine = offloaded(4, 1)
     with torch.no_grad():
         model(torch.randn(2, 16, WIDTH))
-    assert engine.pool.most == 0
+    assert engine.pool.peak == 0
 
 
 def test_a_forward_pass_that_fails_leaves_nothing_behind() -> None:
@@ -391,7 +391,7 @@ def test_a_kept_result_must_not_be_changed_in_place() -> None:
 def test_small_tensors_stay() -> None:
     model, engine = offloaded(3, 1)
     model(torch.randn(1, 1, WIDTH, requires_grad=True)).sum().backward()
-    assert engine.pool.most == 0
+    assert engine.pool.peak == 0
 
 
 # --- compilation --------------------------------------------------------------------------------------------------
