@@ -34,11 +34,11 @@ def write(command_line: list[str], folder: str, kind: str, shards: int, orig: bo
     from torch.distributed import fsdp
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
     from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
     from transformers import AutoModelForCausalLM
 
     from smp_train import arguments, distributed
-    from smp_train.backends.smp_saver import Library
     from smp_train.models.resolve import resolve
 
     FSDP = fsdp.FullyShardedDataParallel
@@ -77,7 +77,7 @@ def write(command_line: list[str], folder: str, kind: str, shards: int, orig: bo
     if kind == "local":
         torch.save(state, place / f"{ranks.rank}.pt")
     elif ranks.rank < shards:  # replicas write the same
-        Library().save(state, storage_writer=FileSystemWriter(place / f"tp0_ep0_fsdp{model.rank}"))
+        _save_state_dict(state, FileSystemWriter(place / f"tp0_ep0_fsdp{model.rank}"), no_dist=True)
     weights, moments = whole(model, optimizer)
     if ranks.rank == 0:
         truth = {f"model.{name}": value for name, value in weights.items()}

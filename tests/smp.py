@@ -1,6 +1,6 @@
 """Runs on a stand-in for `torch.sagemaker`, as the tests of the SMP backend need them.
 
-The stand-in is the module that the environment variable SMP_STANDIN names: it has ``install(release)`` and ``journal``.
+The stand-in is the module that the environment variable SMP_STANDIN names: it has ``install()`` and ``journal``.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ OF_THE_MODEL = ("model_type", "vocab_size", "hidden_width", "num_layers", "num_h
                 "intermediate_size")  # fmt: skip
 
 
-def install(release: str = "2.8") -> Any:
-    """Install the stand-in of an SMP release in this process, and return it."""
+def install() -> Any:
+    """Install the stand-in in this process, and return it."""
     library = importlib.import_module(os.environ.get("SMP_STANDIN", "tests.standin"))
-    library.install(release)
+    library.install()
     return library
 
 
-def train_on_smp(command_line: list[str], release: str = "2.8", **environ: str) -> Journal:
-    """Train on this rank with the stand-in installed, and return what it was asked."""
+def train_on_smp(command_line: list[str], **environ: str) -> Journal:
+    """Train on this rank with the stand-in installed, and return its journal."""
     os.environ.update(environ)
-    library = install(release)
+    library = install()
     assert train(command_line) == 0
     return [(what, {key: repr(value) for key, value in facts.items()}) for what, facts in library.journal]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from smp_train.models.hub_state import canonical_name
 from tests.smp import install
@@ -117,32 +121,39 @@ def _state(model: Any, optimizer: Any, content: dict[str, Any]) -> dict[str, Any
         return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer), **content}
 
 
+def _write_tree(state: dict[str, Any], folder: Path, group: Any) -> None:
+    """Write a DCP tree by the ranks of ``group``, which its first rank coordinates."""
+    init = _DistWrapper.__init__
+    counts_in_group = "global_coordinator_rank" in inspect.getsource(init)
+
+    def coordinated(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)  # torch 2.5 compares a rank of the group with one of the world
+        self.is_coordinator = torch.distributed.get_rank() == self.coordinator_rank
+
+    if not counts_in_group:
+        _DistWrapper.__init__ = coordinated
+    first = 0 if counts_in_group else min(torch.distributed.get_process_group_ranks(group))
+    try:
+        _save_state_dict(state, dcp.FileSystemWriter(folder), group, first, False, dcp.DefaultSavePlanner())
+    finally:
+        _DistWrapper.__init__ = init
+
+
 def _sharded(model: Any, optimizer: Any, folder: Path, form: str, content: dict[str, Any]) -> None:
     import torch.sagemaker as tsm
-    from torch.sagemaker.distributed.checkpoint import state_dict_saver as saver
-    from torch.sagemaker.utils.process_group_utils import get_global_ranks
 
     state = _state(model, optimizer, content)
     if tsm.state.ranker.get_rep_rank(tsm.state.rank) == 0:
-        group = model.process_group
-        saver.save(state, checkpoint_id=str(folder / _tree_of(tsm, form)), process_group=group,
-                   coordinator_rank=min(get_global_ranks(group)))  # fmt: skip
+        _write_tree(state, folder / _tree_of(tsm, form), model.process_group)
     torch.distributed.barrier()
 
 
 def _local(model: Any, optimizer: Any, folder: Path, form: str, content: dict[str, Any]) -> None:
     import torch.sagemaker as tsm
-    from torch.sagemaker.distributed.checkpoint import state_dict_saver as saver
 
-    groups = tsm.state.ranker.get_rep_groups()
-    made = [torch.distributed.new_group(ranks) for ranks in groups]
-    own = next(n for n, ranks in enumerate(groups) if tsm.state.rank in ranks)
-    saver.save(
-        _state(model, optimizer, content),
-        checkpoint_id=str(folder / f"{_tree_of(tsm, form)}_fsdp{model.rank}"),
-        process_group=made[own],
-        coordinator_rank=min(groups[own]),
-    )
+    groups = [torch.distributed.new_group(ranks) for ranks in tsm.state.ranker.get_rep_groups()]
+    (replicas,) = [group for group in groups if group != torch.distributed.GroupMember.NON_GROUP_MEMBER]
+    _write_tree(_state(model, optimizer, content), folder / f"{_tree_of(tsm, form)}_fsdp{model.rank}", replicas)
     torch.distributed.barrier()
 
 

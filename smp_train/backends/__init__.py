@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from smp_train import arguments, distributed
 from smp_train.backends import smp_library
 from smp_train.distributed import ALL_RANKS
+from smp_train.distributed.degrees import plan
 from smp_train.distributed.host import check_native_releases
 from smp_train.errors import ConfigError
 
@@ -24,40 +25,25 @@ logger = logging.getLogger("smp_train.backends")
 def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backend, str]:
     """Return the backend that ``--backend`` selects, and the reason for the log; collective.
 
-    ``auto`` takes SMP where ``torch.sagemaker`` can be imported and initialised, else the native backend. Where
+    ``auto`` selects SMP if ``torch.sagemaker`` can be imported and initialised, else the native backend. If
     ``torch.sagemaker`` is installed but unusable, a warning gives the cause; if the native backend cannot run either,
     as with the older torch of SMP's containers, the error gives both causes.
     """
     if args.backend == "native":
         return _native(args, ranks, device), "--backend native"
     if args.backend == "smp":
-        with distributed.together("reading SMP's configuration"):
-            smp_library.check_launcher(args, ranks.world_size)
-        library, cause = smp_library.load()
-        if library is None:
-            raise ConfigError(cause)
-        with distributed.together("starting SMP"):
-            smp_library.start(library, args, ranks)
-        return _smp(args, ranks, device, library), "--backend smp"
+        return _smp(args, ranks, device), "--backend smp"
     if not distributed.any_rank(distributed.smp_installed()):
         return _native(args, ranks, device), "this torch has no torch.sagemaker"
-    # An error also with --backend auto: one of the two settings is a mistake.
-    with distributed.together("reading SMP's configuration"):
-        smp_library.check_launcher(args, ranks.world_size)
-    library, cause = smp_library.load()
-    if library is not None:
-        try:
-            smp_library.start(library, args, ranks)
-        except ConfigError as failure:
-            library, cause = None, str(failure)
-    if distributed.any_rank(library is None):
-        unusable = f"SMP is here but cannot be used: {cause or 'the message of another rank says why'}"
-        logger.warning("%s", unusable, extra=ALL_RANKS)
-        try:
-            return _native(args, ranks, device), "SMP cannot be used here"
-        except ConfigError as refused:
-            raise ConfigError(f"{unusable}; and natively: {refused}") from refused
-    return _smp(args, ranks, device, library), "torch.sagemaker is here"
+    try:
+        return _smp(args, ranks, device), "torch.sagemaker is here"
+    except smp_library.Unusable as cause:
+        unusable = f"SMP is here but cannot be used: {cause}"
+    logger.warning("%s", unusable, extra=ALL_RANKS)
+    try:
+        return _native(args, ranks, device), "SMP cannot be used here"
+    except ConfigError as refused:
+        raise ConfigError(f"{unusable}; and natively: {refused}") from refused
 
 
 def _native(args: Arguments, ranks: Runtime, device: torch.device) -> Backend:
@@ -68,7 +54,9 @@ def _native(args: Arguments, ranks: Runtime, device: torch.device) -> Backend:
     return NativeBackend(args, ranks, device)
 
 
-def _smp(args: Arguments, ranks: Runtime, device: torch.device, library: Any) -> Backend:
+def _smp(args: Arguments, ranks: Runtime, device: torch.device) -> Backend:
+    degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=True)
+    library = smp_library.start(args, ranks, degrees)
     from smp_train.backends.smp import SmpBackend
 
-    return SmpBackend(args, ranks, device, library)
+    return SmpBackend(args, ranks, device, degrees, library)

@@ -1,4 +1,4 @@
-"""Backend for SMP v2: FSDP1 under ``torch.sagemaker``, in the order its documentation prescribes.
+"""Backend for SMP v2: FSDP1 under ``torch.sagemaker``, in the order that SMP's documentation prescribes.
 
 Imports only what torch 2.4.1 to 2.5.1 and transformers 4.44.2, of SMP's last containers, provide.
 """
@@ -22,12 +22,11 @@ from torch.optim import Optimizer
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
-from smp_train.backends import smp_choices, smp_model, smp_saver, smp_state
-from smp_train.backends.base import Backend, RouterTerm, Topology
-from smp_train.backends.smp_fp8 import Fp8
+from smp_train.backends import smp_choices, smp_model, smp_state
+from smp_train.backends.base import Backend, MetaModel, RouterTerm, Topology
 from smp_train.checkpoints.saver import Saver
 from smp_train.distributed import ALL_RANKS
-from smp_train.distributed.degrees import check_model_on_smp, plan
+from smp_train.distributed.degrees import Degrees, check_model_on_smp
 from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.hub_names import canonical_name
@@ -35,7 +34,6 @@ from smp_train.models.hub_state import gather_state
 from smp_train.models.initialization import module_initialiser
 from smp_train.models.smp_names import HubModel, Ranks
 from smp_train.models.traits import can_chunk, check_loss, packed_inputs, split_sizes
-from smp_train.storage import is_s3
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -50,19 +48,18 @@ class SmpBackend(Backend):
     """SMP's hybrid sharding, tensor, context and expert parallelism, and activation offloading."""
 
     name = "smp"
-    # SMP documents the format of its asynchronous saver as readable by SMP only.
-    checkpoint_type = "sharded"
+    checkpoint_type = "sharded"  # as in AWS's sample
 
-    def __init__(self, args: Arguments, ranks: Runtime, device: torch.device, library: Any) -> None:
+    def __init__(
+        self, args: Arguments, ranks: Runtime, device: torch.device, degrees: Degrees, library: Any
+    ) -> None:  # fmt: skip
         """Use SMP as started by `smp_library.start`. Raises `ConfigError` for unsupported settings."""
         refuse(args)
-        self.args, self.device, self.library = args, device, library
+        self.args, self.device, self.degrees, self.library = args, device, degrees, library
         self.transforms = transforms(args)
         self.draws = "by SMP, from" if self.transforms else "from"
         self.state = library.state
-        self.degrees = degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=True)
         tensor, context = degrees.tensor, degrees.context
-        self.shard = degrees.sharded
         # Ranks of one sample are adjacent, tensor ranks innermost; expert ranks read different samples.
         self.topology = Topology(
             device=device,
@@ -71,96 +68,84 @@ class SmpBackend(Backend):
             cp_rank=int(self.state.cp_rank) if context > 1 else 0, cp_size=context,
             mesh={name: getattr(degrees, name) for name in ("replicate", "shard", "expert", "context", "tensor")},
         )  # fmt: skip
-        self._fp8 = Fp8(args, self.state, device) if args.fp8 else None
+        self._fp8 = smp_model.Fp8(args, self.state, device) if args.fp8 else None
         self._root: Any = None
         self._chunked, self._whole_logits = False, True
         self._matrices: set[str] = set()
         self._names: set[str] = set()
         self._tree: smp_state.Tree | None = None
         self._hub: HubModel | None = None
-        """The model on the hub, where this one is SMP's own implementation of it."""
-        self._saver: Saver = Saver()
+        """The model on the hub, if this model is SMP's own implementation of it."""
 
-    def check(self, spec: ModelSpec, *, seq_len: int) -> None:
+    def check(self, spec: ModelSpec, *, seq_len: int) -> MetaModel:
         """See `Backend.check`."""
         check_loss(spec.config)
         refuse_model(spec.config, self.args)
         if self.transforms:
             check_model_on_smp(
-                split_sizes(spec.config), seq_len=seq_len, tensor=self.topology.tp_size,
-                context=self.topology.cp_size, expert=self.args.expert_parallel_degree,
+                split_sizes(spec.config), seq_len=seq_len, tensor=self.degrees.tensor, context=self.degrees.context,
+                expert=self.degrees.expert,
             )  # fmt: skip
+        spec.config.delayed_param = self.args.delayed_param
+        return MetaModel(spec, seq_len, build.build_meta(spec, attn_implementation=self.args.attn_implementation))
 
-    def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
-        """Build, transform, shard, checkpoint and offload: the canonical order of SMP's own scripts."""
-        args = self.args
+    def build(self, meta: MetaModel, *, seed: int, initial: bool = True) -> nn.Module:
+        """Transform, shard, checkpoint and offload, in the order of SMP's own scripts."""
+        args, spec = self.args, meta.spec
+        model: Any = meta.model
         weights = spec.pretrained if initial else None
-        spec.config.delayed_param = args.delayed_param
-        model: Any = build.build_meta(spec, attn_implementation=args.attn_implementation)
         real = smp_model.give_weights(model, weights, delayed=args.delayed_param, seed=seed)
-        own = None if self.transforms else module_initialiser(model, seed)
+        initialise_module = None if self.transforms else module_initialiser(model, seed)
         layer = type(build.decoder_layers(model)[0][1])
         # SMP draws from torch's generators, which are seeded equally on all ranks so that replicas are equal.
         random.seed(seed)
         torch.manual_seed(seed)
         if self.transforms:
-            shapes = {name: tuple(value.shape) for name, value in gather_state(model)["model"].items()}
-            self._hub = HubModel.from_config(spec.config, shapes)
+            hub_shapes = {name: tuple(value.shape) for name, value in gather_state(model)["model"].items()}
+            self._hub = HubModel.from_config(spec.config, hub_shapes)
             self._names = {canonical_name(name) for name, _ in model.named_parameters()}
             model, layer = smp_model.transform(self.library, model, args, from_rank0=weights is not None, real=real)
         for name, parameter in model.named_parameters():
             if parameter.dtype != torch.float32:
                 raise ConfigError(f"{name} is {parameter.dtype}: SMP's mixed precision wants float32 parameters")
+        # FSDP1 flattens parameters: their shapes are known before wrapping only.
         shapes = {canonical_name(name): tuple(p.shape) for name, p in model.named_parameters()}
         self._matrices = {name for name, shape in shapes.items() if len(shape) >= 2}
         self._chunked = bool(args.chunked_loss) and not self.transforms and can_chunk(model)
         if self._chunked:
             smp_model.chunk_loss(model)
         self._root = smp_model.wrap(
-            model, args, layer=layer, initialise_module=own, from_rank0=weights is not None, real=real,
+            model, args, layer=layer, initialise_module=initialise_module, from_rank0=weights is not None, real=real,
             device=self.device,
         )  # fmt: skip
         dist.barrier()
         smp_model.checkpoint(self._root, args, layer, self._fp8)
         wrapped = wrappers.offload_wrapper(self._root) if args.sm_activation_offloading else self._root
-        sharded = self._settle_layout()
-        folders = not any(map(is_s3, args.checkpoint_dir))
-        experts = args.expert_parallel_degree
-        expert_rank = int(self.state.ep_rank) if experts > 1 else 0
-        ranks = Ranks(self.topology.tp_rank, self.topology.tp_size, expert_rank, experts)
-        self._saver = smp_saver.make(
-            self.state, self._root, sharded=sharded, hub=self._hub, ranks=ranks, in_folders=folders
-        )
-        library = self._saver.library if isinstance(self._saver, smp_saver.LibrarySaver) else None
-        if args.checkpoint_type == "async_sharded" and library is not None and not library.asynchronous:
-            why = "--hybrid_shard_degree above 1" if folders else "folders, where tensor or expert ranks write trees"
-            logger.info("--checkpoint_type async_sharded: training waits for each save; SMP saves in the background "
-                        "only with %s", why)  # fmt: skip
-        raw = library is not None and library.asynchronous
-        self._tree = smp_state.Tree(self._root, list(shapes), sharded=sharded, device=self.device, raw=raw)
+        self._tree = smp_state.Tree(self._root, list(shapes), sharded=self._is_sharded(), device=self.device)
         if self._hub is not None:
             vocabulary = int(spec.config.vocab_size)
-            self._whole_logits = smp_choices.whole_logits(self._root, self.topology, seq_len, vocabulary)
+            self._whole_logits = smp_choices.whole_logits(self._root, self.topology, meta.seq_len, vocabulary)
         refused = [f"{name} ({cause})" for name, cause in smp_choices.refusals.items() if cause]
         logger.info("Calls of SMP in the form of AWS's sample: %s", ", ".join(refused) or "none")
         return wrapped
 
-    def _settle_layout(self) -> bool:
-        """Return whether parameters are sharded, by FSDP's own strategy, and correct the mesh accordingly."""
+    def _is_sharded(self) -> bool:
+        """Return whether FSDP shards parameters; warn if the flags ask for another number of ranks."""
         whole = self._root.sharding_strategy is fsdp.ShardingStrategy.NO_SHARD
-        shard = 1 if whole else int(self._root.process_group.size())
-        if shard != self.shard:
-            logger.warning("SMP cuts parameters over %d ranks, not over %d as --hybrid_shard_degree and "
-                           "--sharding_strategy had it", shard, self.shard, extra=ALL_RANKS)  # fmt: skip
-            ranks = dist.get_world_size() // (self.topology.tp_size * self.args.expert_parallel_degree)
-            self.topology.mesh.update(replicate=ranks // shard, shard=max(1, shard // self.topology.cp_size))
-            self.shard = shard
-        return shard > 1
+        ranks = 1 if whole else int(self._root.process_group.size())
+        if ranks != self.degrees.sharded:
+            logger.warning(
+                "SMP shards parameters over %d ranks, not over the %d of --hybrid_shard_degree and "
+                "--sharding_strategy", ranks, self.degrees.sharded, extra=ALL_RANKS,
+            )  # fmt: skip
+        return ranks > 1
 
     @property
     def saver(self) -> Saver:
-        """See `Backend.saver`."""
-        return self._saver
+        """See `Backend.saver`. Tensor and expert ranks hold different parameters: each rank has its own tree."""
+        expert_rank = int(self.state.ep_rank) if self.degrees.expert > 1 else 0
+        ranks = Ranks(self.topology.tp_rank, self.degrees.tensor, expert_rank, self.degrees.expert)
+        return Saver(self._hub, ranks, ranks.folder if max(ranks.tensors, ranks.experts) > 1 else "")
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, RouterTerm | None]:
         """See `Backend.loss`. SMP's own models add their router loss themselves.
@@ -203,7 +188,7 @@ class SmpBackend(Backend):
         yield
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer) -> Tensor:
-        """See `Backend.clip_grad_norm`; without the offloading wrapper, which SMP accepts from 2.8 on."""
+        """See `Backend.clip_grad_norm`; on the FSDP root, as SMP accepts an offloading wrapper only from 2.8 on."""
         clip = importlib.import_module("torch.sagemaker.grad_norm").clip_grad_norm_
         norm: Tensor = clip(self._root, max_norm if max_norm > 0 else math.inf)
         return norm
@@ -218,7 +203,7 @@ class SmpBackend(Backend):
         return canonical_name(name) in self._matrices
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """See `Backend.full_weights`; None, too, where SMP does not translate the names of its own implementation."""
+        """See `Backend.full_weights`; also None if SMP does not translate its names."""
         if self._hub is None:
             return None
         # On a CPU, offloading would return tensors that FSDP frees on leaving the context.
@@ -250,7 +235,7 @@ def transforms(args: Arguments) -> bool:
 
 def refuse(args: Arguments) -> None:
     """Raise `ConfigError` for settings that SMP does not support, alone or together."""
-    own, (share, per_operation) = transforms(args), checkpointing.read(args.activation_checkpointing)
+    transformed, (share, per_operation) = transforms(args), checkpointing.read(args.activation_checkpointing)
     tensor, context, expert = args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree
     smp = "with --backend smp"
     refusals = {
@@ -265,14 +250,14 @@ def refuse(args: Arguments) -> None:
         "--distributed_backend smddp with --tensor_parallel_degree above 1 and --hybrid_shard_degree 1: SMP does that "
         "over nccl only; give --distributed_backend nccl, or another shard degree":
             tensor > 1 and args.hybrid_shard_degree == 1 and args.distributed_backend == "smddp",
-        f"--fp8 1 {smp} needs SMP's own implementation; give --use_smp_implementation 1": args.fp8 and not own,
+        f"--fp8 1 {smp} needs SMP's own implementation; give --use_smp_implementation 1": args.fp8 and not transformed,
         "--fp8 1 and --sm_activation_offloading 1 do not go together on SMP, which offloads what reentrant "
         "checkpointing keeps and FP8 has another; give one of them": args.fp8 and args.sm_activation_offloading,
         f"--activation_checkpointing selective:op {smp}: SMP checkpoints whole layers; use full": per_operation,
         f"--sm_activation_offloading 1 {smp} needs checkpointing; give --activation_checkpointing full":
             args.sm_activation_offloading and not share,
         "--short pack with SMP's own implementation of models, which takes no positions; use --short concat or pad":
-            args.short == "pack" and own,
+            args.short == "pack" and transformed,
     }  # fmt: skip
     for message, refused in refusals.items():
         if refused:
@@ -284,8 +269,8 @@ def refuse_model(config: Any, args: Arguments) -> None:
     window = getattr(config, "sliding_window", None)
     if config.model_type != "mistral" or window is None:
         return
-    for name, given in (("fp8", args.fp8), ("context_parallel_degree", args.context_parallel_degree > 1)):
-        if given:
+    for name, used in (("fp8", args.fp8), ("context_parallel_degree", args.context_parallel_degree > 1)):
+        if used:
             raise ConfigError(
                 f"a Mistral with a sliding window of {window} tokens with --{name} {int(getattr(args, name))}: SMP has "
                 f"not both; leave --{name} out, take a model without a window, or use --backend native"

@@ -1,23 +1,18 @@
-"""Calls of SMP whose form its public documentation leaves open: this program's form, and that of AWS's sample.
+"""Calls of SMP whose form its public documentation leaves open: this program's form, and the form of AWS's sample.
 
 Each function stands for one assumption of docs/smp-v2.md. All ranks choose together, once, while the model is built.
-Where SMP could behave otherwise without an error, ``smp-train doctor --smp`` compares values.
+If SMP could behave otherwise without an error, ``smp-train doctor --smp`` compares values.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from smp_train import distributed
-from smp_train.checkpoints.dcp.storage import TreeWriter
-from smp_train.checkpoints.folder import open_folder
-from smp_train.checkpoints.format import BEGUN
 from smp_train.errors import ConfigError, first_few, one_line
 
 if TYPE_CHECKING:
@@ -28,40 +23,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 refusals: dict[str, str] = {}
-"""By assumption, the error with which SMP refused this program's form; empty where SMP accepted the form."""
+"""By assumption, the error with which SMP refused this program's form; empty if SMP accepted the form."""
 
 
 def choose(assumption: str, ours: Callable[[], T], sample: Callable[[], T]) -> T:
-    """Return ``ours()``, or ``sample()`` on all ranks where SMP refuses ``ours`` on any rank; collective.
+    """Return ``ours()``, or ``sample()`` on all ranks if SMP refuses ``ours`` on any rank; collective.
 
-    Both may be collective over ranks that fail together: all before their first collective, or all by what DCP shares.
+    Both functions may be collective if they fail on all ranks, or before their first collective.
     """
     results: list[T] = []
 
     def attempt() -> str:
         try:
-            try:
-                results.append(ours())
-            except CheckpointException as shared:  # a BaseException, in which DCP wraps what any rank raised
-                raise next(iter(shared.failures.values()))[0] from shared
+            results.append(ours())
         except (AttributeError, TypeError, NotImplementedError) as refusal:
             return f"{type(refusal).__name__}: {one_line(refusal)}"
         return ""
 
-    def fall_back() -> None:
-        try:
-            results.append(sample())
-        except Exception as failure:
-            raise failure from NotImplementedError(refusals[assumption])
-
     refusals[assumption] = next(filter(None, distributed.gather(assumption, attempt)), "")
     if refusals[assumption]:
-        distributed.gather(f"{assumption} (refused before: {refusals[assumption]})", fall_back)
+        with distributed.together(f"{assumption} (refused before: {refusals[assumption]})"):
+            results.append(sample())
     return results[-1]
 
 
 def initialise(library: Any, config: dict[str, Any], ranks: Runtime, args: Arguments) -> None:
-    """Call ``init`` in a process group of gloo and NCCL; the sample has NCCL alone."""
+    """Call ``init`` in a process group of gloo and NCCL; the sample's group has NCCL alone."""
 
     def with_nccl() -> None:
         distributed.stop()
@@ -97,20 +84,6 @@ def move_rotary_caches(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, vars(module)[name].to(device))
 
 
-def takes_writer(save: Callable[..., None] | None) -> bool:
-    """Return whether SMP's saver takes our writer; the sample gives it a folder. ``save`` is None on other replicas."""
-
-    def attempt() -> bool:
-        with tempfile.TemporaryDirectory() as folder:
-            if save is not None:
-                storage = open_folder(folder)
-                name = storage.begin("probe", 0, 0)
-                save({"probe": torch.zeros(1)}, storage_writer=TreeWriter(storage.storage, name, f"{name}/{BEGUN}"))
-        return True
-
-    return choose("other writers", attempt, lambda: False)
-
-
 def whole_logits(model: nn.Module, topology: Topology, seq_len: int, vocab_size: int) -> bool:
     """Return whether each tensor rank has the logits of the whole vocabulary; the sample takes the model's own loss."""
     ids = torch.arange(seq_len // topology.cp_size, device=topology.device)[None] % vocab_size
@@ -134,7 +107,7 @@ def whole_logits(model: nn.Module, topology: Topology, seq_len: int, vocab_size:
     values = distributed.gather("comparing logits", lambda: value)
     for first in range(0, len(values), topology.tp_size):  # every tensor group, so that all ranks raise the same
         group = values[first : first + topology.tp_size]
-        if not all(abs(each - max(group)) <= 0.01 * abs(max(group)) for each in group):  # fails on NaN, too
+        if not all(abs(number - max(group)) <= 0.01 * abs(max(group)) for number in group):  # fails on NaN, too
             raise ConfigError(f"tensor ranks return different logits of a row (log-sum-exp {group}); run doctor --smp")
     return not refusals["whole logits"]
 

@@ -1,12 +1,13 @@
-"""Steps of building a model on SMP: weights, transform, FSDP1, activation checkpointing and offloading.
+"""Steps of building a model on SMP: weights, transform, FSDP1, activation checkpointing and offloading, FP8.
 
-Arguments and their values are those of SMP's own scripts (AWS documentation of SMP v2, "Delayed parameter
-initialization", "Fine-tuning", "Activation checkpointing").
+Arguments and their values are taken from SMP's own scripts (AWS documentation of SMP v2, "Delayed parameter
+initialization", "Fine-tuning", "Activation checkpointing", "Mixed precision training").
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,18 +22,18 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from smp_train import distributed, losses
 from smp_train.arguments import checkpointing
 from smp_train.backends import smp_choices, smp_library
-from smp_train.backends.smp_fp8 import Fp8
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.errors import ConfigError, one_line
 from smp_train.models import build
 from smp_train.models.initialization import initialise
-from smp_train.parallel.layer_selection import chosen
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
 
-OWN = ("llama", "mistral", "mixtral", "gpt_neox")
+SMP_MODELS = ("llama", "mistral", "mixtral", "gpt_neox")
 """Model types of transformers that SMP has its own implementation of."""
+OLDEST_FP8_CAPABILITY = (9, 0)
+"""Hopper, the first GPUs on which SMP supports FP8 (its documentation, "Mixed precision training")."""
 
 
 def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: int) -> bool:
@@ -58,42 +59,53 @@ def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: 
 def transform(library: Any, model: nn.Module, args: Arguments, *, from_rank0: bool, real: bool) -> tuple[Any, type]:
     """Return SMP's own implementation of ``model``, and the class of its layers; collective.
 
-    Raises `ConfigError` where SMP rejects the model, or where this release does not have a requested feature.
+    Raises `ConfigError` if SMP rejects the model.
     """
     options: dict[str, Any] = {"config": None, "load_state_dict_from_rank0": from_rank0}
     if args.moe:
-        options["config"] = smp_library.moe_config(args, reads_weights=from_rank0 and dist.get_rank() == 0)
+        options["config"] = moe_config(args, reads_weights=from_rank0 and dist.get_rank() == 0)
+    if args.context_parallel_degree > 1:
+        options["cp_comm_type"] = args.cp_comm_type
     with distributed.together("transforming the model"):
-        if args.context_parallel_degree > 1:
-            options |= smp_library.context_options(library, args)
-        around = _without_weights() if args.moe and not real else nullcontext()
         try:
-            with around:
+            with _without_weights() if args.moe and not real else nullcontext():
                 model = library.transform(model, **options)
-        except (MemoryError, torch.cuda.OutOfMemoryError):
+        except (MemoryError, torch.cuda.OutOfMemoryError, ConfigError):
             raise
         except Exception as failure:
             config: Any = model.config
-            kind = config.model_type
-            advice = "; SMP's own implementation is there for Llama, Mistral, Mixtral and GPT-NeoX" * (kind not in OWN)
+            advice = "; SMP's own implementation is there for Llama, Mistral, Mixtral and GPT-NeoX"
             raise ConfigError(
-                f"torch.sagemaker.transform refuses {kind} with {_asked_by(args)}: {one_line(failure)}{advice}"
+                f"torch.sagemaker.transform refuses {config.model_type} with {_transforming_flags(args)}: "
+                f"{one_line(failure)}{advice * (config.model_type not in SMP_MODELS)}"
             ) from failure
-    module = smp_library.part("tensor_parallel.transformer", "SMP's own implementation")
-    layer = getattr(module, "TransformerLayer", None) or module.TETransformerLayer
-    return model, layer
+    return model, smp_library.part("tensor_parallel.transformer", "SMP's own implementation").TransformerLayer
 
 
-def _asked_by(args: Arguments) -> str:
+def _transforming_flags(args: Arguments) -> str:
     """Return the given flags that select SMP's own implementation."""
-    degrees = [f"{kind}_parallel_degree" for kind in ("tensor", "context", "expert")]
-    given = [f"--{name} {getattr(args, name)}" for name in degrees if getattr(args, name) > 1]
-    given += [f"--{name} 1" for name in ("moe", "use_smp_implementation") if getattr(args, name)]
-    return " ".join(given)
+    degrees = [name for name in smp_library.DEGREES[:3] if getattr(args, name) > 1]
+    switches = [name for name in ("moe", "use_smp_implementation") if getattr(args, name)]
+    return " ".join(f"--{name} {int(getattr(args, name))}" for name in degrees + switches)
+
+
+def moe_config(args: Arguments, *, reads_weights: bool) -> Any:
+    """Return the configuration of SMP's mixture of experts from the flags; collective."""
+    options: dict[str, Any] = {
+        "smp_moe": True,
+        "random_seed": smp_library.random_seed(args),
+        "moe_load_balancing": args.moe_load_balancing,
+        "global_token_shuffle": bool(args.global_token_shuffle),
+        "moe_all_to_all_dispatcher": bool(args.moe_all_to_all_dispatcher),
+    }
+    if reads_weights:
+        options["use_cpu_initialization"] = True  # the loaded weights are on the host
+    coefficients = {name: getattr(args, name) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")}
+    return smp_choices.moe_config(smp_library.part("moe.moe_config", "--moe 1").MoEConfig, options, coefficients)
 
 
 def _without_weights() -> AbstractContextManager[Any]:
-    """Return a context that builds modules on meta; experts name a device, which overrides that of torch's context."""
+    """Return a context that builds modules on meta; experts name a device, which overrides torch's own context."""
     try:
         from accelerate import init_empty_weights
     except ImportError as failure:
@@ -145,31 +157,77 @@ def wrap(
     return root
 
 
+class Fp8:
+    """Transformer Engine's contexts, for one SMP state."""
+
+    def __init__(self, args: Arguments, state: Any, device: torch.device) -> None:
+        """Raises `ConfigError` for an older GPU, or without Transformer Engine."""
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_FP8_CAPABILITY:
+            raise ConfigError(
+                f"--fp8 1 needs a GPU of the Hopper generation (H100) or newer, this is a "
+                f"{torch.cuda.get_device_name(device)}; use --bf16 1"
+            )
+        try:
+            self._engine = importlib.import_module("transformer_engine.pytorch")
+            recipe = importlib.import_module("transformer_engine.common.recipe")
+        except ImportError as failure:
+            raise ConfigError(
+                f"--fp8 1 with --backend smp computes through Transformer Engine, which cannot be imported: {failure}; "
+                "run in SMP's container, or leave --fp8 out"
+            ) from failure
+        self._state = state
+        self._recipe = recipe.DelayedScaling(
+            fp8_format=recipe.Format.HYBRID,
+            amax_history_len=args.fp8_amax_history_len,
+            amax_compute_algo=args.fp8_amax_compute_algo,
+        )
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Return the context of a forward pass, whose scales are reduced over all ranks."""
+        context: AbstractContextManager[None] = self._engine.fp8_autocast(
+            enabled=True, fp8_recipe=self._recipe, fp8_group=self._state.world_process_group
+        )
+        return context
+
+    @property
+    def attention(self) -> type:
+        """Transformer Engine's attention module."""
+        module: type = importlib.import_module("transformer_engine.pytorch.attention").MultiheadAttention
+        return module
+
+    def checkpoint(self) -> Any:
+        """Return Transformer Engine's activation checkpointing function, which preserves FP8 scales."""
+        return functools.partial(
+            self._engine.checkpoint, distribute_saved_activations=False, tp_group=self._state.tp_process_group,
+            get_rng_state_tracker=self._state.get_rng_state_tracker, use_reentrant=False,
+        )  # fmt: skip
+
+
 def checkpoint(root: nn.Module, args: Arguments, layer: type, fp8: Fp8 | None) -> None:
     """Apply activation checkpointing to decoder layers.
 
     Reentrant, as SMP's offloading and flash attention require. With FP8, Transformer Engine's, which preserves scales;
-    with FP8 and experts, that for attention and torch's non-reentrant for the experts.
+    with FP8 and experts, Transformer Engine's for attention and torch's non-reentrant for the experts.
     """
     share, _ = checkpointing.read(args.activation_checkpointing)
     if not share:
         return
     layers = [module for module in root.modules() if isinstance(module, layer)]
-    wanted = [layers[index] for index in chosen(len(layers), share)]
+    checkpointed = [layers[index] for index in checkpointing.evenly_spaced(len(layers), share)]
     if fp8 is None:
-        _apply(root, wanted, reentrant=True)
+        _apply(root, checkpointed, reentrant=True)
     elif not args.moe:
-        _apply(root, wanted, reentrant=False, checkpoint_fn=fp8.checkpoint())
+        _apply(root, checkpointed, reentrant=False, checkpoint_fn=fp8.checkpoint())
     else:
         experts = smp_library.part("moe.moe_layer", "--moe 1").MoELayer
         if args.moe_fp8_checkpoint_attn:
-            _apply(root, _inside(wanted, fp8.attention), reentrant=False, checkpoint_fn=fp8.checkpoint())
+            _apply(root, _inside(checkpointed, fp8.attention), reentrant=False, checkpoint_fn=fp8.checkpoint())
         if args.moe_fp8_checkpoint_moe:
-            _apply(root, _inside(wanted, experts), reentrant=False)
+            _apply(root, _inside(checkpointed, experts), reentrant=False)
 
 
 def _inside(layers: list[nn.Module], kind: type) -> list[nn.Module]:
-    return [module for each in layers for module in each.modules() if isinstance(module, kind)]
+    return [module for layer in layers for module in layer.modules() if isinstance(module, kind)]
 
 
 def _apply(root: nn.Module, modules: list[nn.Module], *, reentrant: bool, checkpoint_fn: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""State of FSDP1 as the tree that the native backend saves: same names, shapes and DTensors."""
+"""State of FSDP1 as the tree that the native backend saves: the same names, shapes and DTensors."""
 
 from __future__ import annotations
 
@@ -21,57 +21,51 @@ from smp_train.models.hub_state import State, arranged, create_optimizer_state
 class Tree:
     """The state of a model wrapped by FSDP1 and of its optimizer, under the hub's names.
 
-    A rank's part of a parameter is that of FSDP1's sharded state dict: its ``torch.chunk`` of the first dimension, as
-    in FSDP2, so checkpoints of either load into the other.
+    A rank's part of a parameter is its ``torch.chunk`` of the first dimension, in FSDP1's sharded state dict as in
+    FSDP2, so a checkpoint of either backend loads into the other.
 
     Args:
         root: The FSDP module.
-        names: Canonical names of its parameters before wrapping, tied ones once.
+        names: Canonical names of its parameters before wrapping; a tied parameter has one name.
         sharded: Whether parameters are sharded.
         device: Device of the parameters.
-        raw: Whether `gather` returns FSDP1's sharded tensors, as SMP's saver expects, instead of DTensors.
     """
 
-    def __init__(self, root: Any, names: list[str], *, sharded: bool, device: torch.device, raw: bool) -> None:
-        self.root, self.names, self.sharded, self.raw = root, set(names), sharded, raw
+    def __init__(self, root: Any, names: list[str], *, sharded: bool, device: torch.device) -> None:
+        self.root, self.names, self.sharded = root, set(names), sharded
         self.hub_names = hub_names(root)
         self.mesh: Any = DeviceMesh.from_group(root.process_group, device.type) if sharded else None
 
-    def gather(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def gather(self, optimizer: torch.optim.Optimizer) -> State:
         """Return the tree; collective."""
         create_optimizer_state(optimizer)
-        return self._arranged(*self._read(optimizer), convert=not self.raw)
+        return self._arranged(*self._read(optimizer))
 
     def load(self, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]) -> None:
         """Let ``read`` fill the tree, and load it into the model and the optimizer; collective."""
         create_optimizer_state(optimizer)
         model, optim = self._read(optimizer)
-        read(self._arranged(model, optim, convert=True))
+        read(self._arranged(model, optim))
         if not self.sharded:
-            return  # the tensors are the model's and the optimizer's own
-        with self._as_sharded():
+            return  # the tree shares its tensors with the model and the optimizer
+        with self._sharded_state_dicts():
             self.root.load_state_dict(model)
             to_load = fsdp.FullyShardedDataParallel.optim_state_dict_to_load
             optimizer.load_state_dict(to_load(model=self.root, optim=optimizer, optim_state_dict=optim))
 
-    def _arranged(self, model: dict[str, Any], optim: dict[str, Any], *, convert: bool) -> State:
-        for what, found in (("model", model), ("optimizer", optim["state"])):
-            lacking = sorted(self.names - set(found))
-            if lacking:
+    def _arranged(self, model: dict[str, Any], optim: dict[str, Any]) -> State:
+        for kind, tensors in (("model", model), ("optimizer", optim["state"])):
+            missing = sorted(self.names - set(tensors))
+            if missing:
                 raise CheckpointError(
-                    f"FSDP's state of the {what} lacks {len(lacking)} of {len(self.names)} parameters ({lacking[0]}, "
-                    "...): what is not whole is not saved or loaded; use another release of SMP, or --backend native"
+                    f"FSDP's state of the {kind} lacks {len(missing)} of {len(self.names)} parameters ({missing[0]}, "
+                    "...): an incomplete state is not saved or loaded; use another release of SMP, or --backend native"
                 )
-
-        def made(name: str, value: Any) -> Any:
-            # A parameter that becomes several tensors, each whole on a rank, is no longer a sharded tensor.
-            several = len(self.hub_names.tensors.get(name, ())) > 1
-            return self._as_dtensor(value) if convert or several else value
-
         # Excludes Transformer Engine's _extra_state (the history of FP8 scales), which is no parameter.
-        tensors = {name: made(name, value) for name, value in model.items() if name in self.names}
+        tensors = {name: self._as_dtensor(value) for name, value in model.items() if name in self.names}
         state = {
-            name: {key: made(name, value) for key, value in values.items()} for name, values in optim["state"].items()
+            name: {key: self._as_dtensor(value) for key, value in values.items()}
+            for name, values in optim["state"].items()
         }
         return arranged(self.hub_names, tensors, state)
 
@@ -81,10 +75,10 @@ class Tree:
             parameters = {canonical_name(name): p for name, p in self.root.named_parameters()}
             state = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
             return {name: p.detach() for name, p in parameters.items()}, {"state": state}
-        with self._as_sharded():
+        with self._sharded_state_dicts():
             model = {canonical_name(name): value for name, value in self.root.state_dict().items()}
             optim = fsdp.FullyShardedDataParallel.optim_state_dict(self.root, optimizer)
-        # Tied weights: values loaded into the first name must reach the others.
+        # FSDP1 has one tensor per name of a tied weight; a value that is loaded into the first must reach the rest.
         first: dict[int, str] = {}
         for name, parameter in self.root.module.named_parameters(remove_duplicate=False):
             name = canonical_name(name)
@@ -95,7 +89,7 @@ class Tree:
         return model, optim
 
     @contextmanager
-    def _as_sharded(self) -> Iterator[None]:
+    def _sharded_state_dicts(self) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # FSDP1's state dicts are deprecated
             with fsdp.FullyShardedDataParallel.state_dict_type(
@@ -107,11 +101,10 @@ class Tree:
                 yield
 
     def _as_dtensor(self, value: Any) -> Any:
-        """Return a `DTensor` that shares the memory of FSDP1's ``ShardedTensor``."""
+        """Return a `DTensor` that shares the memory of FSDP1's ``ShardedTensor``; other values are unchanged."""
         if not hasattr(value, "local_shards"):
             return value
-        shards = value.local_shards()
-        size = value.size()
+        shards, size = value.local_shards(), value.size()
         if shards:
             local: Tensor = shards[0].tensor
         else:

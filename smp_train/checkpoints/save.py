@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from smp_train.checkpoints.background import BackgroundWriter
+from smp_train.checkpoints.background import Background, BackgroundWriter
 from smp_train.checkpoints.checkpoint import TORCHS
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.folder import RunFolder, folder_of_run
 from smp_train.checkpoints.format import META, NODE_LOCAL, TOKENIZER, Marker, folder_name, parse_folder_name
 from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local_part
 from smp_train.checkpoints.owner import Ownership
-from smp_train.checkpoints.saver import HUGGING_FACE, Records, Saver
+from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.distributed import heartbeat
 from smp_train.distributed.agree import alone, rank, unless, with_rank
 from smp_train.errors import CheckpointError, ConfigError
@@ -108,8 +108,8 @@ class CheckpointManager:
         self.keeps_scheduled = False
         """Whether each policy keeps its newest checkpoint of a step that is due, for a rollback."""
         self._writer = BackgroundWriter()
-        self._pending: Any = None
-        """The save under way: a `Background`, or a backend's object with the same methods."""
+        self._pending: Background | None = None
+        """The save under way."""
         self._saved: list[Saved] = []
         self._sent: set[str] = set()
         """Attempts whose COMMITTED may have been written. They are not deleted, even if a rank fails later."""
@@ -185,19 +185,11 @@ class CheckpointManager:
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
         request = Request(step, present(state), meta, saver, began)
-        if saver.writes_alone(self.asynchronous, [target.folder for target in due]):
-            for target in due:
-                self._end_pending()
-                self._pending = self._begin_in_backend(target, request)
-            if self.asynchronous:
-                return []
-            self._end_pending()
-            return [checkpoint.path for checkpoint in self._saved[-len(due) :]]
 
         def write(state: dict[str, Any]) -> list[Saved]:
             return [self._save_to(target, replace(request, state=state)) for target in due]
 
-        if self.asynchronous and saver.threads:
+        if self.asynchronous:
             self._pending = self._writer.begin(request.state, write)
             if self._pending is not None:
                 return []
@@ -237,19 +229,6 @@ class CheckpointManager:
                 failure = error  # `_commit` raises the failure on all ranks
             return self._commit(target, attempt, request, lambda: unless(failure, records))
 
-    def _begin_in_backend(self, target: Target, request: Request) -> Any:
-        """Let the backend copy the state and write it in the background; collective."""
-        attempt = self._begin(target, request)
-
-        def commit(records: Records) -> list[Saved]:
-            with self._deleted_on_failure(target, attempt):
-                saved = self._commit(target, attempt, request, records)
-            self._retain(target, saved)
-            return [saved]
-
-        with self._deleted_on_failure(target, attempt):
-            return request.saver.begin(request.state, target.folder, attempt, commit)
-
     def _begin(self, target: Target, request: Request) -> str:
         """Sweep earlier starts' attempts, once per target, then reserve a folder; return its name. Collective."""
 
@@ -272,7 +251,9 @@ class CheckpointManager:
         if self.owner is not None:
             self.owner.check()
 
-    def _commit(self, target: Target, attempt: str, request: Request, records: Records) -> Saved:
+    def _commit(
+        self, target: Target, attempt: str, request: Request, records: Callable[[], dict[str, FileRecord]]
+    ) -> Saved:
         """Turn the files of all ranks into a checkpoint; collective.
 
         ``records`` returns this rank's file records, or raises this rank's failure, and then nothing is committed.

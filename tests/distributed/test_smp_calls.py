@@ -98,10 +98,7 @@ def test_calls(case: str, tmp_path: Path) -> None:
     layer = "TransformerLayer" if transformed else "LlamaDecoderLayer"
     for rank, journal in enumerate(journals):
         cuts = groups(rank, world, changes)
-        # The last step is saved: through SMP where parameters are cut, by the first of the replicas.
-        saves = rewritten != "NO_SHARD" and (cuts is None or cuts[1][0] == rank)
-        # The first save, of one number to a temporary folder, shows whether SMP's saver takes our writer.
-        assert names(journal) == [*order, *["save"] * saves, "optimizer", "clip_grad_norm_", *["save"] * saves]
+        assert names(journal) == [*order, "optimizer", "clip_grad_norm_"]
         facts = dict(journal)
         check_configuration(facts["init"], changes, 2 if case == "cp2 shard0" else 0)
         wrapped = {key: eval(value) for key, value in facts["FSDP"].items()}
@@ -153,63 +150,3 @@ def check_transform(facts: dict[str, dict[str, str]], changes: dict[str, Any], d
     assert told["cp_comm_type"] == repr(changes.get("cp_comm_type", "p2p"))
     balancing = changes.get("moe_load_balancing", "sinkhorn")
     assert f"moe_load_balancing='{balancing}'" in told["config"] if "moe" in changes else told["config"] == "None"
-
-
-# --- saving and loading -----------------------------------------------------------------------------
-
-ASYNCHRONOUS = {"checkpoint_type": "async_sharded", "checkpoint_freq": 1}
-SAVERS = ("save", "async_save", "load", "maybe_finalize_async_calls")
-
-
-def of_savers(journal: Journal) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls of savers after the start, at which one number is saved to a temporary folder."""
-    journal = journal[[what for what, _ in journal].index("optimizer") :]
-    return [(what, {key: eval(v) for key, v in facts.items()}) for what, facts in journal if what in SAVERS]
-
-
-BEGUN = ("async_save", None, None)
-NOT_YET = ("maybe_finalize_async_calls", False, False)
-DONE = ("maybe_finalize_async_calls", False, True)
-WAITED = ("maybe_finalize_async_calls", True, True)
-
-
-def sequence(calls: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, Any, Any]]:
-    """Return what was called, whether it was to wait, and whether the save had ended when it returned."""
-    return [(what, facts.get("blocking"), facts.get("ready")) for what, facts in calls]
-
-
-@pytest.mark.slow
-def test_saves_and_loads_by_the_recipe(tmp_path: Path) -> None:
-    shared = {"train_batch_size": 1, "tensor_parallel_degree": 2, "hybrid_shard_degree": 2}
-    # A save in every step: each finds the one before unfinished when it is asked after, and waits for its end.
-    begun = harness.run(train_on_smp, 8, smp(tmp_path, **shared, **ASYNCHRONOUS, logging_freq=100, max_steps=3))
-    resumed = {"checkpoint_freq": 4, "resume_from_checkpoint": tmp_path / "checkpoints", "max_steps": 4}
-    ended = harness.run(train_on_smp, 8, smp(tmp_path, **shared, **resumed))
-    at = ("ranks", "coordinator", "action", "storage")
-    for rank in range(8):
-        peers = [rank // 4 * 4 + rank % 2, rank // 4 * 4 + rank % 2 + 2]
-        action = rank < 4  # the second replica writes nothing: its shards are those of the first
-        saves = of_savers(begun[rank])
-        assert sequence(saves) == [BEGUN, NOT_YET, WAITED, BEGUN, NOT_YET, WAITED, BEGUN, WAITED] * action
-        assert len({facts["queue"] for _, facts in saves}) == action
-        for what, facts in saves:
-            if what == "async_save":
-                assert facts["folder"] == f"tp{rank % 2}_ep0"
-                assert [facts[key] for key in at] == [peers, peers[0], True, None]
-            else:
-                assert (facts["pending"], facts["ranks"]) == (1, peers)
-        # Each rank reads by itself, without SMP's modules; a synchronous save goes to our storage.
-        calls = of_savers(ended[rank])
-        assert [what for what, _ in calls] == ["save"] * action
-        for _, facts in calls:
-            assert [facts[key] for key in at[:3]] == [peers, peers[0], action]
-            assert facts["storage"].endswith("Writer")
-
-
-@pytest.mark.slow
-def test_a_save_that_takes_its_time_is_asked_after_and_ends_when_it_is_done(tmp_path: Path) -> None:
-    shared = {"train_batch_size": 2, **ASYNCHRONOUS, "checkpoint_freq": 3, "num_kept_checkpoints": 9}
-    for journal in harness.run(train_on_smp, 2, smp(tmp_path, **shared, max_steps=7)):
-        # Saved after 3 and 6, asked after in the steps that follow, and saved as the run ends.
-        assert sequence(of_savers(journal)) == [BEGUN, NOT_YET, DONE, BEGUN, NOT_YET, WAITED, BEGUN, WAITED]
-    assert len(list((tmp_path / "checkpoints" / "run").glob("*/COMMITTED"))) == 3

@@ -1,4 +1,4 @@
-"""What the SMP backend is configured by, what it refuses, and what it does without in older releases, on a stand-in."""
+"""The SMP backend's configuration, its refusals, and its calls in the form of AWS's sample, on a stand-in."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from traceback import StackSummary
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from smp_train import arguments
 from smp_train.backends import smp_choices, smp_library
 from smp_train.backends.base import Topology
-from smp_train.backends.smp import SmpBackend, refuse, refuse_model
-from smp_train.data.batch import Batch
+from smp_train.backends.smp import refuse, refuse_model
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import doctor
-from smp_train.launch.doctor import smp as doctor_smp
 from smp_train.models import smp_names
-from tests import harness, standin
-from tests.smp import DATA, MIXTRAL, NATIVE, NEEDS_NATIVE, Journal, install, refusal_of, smp, train_on_smp
+from tests import harness
+from tests.smp import DATA, NATIVE, NEEDS_NATIVE, install, refusal_of, smp, train_on_smp
 from tests.training import flags, train
 
 # --- configuration ----------------------------------------------------------------------------------
@@ -50,46 +46,28 @@ def test_configuration_comes_from_the_launcher_and_from_a_file(tmp_path: Path) -
     assert "--allow_empty_shards" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
-def test_a_launcher_that_says_otherwise_is_refused(tmp_path: Path) -> None:
-    asked = flags(tmp_path, backend="auto", **DATA, hybrid_shard_degree=1)
-    for said in harness.run(refusal_of, 2, asked, True, SM_HP_MP_PARAMETERS=LAUNCHED):
-        assert "SM_HP_MP_PARAMETERS sets hybrid_shard_degree to 2" in said
-        assert "make it 1" in said
+def test_a_contradiction_to_the_launcher_is_refused(tmp_path: Path) -> None:
+    line = flags(tmp_path, backend="auto", **DATA, hybrid_shard_degree=1)
+    for message in harness.run(refusal_of, 2, line, True, SM_HP_MP_PARAMETERS=LAUNCHED):
+        assert "SM_HP_MP_PARAMETERS sets hybrid_shard_degree to 2" in message
+        assert "make it 1" in message
 
 
-def test_a_library_that_settles_on_other_degrees_or_does_not_know_one_is_refused() -> None:
+def test_other_degrees_in_the_state_are_refused() -> None:
     library = SimpleNamespace(state=SimpleNamespace(tensor_parallel_degree=1, hybrid_shard_degree=4))
-    known = {"tensor_parallel_degree": 1, "hybrid_shard_degree": 0, "context_parallel_degree": 1}
-    smp_library.check_state(library, known)
-    for name, message in (("hybrid_shard_degree", "2 .*4"), ("context_parallel_degree", "2")):
-        with pytest.raises(ConfigError, match=f"{name} {message}"):
-            smp_library.check_state(library, known | {name: 2})
-
-
-def test_what_fsdp_cuts_is_asked_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.fsdp import ShardingStrategy
-
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
-    mesh = {"replicate": 4, "shard": 1}
-    backend = object.__new__(SmpBackend)
-    backend.shard = 1
-    backend.args = SimpleNamespace(expert_parallel_degree=1)  # type: ignore[assignment]
-    backend.topology = SimpleNamespace(mesh=mesh, tp_size=2, cp_size=1)  # type: ignore[assignment]
-    group = SimpleNamespace(size=lambda: 2)
-    backend._root = SimpleNamespace(sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=group)
-    assert backend._settle_layout()
-    assert mesh == {"replicate": 2, "shard": 2}
-    backend._root.sharding_strategy = ShardingStrategy.NO_SHARD
-    assert not backend._settle_layout()
+    config = dict.fromkeys(smp_library.DEGREES, 1) | {"hybrid_shard_degree": 0}
+    smp_library.check_state(library, config)
+    with pytest.raises(ConfigError, match=r"hybrid_shard_degree 2 .*4"):
+        smp_library.check_state(library, config | {"hybrid_shard_degree": 2})
 
 
 @pytest.mark.parametrize(
     ("table", "part"),
-    [("{layer}.{layer}.w: [w]", "redefinition"), ("w: ['{layer}.w']", "w has no placeholder 'layer'"),
+    [("'{layer}.{layer}.w': [w]", "redefinition"), ("w: ['{layer}.w']", "w has no placeholder 'layer'"),
      ("'{layer}.w': w", "list"), ("w: ['{}']", "index"), ("w: []", "list"), ("w: [1]", "format")],
 )  # fmt: skip
-def test_a_table_of_names_is_refused_when_it_is_read(table: str, part: str, tmp_path: Path) -> None:
-    (tmp_path / "names.yaml").write_text(table.replace("{layer}.{layer}.w", "'{layer}.{layer}.w'"))
+def test_a_wrong_table_of_names_is_refused(table: str, part: str, tmp_path: Path) -> None:
+    (tmp_path / "names.yaml").write_text(table)
     with pytest.raises(ConfigError, match=part):
         smp_names.read_table(str(tmp_path / "names.yaml"))
     assert not smp_names.table
@@ -100,26 +78,13 @@ def test_the_doctor_refuses_flags_in_another_form(capsys: pytest.CaptureFixture[
     assert "--seed 5: write flags of train as --name=value" in capsys.readouterr().err
 
 
-def test_the_doctor_begins_the_next_case_after_a_failed_comparison(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As the other ranks do, which compare nothing."""
-
-    def examine(*of_case: Any) -> Any:
-        raise ValueError("a comparison")
-
-    monkeypatch.setattr(doctor_smp, "examine", examine)
-    assert doctor_smp.main(tmp_path, tmp_path / "report.json", []) == 2
-    assert len(json.loads((tmp_path / "report.json").read_text())["findings"]) == 2
+# --- SMP that cannot be used ------------------------------------------------------------------------
 
 
-# --- where SMP cannot be used ----------------------------------------------------------------------
-
-
-def train_where_smp_refuses(
+def train_where_init_fails(
     command_line: list[str], torch_needed: str | None = None, failure: type[Exception] = RuntimeError
 ) -> tuple[int, str]:
-    """Train with a `torch.sagemaker` whose init fails; return the exit code and what was logged."""
+    """Train with a `torch.sagemaker` whose init fails; return the exit code and the log or the message."""
     from smp_train.distributed import host
 
     if torch_needed is not None:
@@ -142,7 +107,7 @@ def train_where_smp_refuses(
 
 
 def refusal_where_ranks_differ(command_line: list[str], broken: bool) -> str:
-    """Train with a `torch.sagemaker` on rank 0 that rank 1 lacks, or cannot import, and return why it stopped."""
+    """Train with a `torch.sagemaker` on rank 0 that rank 1 lacks, or cannot import, and return the message."""
     if os.environ["RANK"] == "0" or broken:
         install()
     if os.environ["RANK"] == "1":
@@ -150,95 +115,99 @@ def refusal_where_ranks_differ(command_line: list[str], broken: bool) -> str:
     return refusal_of(command_line, installed=False)
 
 
-@pytest.mark.parametrize("broken", [False, True], ids=["missing", "broken"])
-@pytest.mark.parametrize("backend", ["auto", "smp"])
+@pytest.mark.parametrize(("backend", "broken"), [("auto", False), ("smp", True)])
 def test_a_library_on_some_ranks_only_is_refused_by_all(backend: str, broken: bool, tmp_path: Path) -> None:
-    for said in harness.run(refusal_where_ranks_differ, 2, flags(tmp_path, backend=backend), broken, timeout=120):
-        assert "on some ranks only" in said
-        assert "(rank 1)" in said
-        assert "--backend native" in said
+    for message in harness.run(refusal_where_ranks_differ, 2, flags(tmp_path, backend=backend), broken, timeout=120):
+        assert "on some ranks only" in message
+        assert "(rank 1)" in message
+        assert "--backend native" in message
 
 
 @pytest.mark.skipif(not NATIVE, reason=NEEDS_NATIVE)
-def test_an_unusable_library_is_named_and_done_without(tmp_path: Path) -> None:
-    code, said = harness.run(train_where_smp_refuses, 2, flags(tmp_path, backend="auto"))[0]
+def test_auto_trains_natively_where_smp_is_unusable(tmp_path: Path) -> None:
+    code, log = harness.run(train_where_init_fails, 2, flags(tmp_path, backend="auto"))[0]
     assert code == 0
-    assert "SMP is here but cannot be used" in said
-    assert "this platform is not supported" in said
-    assert "on HyperPod, SMP needs /var/log/aws/clusters" in said
-    assert "Backend: native (SMP cannot be used here)" in said
+    assert "SMP is here but cannot be used" in log
+    assert "this platform is not supported" in log
+    assert "on HyperPod, SMP needs /var/log/aws/clusters" in log
+    assert "Backend: native (SMP cannot be used here)" in log
 
 
-def test_an_unusable_library_stops_who_asks_for_it_or_has_no_other_backend(tmp_path: Path) -> None:
-    for code, said in harness.run(train_where_smp_refuses, 2, smp(tmp_path)):
+def test_an_unusable_smp_ends_a_run_that_needs_it(tmp_path: Path) -> None:
+    for code, message in harness.run(train_where_init_fails, 2, smp(tmp_path)):
         assert code == 2
-        assert "torch.sagemaker.init refuses: this platform is not supported" in said
-    asked = flags(tmp_path, backend="auto")
-    ((code, said),) = harness.run(train_where_smp_refuses, 1, asked, "9.9", ValueError)
+        assert "torch.sagemaker.init refuses: this platform is not supported" in message
+    line = flags(tmp_path, backend="auto")
+    ((code, message),) = harness.run(train_where_init_fails, 1, line, "9.9", ValueError)
     assert code == 2
-    assert "init refuses: this platform is not supported;" in said  # not a failure that a mount explains
-    assert "the native backend needs torch 9.9 or newer" in said
+    assert "init refuses: this platform is not supported;" in message  # not a failure that a mount explains
+    assert "the native backend needs torch 9.9 or newer" in message
 
 
 GPT2 = {"model_type": "gpt2", "num_key_value_heads": None, "intermediate_size": None}
-OWN_FP8 = {"fp8": 1, "bf16": 1, "use_smp_implementation": 1}
-REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
-    # name: release, ranks, flags, what the refusal says
-    "no library": ("", 1, {}, r"this torch has no torch\.sagemaker"),
-    "FP8 of a plain model": ("2.8", 1, {"fp8": 1, "bf16": 1}, r"--fp8 1 .* give --use_smp_implementation 1"),
-    "FP8 offloaded": ("2.8", 1, {**OWN_FP8, "sm_activation_offloading": 1}, r"do not go together on SMP"),
-    "a model that SMP has not": ("2.8", 1, {**GPT2, "use_smp_implementation": 1},
+FP8 = {"fp8": 1, "bf16": 1, "use_smp_implementation": 1}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "FP8 of a plain model": ({"fp8": 1, "bf16": 1}, r"--fp8 1 .* give --use_smp_implementation 1"),
+    "FP8 with offloading": ({**FP8, "sm_activation_offloading": 1}, "do not go together on SMP"),
+    "a model that SMP lacks": ({**GPT2, "use_smp_implementation": 1},
         r"transform refuses gpt2 with --use_smp_implementation 1.*own implementation is there for Llama"),
-    "experts of a dense model": ("2.8", 1, {"moe": 1},
-        r"transform refuses llama with --moe 1: (?!.*is there for Llama)"),
-    "compile": ("2.8", 1, {"use_torch_compile": 1}, r"--use_torch_compile 1 with --backend smp"),
-    "per operation": ("2.8", 1, {"activation_checkpointing": "selective:op"}, r"SMP checkpoints whole layers"),
-    "offload": ("2.8", 1, {"sm_activation_offloading": 1, "activation_checkpointing": "none"}, r"needs checkpointing"),
-    "saving tensor ranks of 2.4": ("2.4", 4, {"tensor_parallel_degree": 2},
-        r"needs torch\.sagemaker\.distributed\..* came with SMP 2\.5"),
-    "context parallelism of 2.4": ("2.4", 2, {"context_parallel_degree": 2}, r"context_parallel_degree needs SMP 2\.5"),
-    "experts of 2.2": ("2.2", 2, MIXTRAL, r"--moe 1 needs torch\.sagemaker\.moe\.moe_config, .* came with SMP 2\.3"),
-    "tensor parallelism of Mistral by 2.5": ("2.5", 2, {"model_type": "mistral", "tensor_parallel_degree": 2},
-        r"transform refuses .* came with SMP 2\.6"),
-    "communication of 2.5": ("2.5", 2, {"context_parallel_degree": 2, "cp_comm_type": "all_gather"},
-        r"came with SMP 2\.6, and this release"),
+    "experts of a dense model": ({"moe": 1}, r"transform refuses llama with --moe 1: (?!.*is there for Llama)"),
+    "compilation": ({"use_torch_compile": 1}, "--use_torch_compile 1 with --backend smp"),
+    "selective:op": ({"activation_checkpointing": "selective:op"}, "SMP checkpoints whole layers"),
+    "offloading alone": ({"sm_activation_offloading": 1, "activation_checkpointing": "none"}, "needs checkpointing"),
 }  # fmt: skip
 
 
-def refusal_by(command_line: list[str], release: str) -> str:
-    if release:
-        install(release)
+def refusal_by(command_line: list[str], change: str) -> str:
+    if change != "no library":
+        install()
+    if change == "old torch":
+        torch.__version__ = "2.3.1"
     return refusal_of(command_line, installed=False)
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str, tmp_path: Path) -> None:
-    release, world, changes, message = REFUSED[case]
-    for said in harness.run(refusal_by, world, smp(tmp_path, **changes), release):
-        assert re.search(message, said), said
+def test_refused_settings(case: str, tmp_path: Path) -> None:
+    changes, message = REFUSED[case]
+    (refusal,) = harness.run(refusal_by, 1, smp(tmp_path, **changes), "")
+    assert re.search(message, refusal), refusal
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [("no library", r"no torch\.sagemaker"), ("old torch", r"SMP before 2\.6")]
+)
+def test_missing_and_older_releases_of_smp_are_refused(change: str, message: str, tmp_path: Path) -> None:
+    (refusal,) = harness.run(refusal_by, 1, smp(tmp_path), change)
+    assert re.search(message, refusal), refusal
 
 
 def resolved(folder: Path, **changes: Any) -> Any:
     return arguments.parse(smp(folder, **changes)).args
 
 
-def test_unsharded_tensor_ranks_do_not_go_over_smddp(tmp_path: Path) -> None:
+def test_unsharded_tensor_ranks_are_refused_over_smddp(tmp_path: Path) -> None:
     changes = {"tensor_parallel_degree": 2, "distributed_backend": "smddp"}
     refuse(resolved(tmp_path, **changes))
     with pytest.raises(ConfigError, match="nccl"):
         refuse(resolved(tmp_path, **changes, hybrid_shard_degree=1))
 
 
-@pytest.mark.parametrize("given", ["fp8", "context_parallel_degree"])
-def test_what_smp_has_not_for_a_sliding_window_is_refused(given: str, tmp_path: Path) -> None:
-    args = resolved(tmp_path, **{given: 2 if "degree" in given else 1})
-    for kind, window, refused in (("mistral", 8, True), ("mistral", None, False), ("llama", None, False)):
-        config = SimpleNamespace(model_type=kind, sliding_window=window)
-        if not refused:
-            refuse_model(config, args)
-            continue
-        with pytest.raises(ConfigError, match=f" 8 .*--{given}"):
-            refuse_model(config, args)
+@pytest.mark.parametrize(("flag", "value"), [("fp8", 1), ("context_parallel_degree", 2)])
+def test_a_sliding_window_is_refused(flag: str, value: int, tmp_path: Path) -> None:
+    args = resolved(tmp_path, **{flag: value})
+    refuse_model(SimpleNamespace(model_type="mistral", sliding_window=None), args)
+    with pytest.raises(ConfigError, match=f" 8 .*--{flag}"):
+        refuse_model(SimpleNamespace(model_type="mistral", sliding_window=8), args)
+
+
+def test_a_vocabulary_that_does_not_divide_is_left_to_smp(tmp_path: Path) -> None:
+    """As in AWS's notebook: 50257 tokens and two tensor ranks."""
+    line = smp(tmp_path, max_steps=1, num_layers=1, vocab_size=4097, max_context_width=65, tensor_parallel_degree=2)
+    harness.run(train_on_smp, 2, line)
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+# --- the form of AWS's sample -----------------------------------------------------------------------
 
 
 class Logits(torch.nn.Module):
@@ -248,58 +217,33 @@ class Logits(torch.nn.Module):
         return {"logits": torch.zeros(*input_ids.shape, 4)}
 
 
-def test_logits_of_a_part_of_the_vocabulary_are_not_computed_from() -> None:
-    topology = Topology(torch.device("cpu"), dp_rank=0, dp_size=1, tp_rank=0, tp_size=1, cp_rank=0, cp_size=1, mesh={})
-    assert smp_choices.whole_logits(Logits(), topology, 16, 4)
-    assert not smp_choices.whole_logits(Logits(), topology, 16, 8)
+ALONE = Topology(torch.device("cpu"), dp_rank=0, dp_size=1, tp_rank=0, tp_size=1, cp_rank=0, cp_size=1, mesh={})
+
+
+def test_logits_of_a_part_of_the_vocabulary_are_not_used() -> None:
+    assert smp_choices.whole_logits(Logits(), ALONE, 16, 4)
+    assert not smp_choices.whole_logits(Logits(), ALONE, 16, 8)
     assert "[1, 16, 4], not [1, 16, 8]" in smp_choices.refusals["whole logits"]
     with pytest.raises(ConfigError, match="--context_parallel_degree 2"):
-        smp_choices.whole_logits(Logits(), replace(topology, cp_size=2), 16, 8)
+        smp_choices.whole_logits(Logits(), replace(ALONE, cp_size=2), 16, 8)
 
 
 @pytest.mark.parametrize(
-    ("values", "differ"),
-    [([1.0, 1.0, 1.0, 1.2], True), ([math.nan] * 4, True), ([1.0, 1.0, math.inf, math.inf], True),
-     ([1.0, 1.0, 2.0, 2.0], False)],
-)  # fmt: skip
-def test_logits_of_all_tensor_groups_have_one_verdict(
+    ("values", "differ"), [([1.0, 1.0, 1.0, 1.2], True), ([math.nan] * 4, True), ([1.0, 1.0, 2.0, 2.0], False)]
+)
+def test_all_ranks_refuse_logits_that_differ_in_one_tensor_group(
     values: list[float], differ: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is the same on all ranks: a rank of equal logits does not go on while another group stops."""
-
-    def gathered(what: str, work: Any) -> list[Any]:
-        return values if what == "comparing logits" else [work()]
+    def gathered(action: str, work: Any) -> list[Any]:
+        return values if action == "comparing logits" else [work()]
 
     monkeypatch.setattr(smp_choices.distributed, "gather", gathered)
-    topology = Topology(torch.device("cpu"), dp_rank=0, dp_size=2, tp_rank=0, tp_size=2, cp_rank=0, cp_size=1, mesh={})
+    topology = replace(ALONE, dp_size=2, tp_size=2)
     if not differ:
         assert smp_choices.whole_logits(Logits(), topology, 16, 4)
         return
     with pytest.raises(ConfigError, match="different logits"):
         smp_choices.whole_logits(Logits(), topology, 16, 4)
-
-
-def test_a_mean_over_no_token_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's own loss, a mean, is NaN where no token is counted."""
-    weight = torch.randn(8, 8, requires_grad=True)
-
-    def model(input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: None) -> dict[str, torch.Tensor]:
-        return {"loss": torch.nn.functional.cross_entropy(weight[input_ids[0, :-1]], labels[0, 1:])}
-
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    backend = object.__new__(SmpBackend)
-    backend.topology = SimpleNamespace(cp_size=1, tp_size=1)  # type: ignore[assignment]
-    backend.transforms, backend._whole_logits, backend._fp8 = True, False, None
-    ids = torch.arange(8)[None]
-    for labels, counted in ((torch.full_like(ids, -100), 0), (ids, 7)):
-        weight.grad = None
-        loss, _ = backend.loss(model, Batch(ids, labels))  # type: ignore[arg-type]
-        loss.backward()
-        mean = torch.nn.functional.cross_entropy(weight[ids[0, :-1]], ids[0, 1:])
-        torch.testing.assert_close(loss, counted * mean)
-        assert weight.grad is not None
-        assert bool(weight.grad.any()) is bool(counted)
-        assert bool(weight.grad.isfinite().all())
 
 
 def test_rotary_caches_that_are_no_buffers_are_moved() -> None:
@@ -310,114 +254,20 @@ def test_rotary_caches_that_are_no_buffers_are_moved() -> None:
     assert not module.inner.weight.is_meta
 
 
-def test_router_losses_that_smp_refuses_are_left_at_its_defaults() -> None:
+def test_refused_router_losses_are_left_at_smps_defaults() -> None:
     default = {"moe_aux_loss_coeff": 0.001, "moe_z_loss_coeff": 0.001}
     assert smp_choices.moe_config(lambda smp_moe: smp_moe, {"smp_moe": True}, default)
     with pytest.raises(ConfigError, match="moe_z_loss_coeff"):
         smp_choices.moe_config(lambda smp_moe: smp_moe, {"smp_moe": True}, default | {"moe_z_loss_coeff": 0.1})
 
 
-@pytest.mark.parametrize("failure", [ValueError, RuntimeError, OSError])
-def test_only_a_refusal_leads_to_the_form_of_the_sample(failure: type[Exception]) -> None:
-    def ours() -> None:
-        raise failure("broken")
+def test_only_a_refusal_leads_to_the_form_of_the_sample() -> None:
+    def fails(failure: Exception) -> Any:
+        raise failure
 
-    with pytest.raises(failure, match="broken"):
-        smp_choices.choose("anything", ours, lambda: None)
-
-
-@pytest.mark.parametrize(("failure", "refused"), [(AttributeError, True), (OSError, False)])
-def test_what_dcp_wraps_counts_as_what_was_raised(failure: type[Exception], refused: bool) -> None:
-    def ours() -> str:
-        raise CheckpointException("write", {1: (failure("no stage"), StackSummary())})
-
-    if refused:
-        assert smp_choices.choose("anything", ours, lambda: "sample") == "sample"
-        return
-    with pytest.raises(failure, match="no stage"):
-        smp_choices.choose("anything", ours, lambda: "sample")
-
-
-def test_a_failure_of_the_form_of_the_sample_names_the_refusal_before() -> None:
-    def fsdp(dtype: torch.dtype) -> None:
-        raise TypeError(f"refused {dtype}")
-
-    with pytest.raises(TypeError, match="bfloat16") as failure:
-        smp_choices.wrap(fsdp)
-    assert "float32" in str(failure.value.__cause__)
-
-
-# --- sizes that only SMP knows how it splits --------------------------------------------------------
-
-
-def test_a_vocabulary_that_does_not_divide_is_left_to_smp(tmp_path: Path) -> None:
-    """As in AWS's notebook: 50257 tokens and two tensor ranks."""
-    line = smp(tmp_path, max_steps=1, num_layers=1, vocab_size=4097, max_context_width=65, tensor_parallel_degree=2)
-    harness.run(train_on_smp, 2, line)
-    assert (tmp_path / "run" / "DONE").exists()
-
-
-# --- what a release has, and what is done without it ------------------------------------------------
-
-RELEASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
-    "2.3, hybrid sharding": ("2.3", 4, {"hybrid_shard_degree": 2}, "torch's own saver; saving through SMP needs"),
-    # The norm is taken without the wrapper of offloading.
-    "2.4, asynchronous, offloading": (
-        "2.4", 2, {"checkpoint_type": "async_sharded", "sm_activation_offloading": 1}, "torch's own saver",
-    ),
-    "2.5, context parallelism": ("2.5", 2, {"context_parallel_degree": 2}, ""),
-    "2.7, experts": ("2.7", 2, {**MIXTRAL, "expert_parallel_degree": 2}, ""),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", RELEASES)
-def test_older_releases(case: str, tmp_path: Path) -> None:
-    release, world, changes, said = RELEASES[case]
-    harness.run(train_on_smp, world, smp(tmp_path, max_steps=2, checkpoint_freq=1, **changes), release)
-    assert (tmp_path / "run" / "DONE").exists()
-    assert said in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
-    resumed = smp(tmp_path, max_steps=3, resume_from_checkpoint=tmp_path / "checkpoints", **changes)
-    harness.run(train_on_smp, world, resumed, release)
-
-
-def before_context_parallelism(command_line: list[str]) -> Journal:
-    """Train by a release that has neither context parallelism nor its key."""
-    sys.modules["torch.sagemaker.context_parallel"] = None  # type: ignore[assignment]
-    return train_on_smp(command_line, "2.4")
-
-
-def test_a_release_is_not_given_keys_that_came_later(tmp_path: Path) -> None:
-    (journal,) = harness.run(before_context_parallelism, 1, smp(tmp_path, max_steps=1, num_layers=1))
-    origin = eval(dict(journal)["init"]["origin"])
-    assert {key for key, source in origin.items() if source == "default"} == {"context_parallel_degree"}
-
-
-def before_experts(command_line: list[str], partly: bool) -> str:
-    """Return why a run stops by a release that has no experts, or has ``partly`` the modules for them."""
-    install("2.2")
-    if partly:
-        standin.version = (2, 3)  # so that the package can be imported
-    sys.modules["torch.sagemaker.moe.moe_config" if partly else "torch.sagemaker.moe"] = None  # type: ignore[assignment]
-    return refusal_of(command_line, installed=False)
-
-
-@pytest.mark.parametrize("partly", [False, True])
-def test_broken_offloading_of_2_2_is_refused(partly: bool, tmp_path: Path) -> None:
-    asked = smp(tmp_path, sm_activation_offloading=1, activation_checkpointing="full")
-    for said in harness.run(before_experts, 2, asked, partly):
-        assert "--sm_activation_offloading 1: " in said
-
-
-def test_how_context_ranks_communicate_is_said_to_what_takes_it() -> None:
-    def named(model: Any, cp_comm_type: str = "p2p") -> None: ...
-
-    def anything(*args: Any, **kwargs: Any) -> None: ...
-
-    def told(transform: Any, wanted: str) -> dict[str, Any]:
-        args = SimpleNamespace(cp_comm_type=wanted)
-        return smp_library.context_options(SimpleNamespace(transform=transform), args)  # type: ignore[arg-type]
-
-    assert told(named, "p2p") == {"cp_comm_type": "p2p"}
-    assert told(anything, "all_gather") == {"cp_comm_type": "all_gather"}
-    assert told(anything, "p2p") == {}
+    assert smp_choices.choose("anything", lambda: fails(TypeError("refused")), lambda: "sample") == "sample"
+    with pytest.raises(OSError, match="broken"):
+        smp_choices.choose("anything", lambda: fails(OSError("broken")), lambda: "sample")
+    with pytest.raises(TypeError, match="bfloat16"):
+        smp_choices.wrap(lambda dtype: fails(TypeError(f"refused {dtype}")))
+    assert "float32" in smp_choices.refusals["float32 gradients"]

@@ -1,8 +1,8 @@
 """A stand-in for SMP v2's `torch.sagemaker`, written from its public contract; real training over gloo inside.
 
-``install(release)`` makes ``import torch.sagemaker`` work in this process; everything done through it is written to
-`journal`. With ``tests/standin/site`` and the repository on PYTHONPATH, and SMP_STANDIN_INSTALL set to a release, every
-Python process has it, torchrun's too. Tests take it through `tests.smp`, which another stand-in can be given to.
+``install()`` makes ``import torch.sagemaker`` work in this process; its calls are written to `journal`. With
+``tests/standin/site`` and the repository on PYTHONPATH, and SMP_STANDIN_INSTALL set, every Python process has it,
+torchrun's too. Tests use it through `tests.smp`, where the variable SMP_STANDIN can name another stand-in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ ENGINE = Path(__file__).parent / "engine"
 
 journal: list[tuple[str, dict[str, Any]]] = []
 """(what was called, with what), in order, on this rank."""
-version: tuple[int, int] = (2, 8)
 fp8_group: str | None = None
 """What agrees on FP8 scales just now."""
 
@@ -33,15 +32,12 @@ def record(what: str, **facts: Any) -> None:
             file.write(f"{what}\n")
 
 
-def install(release: str = "2.8") -> None:
-    """Make `torch.sagemaker` of SMP ``release`` (2.0 to 2.8) importable in this process, and patch FSDP as it does."""
+def install() -> None:
+    """Make `torch.sagemaker` of SMP 2.8, the last release, importable in this process, and patch FSDP as it does."""
     import torch
 
     from tests.standin import patches
 
-    global version
-    major, minor = (int(part) for part in release.split(".")[:2])
-    version = (major, minor)
     if str(HERE) not in torch.__path__:
         torch.__path__.append(str(HERE))
     if importlib.util.find_spec("transformer_engine") is None:

@@ -186,23 +186,18 @@ def _ignored_weights(model: nn.Module) -> None:
 # --- what is refused or missing ---------------------------------------------------------------------
 
 
-def _refusing(module: str, function: str, argument: str, error: type[Exception] = TypeError) -> Callable[[], None]:
-    """Let a function of SMP refuse an argument that is given and not None."""
+def _no_router_losses() -> None:
+    from torch.sagemaker.moe import moe_config
 
-    def make(original: Any) -> Any:
-        def refusing(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get(argument) is not None:
-                raise error(f"unexpected keyword argument '{argument}'")
-            return original(*args, **kwargs)
+    def make(config: Any) -> Any:
+        def refusing(**options: Any) -> Any:
+            if "moe_z_loss_coeff" in options:
+                raise TypeError("unexpected keyword argument 'moe_z_loss_coeff'")
+            return config(**options)
 
         return refusing
 
-    def planted() -> None:
-        import importlib
-
-        _replace(importlib.import_module(f"torch.sagemaker.{module}"), function, make)
-
-    return planted
+    _replace(moe_config, "MoEConfig", make)
 
 
 def _no_float32_gradients() -> None:
@@ -251,17 +246,12 @@ def _not_translated() -> None:
     _replace(fsdp.FullStateDictConfig, "__init__", make)
 
 
-def _without(module: str) -> Callable[[], None]:
-    return lambda: sys.modules.update({f"torch.sagemaker.{module}": None})  # type: ignore[dict-item]
-
-
 def _no_reset() -> None:
     from torch.sagemaker.state_handler import State
 
     del State.reset
 
 
-SAVER = "distributed.checkpoint.state_dict_saver"
 PLANTED: dict[str, Callable[[], None]] = {
     "other names": _other_names,
     "split logits": lambda: _forward(_split),
@@ -271,14 +261,10 @@ PLANTED: dict[str, Callable[[], None]] = {
     "summed gradients": _summed_gradients,
     "local norm": _local_norm,
     "weights of rank 0 ignored": lambda: _transformed(_ignored_weights),
-    "saver without writers": _refusing(SAVER, "save", "storage_writer"),
-    "saver with its own writer": _refusing(SAVER, "save", "storage_writer", AttributeError),
-    "async saver without queue": _refusing(SAVER, "async_save", "queue"),
-    "experts without coefficients": _refusing("moe.moe_config", "MoEConfig", "moe_z_loss_coeff"),
+    "experts without coefficients": _no_router_losses,
     "no float32 gradients": _no_float32_gradients,
     "one backend in the group": _mixed_group_refused,
     "export not translated": _not_translated,
-    "no configuration of experts": _without("moe.moe_config"),
-    "no asynchronous saver": _without("distributed.checkpoint.async_utils"),
+    "no configuration of experts": lambda: sys.modules.update({"torch.sagemaker.moe.moe_config": None}),
     "no reset": _no_reset,
 }

@@ -24,7 +24,7 @@ def test_torchrun_trains_on_smp(tmp_path: Path) -> None:
     environ = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/standin/site'}",
-        "SMP_STANDIN_INSTALL": "2.8",
+        "SMP_STANDIN_INSTALL": "1",
         "SMP_STANDIN_JOURNAL": str(journal),
         "SM_HP_MP_PARAMETERS": json.dumps({"tensor_parallel_degree": 2, "placement_strategy": "cluster"}),
     }

@@ -83,20 +83,23 @@ class _Files:
 
 
 class TreeWriter(dcp.FileSystemWriter):
-    """Writes one file per rank into a tree; rank 0 also writes the tree's two indexes."""
+    """Writes one file per rank into a tree; rank 0 also writes the tree's two indexes.
 
-    def __init__(self, storage: Storage, folder: str, begun: str) -> None:
-        """``folder`` is the tree's folder; ``begun`` is the file that rank 0 has written to reserve the attempt."""
+    Ranks with a ``part`` write several trees in one save: the first name of each entry is the sub-folder of its tree.
+    """
+
+    def __init__(self, storage: Storage, folder: str, begun: str, part: str = "") -> None:
+        """``folder`` is the attempt's folder; ``begun`` is the file that rank 0 has written to reserve the attempt."""
         super().__init__(folder, single_file_per_rank=True, sync_files=False)
-        self._storage, self._begun, self._folder = storage, begun, folder
-        self.path, self._files = folder, _Files(storage)
+        self._storage, self._begun, self._folder, self._part = storage, begun, folder, part
+        self.path, self._files = posixpath.join(folder, part) if part else folder, _Files(storage)
         self.fs = self._files  # type: ignore[assignment]
         self.on_stage: Callable[[str], None] = lambda stage: None
         """Called with ``write``, then ``checksum``, when this rank reaches that stage."""
 
     @property
     def records(self) -> dict[str, FileRecord]:
-        """The records of the files that this rank has written, by path in the tree."""
+        """The records of the files that this rank has written, by path in the attempt."""
         return {posixpath.relpath(name, self._folder): record for name, record in self._files.records.items()}
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
@@ -131,11 +134,12 @@ class TreeWriter(dcp.FileSystemWriter):
         """Write both indexes on rank 0: DCP's own for other programs, and ``index.bin``, which loads faster."""
         metadata.storage_data = {result.index: result.storage_data for share in results for result in share}
         metadata.storage_meta = StorageMeta(save_id=self.save_id)  # no path: a checkpoint may be copied elsewhere
-        data = pickle.dumps(metadata)
-        header, columns = index.pack(metadata)
-        self._files.put(posixpath.join(self._folder, METADATA), data)
-        header["metadata"] = len(data)
-        self._files.put(posixpath.join(self._folder, INDEX), index.encode(header, columns))
+        for part, tree in _by_part(metadata).items() if self._part else [("", metadata)]:
+            data = pickle.dumps(tree)
+            header, columns = index.pack(tree)
+            self._files.put(posixpath.join(self._folder, part, METADATA), data)
+            header["metadata"] = len(data)
+            self._files.put(posixpath.join(self._folder, part, INDEX), index.encode(header, columns))
 
     def _explained(self, error: Exception) -> str:
         message, free = root_cause(error), 1 << 20
@@ -144,6 +148,23 @@ class TreeWriter(dcp.FileSystemWriter):
         if free < 1 << 20 and REMEDY not in message:  # torch's stream writer loses the reason for a short write
             message += f"; {REMEDY}"
         return f"{message} ({free >> 20} MiB free there)" if REMEDY in message else message
+
+
+def _by_part(metadata: dcp.Metadata) -> dict[str, dcp.Metadata]:
+    """Return the metadata of each tree by its sub-folder, which is the first name of every entry in ``metadata``."""
+    trees: dict[str, dcp.Metadata] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        part, _, name = key.partition(".")
+        if part not in trees:
+            trees[part] = replace(metadata, state_dict_metadata={}, planner_data={}, storage_data={})
+        trees[part].state_dict_metadata[name] = entry
+    for key, path in (metadata.planner_data or {}).items():
+        part, _, name = key.partition(".")
+        trees[part].planner_data[name] = path[1:]
+    for entry_index, location in metadata.storage_data.items():
+        part, _, name = entry_index.fqn.partition(".")
+        trees[part].storage_data[replace(entry_index, fqn=name)] = location
+    return trees
 
 
 class Reader(dcp.FileSystemReader):

@@ -112,25 +112,20 @@ def compare(state: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contain
     return [label + first_few(keys) for label, keys in problems if keys]
 
 
-def save_together(state: dict[str, Any], *, storage_writer: dcp.StorageWriter) -> None:
-    """Write one tree that all ranks share; collective."""
-    # Not `dcp.save`, which communicates in torch 2.5 whenever there is a process group, even if this rank is alone.
-    planner = dcp.DefaultSavePlanner() if is_alone() else SavePlanner()
-    _save_state_dict(state, storage_writer, process_group=group(), no_dist=is_alone(), planner=planner)
-
-
 def load_together(state: dict[str, Any], *, storage_reader: Reader, planner: Any) -> None:
     """Fill ``state`` from one tree, which all ranks read; collective."""
     _load_state_dict(state, storage_reader, process_group=group(), planner=planner, no_dist=is_alone())
 
 
-def save_state(state: dict[str, Any], writer: TreeWriter, save: Callable[..., None] = save_together) -> None:
-    """Write ``state`` (nested dicts of tensors, DTensors and plain values) with ``save``; collective.
+def save_state(state: dict[str, Any], writer: TreeWriter) -> None:
+    """Write ``state`` (nested dicts of tensors, DTensors and plain values); collective.
 
     Raises `CheckpointError` on every rank if any rank failed.
     """
+    planner = dcp.DefaultSavePlanner() if is_alone() else SavePlanner()
     try:
-        save(state, storage_writer=writer)
+        # Not `dcp.save`, which communicates in torch 2.5 whenever there is a process group, even if this rank is alone.
+        _save_state_dict(state, writer, process_group=group(), no_dist=is_alone(), planner=planner)
     except dcp.CheckpointException as error:
         raise CheckpointError(root_cause(error)) from error
 

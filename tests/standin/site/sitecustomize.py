@@ -1,4 +1,4 @@
-"""Gives every Python process the stand-in of the SMP release that SMP_STANDIN_INSTALL names, once it asks for it."""
+"""Gives every Python process the stand-in of SMP, once it imports `torch.sagemaker`, if SMP_STANDIN_INSTALL is set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Finder:
                 spec.submodule_search_locations.append(str(importlib.import_module("tests.standin").HERE))
             return spec
         if name == "torch.sagemaker":
-            importlib.import_module("tests.standin").install(os.environ["SMP_STANDIN_INSTALL"])
+            importlib.import_module("tests.standin").install()
         return None  # found like any other: it is on torch's path by now
 
 

@@ -19,7 +19,6 @@ KEYS: dict[str, tuple[type, Any]] = {
     "tensor_parallel_degree": (int, 1), "context_parallel_degree": (int, 1), "expert_parallel_degree": (int, 1),
     "random_seed": (int, 0),
 }  # fmt: skip
-SINCE = {"context_parallel_degree": (2, 5), "expert_parallel_degree": (2, 3)}
 
 
 def init(config: str | dict[str, Any] | None = None) -> None:
@@ -34,9 +33,6 @@ def init(config: str | dict[str, Any] | None = None) -> None:
     for source, values in (("config", given), ("launcher", launcher)):
         for key in set(values) & set(KEYS):
             merged[key], origin[key] = values[key], source
-    for key, since in SINCE.items():
-        if merged[key] != 1 and standin.version < since:
-            raise ValueError(f"{key} needs SMP {since[0]}.{since[1]}")
     for key, (kind, _) in KEYS.items():
         if not isinstance(merged[key], kind) or (kind is int and isinstance(merged[key], bool)):
             raise ValueError(f"{key} must be {kind.__name__}, not {merged[key]!r}")
@@ -49,34 +45,17 @@ def is_initialized() -> bool:
     return state.ready
 
 
-def _transform(model: Any, **options: Any) -> Any:
+def transform(
+    model: Any, device: Any = None, dtype: Any = None, config: Any = None,
+    load_state_dict_from_rank0: bool = False, cp_comm_type: str = "p2p",
+) -> Any:  # fmt: skip
+    """See `tensor_parallel.transformer.transform`."""
     from .tensor_parallel.transformer import transform as transformed
 
-    return transformed(model, **options)
-
-
-if standin.version >= (2, 6):
-
-    def transform(
-        model: Any, device: Any = None, dtype: Any = None, config: Any = None,
-        load_state_dict_from_rank0: bool = False, cp_comm_type: str = "p2p",
-    ) -> Any:  # fmt: skip
-        """See `tensor_parallel.transformer.transform`."""
-        return _transform(
-            model, device=device, dtype=dtype, config=config,
-            load_state_dict_from_rank0=load_state_dict_from_rank0, cp_comm_type=cp_comm_type,
-        )  # fmt: skip
-
-else:
-
-    def transform(  # type: ignore[misc]
-        model: Any, device: Any = None, dtype: Any = None, config: Any = None,
-        load_state_dict_from_rank0: bool = False,
-    ) -> Any:  # fmt: skip
-        """See `tensor_parallel.transformer.transform`."""
-        return _transform(
-            model, device=device, dtype=dtype, config=config, load_state_dict_from_rank0=load_state_dict_from_rank0
-        )
+    return transformed(
+        model, device=device, dtype=dtype, config=config,
+        load_state_dict_from_rank0=load_state_dict_from_rank0, cp_comm_type=cp_comm_type,
+    )  # fmt: skip
 
 
 __all__ = ["init", "is_initialized", "state", "transform"]

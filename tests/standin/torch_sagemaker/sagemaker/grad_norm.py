@@ -16,9 +16,6 @@ from .state_handler import state
 @torch.no_grad()
 def clip_grad_norm_(model: Any, max_norm: float) -> Tensor:
     """Scale gradients to a global 2-norm of at most ``max_norm`` and return the norm before; change nothing else."""
-    wrapped = type(model).__name__ == "OffloadWrapper"
-    if wrapped and standin.version < (2, 8):
-        raise RuntimeError("clip_grad_norm_ takes an offload-wrapped model from SMP 2.8 on")
     standin.record("clip_grad_norm_", max_norm=max_norm, root=type(model).__name__)
     sums = torch.zeros(2, dtype=torch.float64)
     gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]

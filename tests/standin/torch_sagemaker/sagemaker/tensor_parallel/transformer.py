@@ -23,8 +23,6 @@ from ..state_handler import state
 from .collectives import Copy, Sum, average_gradients, gathered
 
 SUPPORTED = ("gpt_neox", "llama", "mistral", "mixtral")
-SPLIT_SINCE: dict[str, tuple[int, int]] = {"mistral": (2, 6), "mixtral": (2, 6)}
-"""Releases that brought tensor and context parallelism of a model, where not the first that had it of any."""
 # GPT-NeoX's queries, keys and values are one product, head by head: its parts are whole heads.
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "query_key_value", "dense_h_to_4h")
 ROW = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
@@ -69,9 +67,6 @@ class TransformerLayer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with over_context() if state.cp_size > 1 else nullcontext():
             return self.inner(*args, **kwargs)
-
-
-TETransformerLayer = TransformerLayer
 
 
 class TransformerLMHead(nn.Module):
@@ -135,9 +130,6 @@ def transform(
     kind: str = model.config.model_type
     if kind not in SUPPORTED:
         raise NotImplementedError(f"transform does not support {kind}")
-    since = SPLIT_SINCE.get(kind, (2, 0))
-    if max(state.tp_size, state.cp_size) > 1 and standin.version < since:
-        raise NotImplementedError(f"tensor and context parallelism of {kind} came with SMP {since[0]}.{since[1]}")
     if config is not None and type(config).__name__ != "MoEConfig":
         raise TypeError("config must be a MoEConfig")
     if (kind == "mixtral") != (config is not None):
@@ -187,8 +179,6 @@ def transform(
 def _refuse_fp8(config: Any) -> None:
     if config.model_type == "mistral" and config.sliding_window is not None:
         raise ValueError("FP8 is not there with a sliding window")
-    if config.model_type == "mixtral" and standin.version < (2, 5):
-        raise ValueError("FP8 of Mixtral came with SMP 2.5")
 
 
 def _share_with_first_ranks(model: nn.Module) -> None:
