@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 import uuid
@@ -33,8 +34,9 @@ from smp_train.models.state_memory import check_state, in_short
 from smp_train.parallel import compile
 from smp_train.progress import Progress
 from smp_train.run import auto, resume
-from smp_train.run.naming import Start, how_to_resume, other_run_in_folder, output, settle, start_line
 from smp_train.run.spikes import Spikes
+from smp_train.run.start import Start, choose_start
+from smp_train.run.start_log import how_to_resume, output_line, shared_folder_warning, start_line
 from smp_train.run.state import NO_LIMIT, Run
 from smp_train.run.stop import StopRequest
 from smp_train.storage.probe import check_writable
@@ -51,14 +53,14 @@ log = get_logger()
 def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:
     """Open the run folder and the data, build the model, and return the run; collective.
 
-    ``opened`` releases what is held when this fails.
+    On a failure ``opened`` closes what was opened.
     """
     check_own(resolved.own)
-    resolved, start = settle(resolved, ranks)
+    resolved, start = choose_start(resolved, ranks)
     resolved = resume.with_saved_row_length(resolved, start)
     args = resolved.args
     if ranks.is_main:
-        opened.push(start.forget)
+        opened.push(start.delete_new_folders)
     folder, metrics = open_run_folder(args, ranks)
     opened.callback(metrics.close)
     resolved, choice = auto.choose(resolved, ranks, device, folder)
@@ -73,7 +75,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         "smp-train %s, torch %s, %d x %s on %d node(s), started by %s", smp_train.__version__, torch.__version__,
         ranks.world_size, name, ranks.num_nodes, ranks.launcher,
     )  # fmt: skip
-    log.info(output(args))
+    log.info(output_line(args))
     backend = choose_backend(resolved, ranks, device)
     topology = backend.topology
     if backend.compiled and args.torch_compile_backend == compile.INDUCTOR:
@@ -85,74 +87,61 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         choose_loss(resolved.own.loss, backend, spec)
     check_memory(args, backend, spec, ranks)
     checkpoints = open_checkpoints(args, ranks, backend, spec, start, opened)
-    of_text: list[str | None] = []
 
+    @functools.cache
     def tokenizer_for_text() -> str | None:
-        if not of_text:
-            of_text.append(text_tokenizer.enter_context(resume.tokenizer_for_text(args, spec, start)))
-        return of_text[0]
+        return temporary.enter_context(resume.tokenizer_for_text(args, spec, start))
 
-    with ExitStack() as text_tokenizer:
+    with ExitStack() as temporary:
         train_data, validation = open_data(
             args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks, dp_rank=topology.dp_rank,
             dp_size=topology.dp_size, pin_memory=device.type == "cuda", own=resolved.own, tokenizer=tokenizer_for_text,
         )  # fmt: skip
-    found, start = resume.look_for_checkpoint(args, spec, start, topology.mesh)
+    resumed, start = resume.find_checkpoint(args, spec, start, topology.mesh)
     with distributed.together("reading the tokenizer"):
         if ranks.is_main:
-            checkpoints.tokenizer = resume.tokenizer_of(args, spec, found, reads_text=bool(of_text))
-            if spec.pretrained is None and (found is None or names_model(args)):
-                tokenizer.set_end_tokens(spec.config, checkpoints.tokenizer)
-            if args.prompt and not checkpoints.tokenizer:
-                raise ConfigError("--prompt: the run has no tokenizer; give --tokenizer")
-            if args.prompt:  # reject a bad prompt now, not at the end of the run
-                with tokenizer.tokenizer_from(checkpoints.tokenizer) as known:
-                    ids_of(known, args.prompt, spec.config)
+            reads_text = tokenizer_for_text.cache_info().currsize > 0
+            checkpoints.tokenizer = resume.tokenizer_of_run(args, spec, resumed, reads_text=reads_text)
+            use_tokenizer(args, spec, checkpoints.tokenizer, new=resumed is None or names_model(args))
     with distributed.together("looking at the checkpoint folders"):
         if ranks.is_main:
-            log.info(start_line(args, start, found))
-            if warning := other_run_in_folder(args, start):
+            log.info(start_line(args, start, resumed))
+            if warning := shared_folder_warning(args, start):
                 log.warning("%s", warning)
             if not args.evaluate_only:
                 log.info("If this run is interrupted, %s", how_to_resume(resolved, start, ranks))
-    total_steps = count_steps(resolved, train_data, found)
-    if found is not None:
+    total_steps = count_steps(resolved, train_data, resumed)
+    if resumed is not None:
         with distributed.together("comparing the models"):
-            resume.check_model(args, spec, found)
+            resume.check_model(args, spec, resumed)
     memory = MemoryRows(device, folder.logs, ranks.rank, on=args.enable_memory_profiling)
     smp = backend.name == "smp"
-    shown = ranks.is_main and smp  # native shows what takes long
+    shown = ranks.is_main and smp  # the native backend shows its own progress
     with (
         while_building(args, backend.degrees, ranks, device, folder.logs, smp=smp),
         Progress("Building the model", shown=shown),
     ):
-        model = backend.build(meta, seed=args.seed, initial=found is None)
+        model = backend.build(meta, seed=args.seed, initial=resumed is None)
     memory.row("model built")
     if any(map(is_node_local, args.checkpoint_dir)):
         check_saver(backend.saver)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     if spec.lora is not None:
-        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         log.info("Adapters: %d parameters, %.2f%% of the model's, are trained", trained, 100 * trained / parameters)
-    log.info(where_weights_are_from(args, backend, spec, found))
+    log.info(where_weights_are_from(args, backend, spec, resumed))
     optimizer = train_utils.build_optimizer(args, backend, model)
     # A background save copies the state during the next forward and backward pass; the update waits for the copy.
     optimizer.register_step_pre_hook(lambda *_: checkpoints.staged())
-    on_gpu = device.type == "cuda"
-    throughput = Throughput(
-        devices=ranks.world_size,
-        flops_per_token=flops_per_token(spec.config, seq_len, frozen=spec.lora is not None),
-        peak=peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None,
-        synchronize=torch.cuda.synchronize if on_gpu else lambda: None,
-    )
     run = Run(
         resolved=resolved, start=start, runtime=ranks, backend=backend, spec=spec, model=model,
         optimizer=optimizer, train_data=train_data, validation=validation,
         schedule=choose_schedule(args, total_steps), total_steps=total_steps, checkpoints=checkpoints, folder=folder,
-        metrics=metrics, throughput=throughput, stop=stop, audit=audit, found=found, own=resolved.own,
+        metrics=metrics, throughput=open_throughput(ranks, device, spec, seq_len), stop=stop, audit=audit,
+        resumed=resumed, own=resolved.own,
         spikes=Spikes(args.on_spike, args.spike_threshold, args.spike_window),
-        times=StepTimes(ranks, device) if args.telemetry == "full" else None, choice=choice, id=run_id(start, found),
+        times=StepTimes(ranks, device) if args.telemetry == "full" else None, choice=choice, id=run_id(start, resumed),
     )  # fmt: skip
     with distributed.together("writing run.json"):
         if ranks.is_main:
@@ -162,15 +151,39 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
 
 
 def check_own(own: Own) -> None:
-    """Raise `ConfigError` where the ranks' programs gave different things: they would not meet; collective."""
-    given = distributed.gather("comparing what the ranks were given", own.names)
-    for rank, names in enumerate(given):
-        if names != given[0]:
-            here, there = (" ".join(sorted(each.values())) or "nothing" for each in (names, given[0]))
+    """Raise `ConfigError` if the ranks' programs gave different data, losses or callbacks; collective.
+
+    Their collectives would not match.
+    """
+    names_by_rank = distributed.gather("comparing what the ranks were given", own.names)
+    for rank, names in enumerate(names_by_rank):
+        if names != names_by_rank[0]:
+            mine, first = (" ".join(sorted(each.values())) or "nothing" for each in (names, names_by_rank[0]))
             raise ConfigError(
-                f"rank {rank} was given {here} and rank 0 {there}; give every rank the same, callbacks too, which are "
+                f"rank {rank} was given {mine} and rank 0 {first}; give every rank the same, callbacks too, which are "
                 "called in rank 0's process alone"
             )
+
+
+def use_tokenizer(args: Arguments, spec: ModelSpec, files: dict[str, bytes], *, new: bool) -> None:
+    """Set the end tokens of a ``new`` model without pretrained weights, and check --prompt; not collective."""
+    if spec.pretrained is None and new:
+        tokenizer.set_end_tokens(spec.config, files)
+    if args.prompt and not files:
+        raise ConfigError("--prompt: the run has no tokenizer; give --tokenizer")
+    if args.prompt:  # a bad prompt is refused now, not at the end of the run
+        with tokenizer.tokenizer_from(files) as opened:
+            ids_of(opened, args.prompt, spec.config)
+
+
+def open_throughput(ranks: Runtime, device: torch.device, spec: ModelSpec, seq_len: int) -> Throughput:
+    """Return the counter of samples, tokens and FLOPs per second."""
+    gpu = device.type == "cuda"
+    return Throughput(
+        devices=ranks.world_size, flops_per_token=flops_per_token(spec.config, seq_len, frozen=spec.lora is not None),
+        peak=peak_flops(torch.cuda.get_device_name(device)) if gpu else None,
+        synchronize=torch.cuda.synchronize if gpu else lambda: None,
+    )  # fmt: skip
 
 
 def open_run_folder(args: Arguments, ranks: Runtime) -> tuple[RunFolder, MetricsWriter]:
@@ -199,7 +212,7 @@ def choose_backend(resolved: Resolved, ranks: Runtime, device: torch.device) -> 
 def choose_model(args: Arguments, backend: Backend, start: Start) -> MetaModel:
     """Return the model on the meta device, accepted by the backend; collective.
 
-    Where no flag says which model it is, it is that of the checkpoint to resume from.
+    If no flag names the model, the checkpoint to resume from does.
     """
     with distributed.together("choosing the model"):
         spec = resume.model_to_resume(args, start) or resolve(args)
@@ -217,17 +230,17 @@ def choose_loss(loss: losses.Loss, backend: Backend, spec: ModelSpec) -> None:
 
 def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runtime) -> None:
     """Refuse, before allocation, a model whose state exceeds the memory; collective."""
-    device, here, on_host = backend.topology.device, ranks.hostname, 0
+    device, host, on_host = backend.topology.device, ranks.hostname, 0
     if device.type == "cpu" or args.cpu_offload:
         memory, on_host = free_host_bytes(), ranks.local_world_size
-        where = f"for the {on_host} process{'es' * (on_host > 1)} of {here}, which has"
+        place = f"for the {on_host} process{'es' * (on_host > 1)} of {host}, which has"
     else:
         memory = torch.cuda.get_device_properties(device).total_memory
-        where = f"on each GPU, which has on {here}"
+        place = f"on each GPU, which has on {host}"
     with distributed.together("comparing the model with the memory"):
         warning = check_state(
             args, count_parameters(spec.config), name=spec.name, frozen=args.evaluate_only or spec.lora is not None,
-            sharing=backend.degrees.sharing, processes=ranks.world_size, memory=memory, where=where, on_host=on_host,
+            sharing=backend.degrees.sharing, processes=ranks.world_size, memory=memory, where=place, on_host=on_host,
         )  # fmt: skip
         if warning:
             log.warning("%s", warning)
@@ -260,8 +273,8 @@ def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAud
         return DataAudit(folder.path, ranks.rank, attempt, topology.dp_rank, topology.dp_size)
 
 
-def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) -> int:
-    """Return the optimizer steps of the whole run: those of --epochs or --max_steps, whichever ends first.
+def count_steps(resolved: Resolved, training: Loader, resumed: Checkpoint | None) -> int:
+    """Return the number of optimizer steps of the whole run, from --epochs or --max_steps, the smaller number.
 
     The rest of the epochs is counted from the sample at which a resume begins, as earlier steps may have had another
     global batch size.
@@ -277,15 +290,15 @@ def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) 
             )
         return args.max_steps if resolved.given("max_steps") else NO_LIMIT
     done = consumed = 0
-    if found is not None:
-        done = found.step
-        data = found.meta.get("data")
-        consumed = resume.imported_position(found, training)[0] if data is None else data.get("consumed", 0)
+    if resumed is not None:
+        done = resumed.step
+        data = resumed.meta.get("data")
+        consumed = resume.imported_position(resumed, training)[0] if data is None else data.get("consumed", 0)
     steps = done + math.ceil(max(0, training.end - consumed) / training.global_batch)
     ends = {"--epochs": steps}
     if args.steps_per_epoch is not None:
         ends["--steps_per_epoch"] = args.epochs * args.steps_per_epoch
-    if resolved.given("max_steps") or args.use_synthetic_data:  # synthetic data has no end of its own
+    if resolved.given("max_steps") or args.use_synthetic_data:  # synthetic data has no end
         ends["--max_steps"] = args.max_steps
     first = min(ends, key=lambda flag: ends[flag])
     log.info("%d epochs of %s samples take %d steps", args.epochs, training.rows_in_epoch, steps)
@@ -305,9 +318,9 @@ def choose_schedule(args: Arguments, total_steps: int) -> Schedule:
     return chosen
 
 
-def run_id(start: Start, found: Checkpoint | None) -> str:
+def run_id(start: Start, resumed: Checkpoint | None) -> str:
     """Return the id in the run's own checkpoint, else a fresh one; rank 0's is used."""
-    before = found.meta.get("run") if found is not None and start.is_own else None
+    before = resumed.meta.get("run") if resumed is not None and start.is_own else None
     return str(before["id"]) if isinstance(before, dict) and "id" in before else uuid.uuid4().hex[:8]
 
 
@@ -322,11 +335,11 @@ def write_run(run: Run, parameters: int) -> None:
     )  # fmt: skip
 
 
-def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, found: Checkpoint | None) -> str:
+def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, resumed: Checkpoint | None) -> str:
     """Return the log line on the source of the weights."""
-    if found is not None:
-        what = "Weights" if spec.lora is None else f"Weights read from {spec.pretrained}; adapters"
-        return f"{what} and optimizer: those of {found.path}"
+    if resumed is not None:
+        weights = "Weights" if spec.lora is None else f"Weights read from {spec.pretrained}; adapters"
+        return f"{weights} and optimizer: those of {resumed.path}"
     if spec.pretrained is None:
         return f"Initial weights: drawn {backend.draws} seed {args.seed}"
     return f"Initial weights: read from {spec.pretrained}"

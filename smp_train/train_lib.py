@@ -18,9 +18,9 @@ from smp_train.errors import DataError
 from smp_train.inference import generation
 from smp_train.progress import MOVED, Progress
 from smp_train.run.best import Best
-from smp_train.run.naming import how_to_resume, output
 from smp_train.run.resume import changed_settings, imported_position
 from smp_train.run.saving import best_checkpoint, complete_model, load, load_best, save, save_final_model, save_last
+from smp_train.run.start_log import how_to_resume, output_line
 from smp_train.run.state import NO_LIMIT, Position, Run
 from smp_train.run.step import is_last, step
 from smp_train.run.validation import validate
@@ -33,7 +33,7 @@ log = get_logger()
 
 
 def main(resolved: Resolved, ranks: Runtime) -> int:
-    """Train as the arguments say and return the exit code; raises `SmpTrainError` for what the user can fix."""
+    """Run ``smp-train train`` and return the exit code. Raises `SmpTrainError` for a failure that the user can fix."""
     if prompts_only(resolved.args):
         with distributed.started(ranks, **group_settings(resolved.args)) as device:
             generation.with_flags(resolved.args, device)
@@ -50,7 +50,7 @@ def group_settings(args: Arguments) -> dict[str, Any]:
 
 
 def train(resolved: Resolved, ranks: Runtime) -> Run:
-    """Train, or evaluate, as the arguments say, and return the run, closed; failures are those of `main`."""
+    """Train, or evaluate with --evaluate_only, and return the closed run. Raises `SmpTrainError`, as `main`."""
     device = distributed.start(ranks, **group_settings(resolved.args))
     with ExitStack() as opened:
         if ranks.world_size == 1:
@@ -86,35 +86,35 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
 
 
 def resume(run: Run) -> None:
-    """Continue from the newest committed checkpoint, if the run asks for one and there is one; collective."""
-    found = run.found
-    if found is None:
+    """Load the checkpoint that `build_run` found, if any, and set the run's position; collective."""
+    checkpoint = run.resumed
+    if checkpoint is None:
         log.info("Starting at step 0")
         track(run)
         return
-    with Progress(f"Loading {found.path}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
-        load(run, found)
-    with distributed.together(f"resuming from {found.path}"):
-        consumed = data_position(run, found)
+    with Progress(f"Loading {checkpoint.path}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
+        load(run, checkpoint)
+    with distributed.together(f"resuming from {checkpoint.path}"):
+        consumed = data_position(run, checkpoint)
     if run.start.is_own:  # another run's best checkpoint is not among this one's
-        run.best = Best.of_meta(found.meta)
-    run.spikes.restore(found.meta.get("spikes"), run.train_data.global_batch)
-    run.progress = Position(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
-    if found.durable:
-        run.saved_step, run.saved_path = found.step, found.path
-    log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
-    then, here = (mesh_sizes(mesh) for mesh in (found.meta.get("mesh", {}), run.backend.topology.mesh))
-    if then != here and "data" in found.meta:
+        run.best = Best.of_meta(checkpoint.meta)
+    run.spikes.restore(checkpoint.meta.get("spikes"), run.train_data.global_batch)
+    run.progress = Position(step=checkpoint.step, consumed=consumed, tokens=checkpoint.meta["tokens"])
+    if checkpoint.durable:
+        run.saved_step, run.saved_path = checkpoint.step, checkpoint.path
+    log.info("Resumed from %s at step %d, %d samples in", checkpoint.path, checkpoint.step, consumed)
+    saved_mesh, mesh = (mesh_sizes(mesh) for mesh in (checkpoint.meta.get("mesh", {}), run.backend.topology.mesh))
+    if saved_mesh != mesh and "data" in checkpoint.meta:
         log.info(
             "It was saved on another mesh (%s; here %s): weights, moments and the order of samples are the same; "
-            "dropout masks differ, because they depend on the rank", then, here,
+            "dropout masks differ, because they depend on the rank", saved_mesh, mesh,
         )  # fmt: skip
-    if (changed := changed_settings(run.args, found)) and not run.args.evaluate_only:
+    if (changed := changed_settings(run.args, checkpoint)) and not run.args.evaluate_only:
         log.info("From here on with other settings than the checkpoint's: %s", ", ".join(changed))
     track(run)
-    run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
+    run.metrics.event("resume", step=checkpoint.step, checkpoint=checkpoint.path, consumed=consumed)
     if run.args.checkpoint_type == "full" and not run.args.evaluate_only:
-        complete_model(run, found)
+        complete_model(run, checkpoint)
 
 
 def track(run: Run) -> None:
@@ -127,16 +127,16 @@ def track(run: Run) -> None:
         run.metrics.trackers = Trackers(trackers, config) if trackers else None
 
 
-def data_position(run: Run, found: Checkpoint) -> int:
+def data_position(run: Run, checkpoint: Checkpoint) -> int:
     """Return how many samples of this run's order are consumed at the checkpoint; not collective."""
-    if "data" in found.meta:
+    if "data" in checkpoint.meta:
         if run.args.evaluate_only and run.args.training_dir is None:  # the data it is of may not be here
-            return int(found.meta["data"].get("consumed", 0))
-        return run.train_data.check_state(found.meta["data"], allow_data_change=run.args.allow_data_change)
-    consumed, by = imported_position(found, run.train_data)
+            return int(checkpoint.meta["data"].get("consumed", 0))
+        return run.train_data.check_state(checkpoint.meta["data"], allow_data_change=run.args.allow_data_change)
+    consumed, counter = imported_position(checkpoint, run.train_data)
     log.info(
         "Data: begins at sample %d (by %s); this run has its own sample order: within this epoch some rows repeat and "
-        "others are skipped", consumed, by,
+        "others are skipped", consumed, counter,
     )  # fmt: skip
     return consumed
 
@@ -182,9 +182,9 @@ def fit(run: Run) -> bool:
                 save_last(run)
                 raise
             better = args.keep_best and run.best.step == progress.step
-        wanted = stopped or is_over(run) or better
-        if wanted or run.checkpoints.due(progress.step):
-            save(run, force=wanted)
+        force = stopped or is_over(run) or better
+        if force or run.checkpoints.due(progress.step):
+            save(run, force=force)
     batches.close()
     profiler.close()
     run.screen.close()
@@ -200,7 +200,7 @@ def validation_is_due(run: Run) -> bool:
 
 
 def is_over(run: Run) -> bool:
-    """Return whether no step follows: none is left, a callback has failed, or --early_stopping ends the run."""
+    """Return whether no step follows: all are done, a callback has failed, or --early_stopping ends the run."""
     return is_last(run) or run.callback_failure is not None or ends_early(run)
 
 
@@ -210,8 +210,8 @@ def ends_early(run: Run) -> bool:
 
 
 def finish(run: Run) -> None:
-    """Write the final model if asked for, and the marker that tells a launcher how the run ended; collective."""
-    at, stopped = run.progress.step, run.stopped
+    """Write the final model if asked for, and the marker DONE or STOPPED, which launchers read; collective."""
+    last_step, stopped = run.progress.step, run.stopped
     heartbeat.enter(heartbeat.SAVE)
     best = None if run.args.evaluate_only else best_checkpoint(run)
     if run.args.load_best_model_at_end and best is not None and not stopped:
@@ -227,24 +227,25 @@ def finish(run: Run) -> None:
         if run.audit is not None:
             run.audit.check()
     mark = run.folder.mark_stopped if stopped else run.folder.mark_done
-    distributed.on_main("writing how the run ended", lambda: mark(at))
-    run.metrics.event("stop" if stopped else "finish", step=at)
+    distributed.on_main("writing how the run ended", lambda: mark(last_step))
+    run.metrics.event("stop" if stopped else "finish", step=last_step)
     if stopped:
         how = how_to_resume(run.resolved, run.start, run.runtime)
-        log.info("Stopped at step %d of %d on request; %s", at, run.total_steps, how)
+        log.info("Stopped at step %d of %d on request; %s", last_step, run.total_steps, how)
     else:
         if ends_early(run):
             log.info(
                 "The validation loss has not fallen in %d validations since step %s: --early_stopping %d ends the run "
-                "at step %d", run.best.since, run.best.step, run.args.early_stopping, at,
+                "at step %d", run.best.since, run.best.step, run.args.early_stopping, last_step,
             )  # fmt: skip
-        log.info("Finished: step %d%s", at, ", the data has ended" if run.data_ended else f" of {run.total_steps}")
+        end = ", the data has ended" if run.data_ended else f" of {run.total_steps}"
+        log.info("Finished: step %d%s", last_step, end)
         if run.truncated:
             log.info(
                 "%d rows lost their end, with %d tokens that carry loss (--long truncate)", run.truncated,
                 run.truncated_targets,
             )  # fmt: skip
     losses = f"step {run.best.step}, validation loss {run.best.loss:.5f}"
-    log.info("%s%s", output(run.args), f"; best: {best} ({losses})" if best else "")
+    log.info("%s%s", output_line(run.args), f"; best: {best} ({losses})" if best else "")
     if stopped and run.runtime.launcher == "torchrun" and (run.stop.reason or "").startswith("SIG"):
         log.info("If torchrun got the signal too, its traceback (SignalException) follows: it is no failure of the run")

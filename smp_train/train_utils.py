@@ -43,7 +43,7 @@ class Limits(NamedTuple):
 
 
 NO_LIMITS = Limits()
-"""Only what is not finite exceeds them."""
+"""Limits that only a value that is not finite exceeds."""
 
 
 def build_optimizer(args: Arguments, backend: Backend, model: nn.Module) -> torch.optim.AdamW:
@@ -323,18 +323,21 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> tu
 
 
 def read_together(
-    backend: Backend, data: ValidationData, what: str, before: Callable[[], None] = lambda: None
+    data: ValidationData, task: str, before_agreeing: Callable[[], None] = lambda: None
 ) -> Iterator[Batch]:
-    """Yield the batches of this rank; every `READ_TOGETHER` of them, ranks agree that none has failed at ``what``.
+    """Yield the batches of this rank; every `READ_TOGETHER` batches, all ranks agree that none has failed.
 
-    ``before`` is called each time before that, and may be collective.
+    Args:
+        data: This rank's part.
+        task: Names the work in the failure, as in `distributed.together`.
+        before_agreeing: Called before each agreement; may be collective.
     """
     batches = data.batches()
     for _ in range(0, len(data), READ_TOGETHER):
-        before()
-        with distributed.together(what):
-            some = list(islice(batches, READ_TOGETHER))
-        yield from some
+        before_agreeing()
+        with distributed.together(task):
+            next_batches = list(islice(batches, READ_TOGETHER))
+        yield from next_batches
 
 
 def _counts_its_rows(backend: Backend, *, among_tensor_ranks: bool = True) -> bool:

@@ -88,8 +88,8 @@ def save(place: Path | str, *steps: int, rows: int = 4, **more: Any) -> None:
 def resumed(place: Path | str, *, strict: bool = False, name: str | None = None) -> Any:
     """Return the checkpoint that a start resumes from, None if there is none; ``name`` is named by the start's flag."""
     from smp_train.checkpoints.folder import open_folder
-    from smp_train.run.naming import Candidate, Start
-    from smp_train.run.resume import look_for_checkpoint
+    from smp_train.run.resume import find_checkpoint
+    from smp_train.run.start import Candidate, Start
 
     folder = open_folder(place)
     candidates = tuple(
@@ -101,7 +101,7 @@ def resumed(place: Path | str, *, strict: bool = False, name: str | None = None)
         strict_resume=int(strict), evaluate_only=0, checkpoint_dir=[split(place)[0]], resume_from_checkpoint=str(place)
     )
     start = Start(split(place)[1], True, candidates, went_back=name is not None, is_one_checkpoint=name is not None)
-    return look_for_checkpoint(cast(Any, args), cast(Any, None), start, {})[0]
+    return find_checkpoint(cast(Any, args), cast(Any, None), start, {})[0]
 
 
 def loaded(place: Path | str, rows: int = 4, of_step: int | None = None) -> int:

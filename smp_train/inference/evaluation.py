@@ -196,15 +196,15 @@ def evaluate(
     model = backend.build(meta, seed=args.seed, initial=False)
     described.fill(model)
     return {
-        place: train_utils.evaluate(backend, model, batches(backend, each, place, show=ranks.is_main))
+        place: train_utils.evaluate(backend, model, batches(each, place, show=ranks.is_main))
         for place, each in data.items()
     }
 
 
-def batches(backend: Any, data: ValidationData, place: str, *, show: bool) -> Iterator[Batch]:
+def batches(data: ValidationData, place: str, *, show: bool) -> Iterator[Batch]:
     """Yield the batches, read so that a failure on one rank is one on all; ``show`` shows progress."""
     with Progress(place, len(data), "batches", show) as progress:
-        yield from progress.over(train_utils.read_together(backend, data, f"reading {place}"))
+        yield from progress.over(train_utils.read_together(data, f"reading {place}"))
 
 
 def report(found: Evaluation, *, as_json: bool) -> None:

@@ -72,7 +72,7 @@ def free_memory(device: torch.device, ranks: Runtime) -> tuple[int, int]:
 def question(
     args: Arguments, fixed: frozenset[str], ranks: Runtime, gpu: str, memory: int
 ) -> dict[str, Any]:  # fmt: skip
-    """Return everything that a choice depends on, as ``run.json`` has it: flags, devices and their memory.
+    """Return the flags, devices and memory that a choice depends on, as written to ``run.json``.
 
     ``gpu`` is the name of the GPU, "" on a CPU. A CPU's free memory differs from start to start, so it is left out.
     """

@@ -17,19 +17,19 @@ class Best:
     since: int = 0
 
     def see(self, step: int, loss: float) -> None:
-        """Take the loss of a validation into account; NaN is never the lowest."""
+        """Record the loss of a validation; NaN is never the lowest."""
         if loss < self.loss:
             self.step, self.loss, self.since = step, loss, 0
         else:
             self.since += 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for ``meta.json``; no loss before the first validation."""
+        """Return the state for ``meta.json``; the loss is None before the first validation."""
         return {"step": self.step, "loss": None if self.step is None else self.loss, "since": self.since}
 
     @staticmethod
     def of_meta(meta: Mapping[str, Any]) -> Best:
-        """Return what a checkpoint's ``meta.json`` holds of it; nothing in those of older versions."""
+        """Return the state in a checkpoint's ``meta.json``; a fresh one for an imported checkpoint."""
         saved = meta.get("best") or {}
         if saved.get("step") is None:
             return Best(since=saved.get("since", 0))

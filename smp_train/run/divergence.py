@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 def respond(run: Run, pending: train_utils.PendingStep, numbers: train_utils.StepNumbers) -> bool:
-    """Respond to a step whose loss or gradient norm exceeds its limit, as --on_spike says; collective.
+    """Apply --on_spike to a step whose loss or gradient norm exceeds its limit; collective.
 
     Returns whether the step's update is not in the weights, so that the step queued after it must be repeated. Raises
     `SmpTrainError` if the run ends here, with nothing saved of this step.
@@ -112,12 +112,12 @@ def roll_back(run: Run, step: int, checkpoint: str) -> int:
 
     Steps and data go on after ``step``: the updates since the checkpoint are as if skipped.
     """
-    found = open_verified(checkpoint)
-    run.spikes.count_rollback(step, found.step)
-    load(run, found)
-    run.spikes.skip(found.step + 1, step)
+    target = open_verified(checkpoint)
+    run.spikes.count_rollback(step, target.step)
+    load(run, target)
+    run.spikes.skip(target.step + 1, step)
     run.checkpoints.next_generation()
-    return found.step
+    return target.step
 
 
 def examine(run: Run, pending: train_utils.PendingStep, *, run_again: bool) -> list[Part]:
@@ -180,7 +180,7 @@ def first_layer(parts: list[Part]) -> str | None:
 def describe(
     pending: train_utils.PendingStep, numbers: train_utils.StepNumbers, limits: Limits, parts: list[Part]
 ) -> str:
-    """Return a step's loss and gradient norm, and the samples and the layer that they come from, as one sentence."""
+    """Return one sentence with a step's loss and gradient norm, its samples and the first layer that is not finite."""
 
     def micro_batch(part: Part, number: int) -> str:
         names = part.names[number] if number < len(part.names) else []
@@ -189,19 +189,19 @@ def describe(
     text = f"step {pending.step}: the loss is {numbers.loss:.5g} and the gradient norm {numbers.grad_norm:.5g}"
     if not numbers.not_finite:
         text += f", where {limits.loss:.5g} and {limits.grad_norm:.5g} are the limits"
-    words = [f"samples {pending.first} to {pending.consumed - 1} of the order"]
+    details = [f"samples {pending.first} to {pending.consumed - 1} of the order"]
     losses = [(loss, part, number) for part in parts for number, loss in enumerate(part.losses)]
     if losses:
         not_finite = [(part, number) for loss, part, number in losses if not math.isfinite(loss)]
         _, part, number = max(losses, key=lambda each: each[0] if math.isfinite(each[0]) else -math.inf)
-        words += [f"not finite for {micro_batch(*each)}" for each in not_finite[:NAMED]] or [
+        details += [f"not finite for {micro_batch(*each)}" for each in not_finite[:NAMED]] or [
             f"the highest loss is {micro_batch(part, number)}"
         ]
     else:
-        words.append(f"among them {micro_batch(parts[0], 0)}")
+        details.append(f"among them {micro_batch(parts[0], 0)}")
     layer = first_layer(parts)
     if layer is not None:
-        words.append(f"first in the output of {layer}")
+        details.append(f"first in the output of {layer}")
     elif numbers.not_finite:
-        words.append("no layer's output: in the loss, or in the backward pass")
-    return f"{text}; {', '.join(words)}"
+        details.append("no layer's output: in the loss, or in the backward pass")
+    return f"{text}; {', '.join(details)}"

@@ -24,11 +24,12 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models import tokenizer
 from smp_train.models.configuration import changes_from
 from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
-from smp_train.run.naming import Start, nothing_found
+from smp_train.run.start import Start
+from smp_train.run.start_log import nothing_to_resume_line
 from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import get_logger
 
-OF_OPTIMIZER = (
+OPTIMIZER_FLAGS = (
     "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "max_steps", "warmup", "plateau", "weight_decay", "beta1",
     "beta2", "adam_epsilon", "grad_clip",
 )  # fmt: skip
@@ -39,7 +40,7 @@ log = get_logger()
 
 def with_saved_row_length(resolved: Resolved, start: Start) -> Resolved:
     """Return the settings with the row length of the checkpoint whose model the run takes, if no flag gives either."""
-    newest = start.described
+    newest = start.newest_readable
     if newest is None or names_model(resolved.args) or resolved.args.max_context_width is not None:
         return resolved
     saved = (newest.meta.get("arguments") or {}).get("max_context_width")
@@ -48,54 +49,54 @@ def with_saved_row_length(resolved: Resolved, start: Start) -> Resolved:
 
 def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
     """Return the model of the checkpoint that the run goes on from, if no flag names the model; not collective."""
-    newest = start.described
+    newest = start.newest_readable
     if newest is None or names_model(args):
         return None
     return resolve_saved(newest.model_config(), newest.marker.model_type, newest.path, newest.meta, args)
 
 
-def tokenizer_in_checkpoint(spec: ModelSpec, found: Checkpoint | None) -> dict[str, bytes]:
-    """Return the tokenizer's files in ``found``, or in the checkpoint to finetune; else none. Not collective."""
-    if found is None and spec.pretrained is not None and locate(spec.pretrained).kind == "checkpoint":
-        found = open_checkpoint(spec.pretrained)
-    return {} if found is None else found.tokenizer()
+def tokenizer_in_checkpoint(spec: ModelSpec, checkpoint: Checkpoint | None) -> dict[str, bytes]:
+    """Return the tokenizer's files in ``checkpoint``, by default the checkpoint to finetune; not collective."""
+    if checkpoint is None and spec.pretrained is not None and locate(spec.pretrained).kind == "checkpoint":
+        checkpoint = open_checkpoint(spec.pretrained)
+    return {} if checkpoint is None else checkpoint.tokenizer()
 
 
-def tokenizer_of(
-    args: Arguments, spec: ModelSpec, found: Checkpoint | None, *, reads_text: bool = False
+def tokenizer_of_run(
+    args: Arguments, spec: ModelSpec, checkpoint: Checkpoint | None, *, reads_text: bool = False
 ) -> dict[str, bytes]:
-    """Return the files of the run's tokenizer, for its checkpoints; empty where none is known. Not collective.
+    """Return the files of the run's tokenizer, which go into its checkpoints; empty if it has no tokenizer.
 
-    It is --tokenizer, the tokenizer of the weights, that of the model's name where the run reads text, or the tokenizer
-    of the checkpoint to resume or finetune; the tokenizer of prepared training data where no other is known, or where
-    it is the same with a chat template.
+    In this order: --tokenizer; the weights' tokenizer; the tokenizer of the model's name if the run reads text; the
+    tokenizer of the checkpoint to resume or finetune; the tokenizer of prepared training data. The last one also takes
+    precedence if it is the same tokenizer with a chat template. Not collective.
     """
-    where = args.tokenizer or tokenizer.tokenizer_folder(spec.pretrained)
-    if where is None and reads_text:
-        where = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
-    files = _tokenizer_files(args, where)
+    location = args.tokenizer or tokenizer.tokenizer_folder(spec.pretrained)
+    if location is None and reads_text:
+        location = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
+    files = _tokenizer_files(args, location)
     if not files:
-        where, files = "the checkpoint", tokenizer_in_checkpoint(spec, found)
+        location, files = "the checkpoint", tokenizer_in_checkpoint(spec, checkpoint)
         if files and args.chat_template:
             with tokenizer.folder_of(files) as folder:
                 files = tokenizer.tokenizer_files(folder, args.chat_template)
-    locations = [location for location in training_sources(args)[0] if not is_hub_name(location)]
-    if locations and not args.tokenizer:
-        of_data = tokenizer.tokenizer_folder_of_data(locations)
-        known = _tokenizer_files(args, of_data)
-        if known and (not files or tokenizer.adds_chat_template(known, files)):
-            where, files = of_data, known
+    data_folders = [source for source in training_sources(args)[0] if not is_hub_name(source)]
+    if data_folders and not args.tokenizer:
+        data_location = tokenizer.tokenizer_folder_of_data(data_folders)
+        data_files = _tokenizer_files(args, data_location)
+        if data_files and (not files or tokenizer.adds_chat_template(data_files, files)):
+            location, files = data_location, data_files
     if files:
-        log.info("Tokenizer: that of %s goes into the checkpoints", where)
+        log.info("Tokenizer: that of %s goes into the checkpoints", location)
     return files
 
 
-def _tokenizer_files(args: Arguments, where: str | None) -> dict[str, bytes]:
-    """Return a tokenizer's files; empty, with a warning, where it cannot be read and --tokenizer does not name it."""
-    if where is None:
+def _tokenizer_files(args: Arguments, location: str | None) -> dict[str, bytes]:
+    """Return a tokenizer's files. Empty, with a warning, if they cannot be read and --tokenizer does not name them."""
+    if location is None:
         return {}
     try:
-        return tokenizer.tokenizer_files(where, args.chat_template)
+        return tokenizer.tokenizer_files(location, args.chat_template)
     except ConfigError as failure:
         if args.tokenizer:
             raise
@@ -105,17 +106,17 @@ def _tokenizer_files(args: Arguments, where: str | None) -> dict[str, bytes]:
 
 @contextmanager
 def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterator[str | None]:
-    """Yield the location of the tokenizer that makes tokens of text; None where none is known; not collective.
+    """Yield the location of the tokenizer that converts text to tokens, or None; not collective.
 
-    It is --tokenizer, the tokenizer of the weights, or of the model by its name, or else of the checkpoint to resume or
-    finetune, whose files are then in a temporary folder.
+    In this order: --tokenizer; the weights' tokenizer; the model's name; the checkpoint to resume or finetune, whose
+    files are then in a temporary folder.
     """
-    named = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
-    known = args.tokenizer or tokenizer.tokenizer_folder(spec.pretrained) or named
-    if known:
-        yield known
+    model_name = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
+    location = args.tokenizer or tokenizer.tokenizer_folder(spec.pretrained) or model_name
+    if location:
+        yield location
         return
-    files = tokenizer_in_checkpoint(spec, start.described)
+    files = tokenizer_in_checkpoint(spec, start.newest_readable)
     if not files:
         yield None
         return
@@ -123,17 +124,20 @@ def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterat
         yield folder
 
 
-def look_for_checkpoint(
+def find_checkpoint(
     args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]
 ) -> tuple[Checkpoint | None, Start]:
-    """Return the verified checkpoint that the run goes on from, None at step 0, and the start it is of; collective."""
+    """Return the verified checkpoint to resume from, or None, and the start updated with whose it is; collective."""
     if not start.continues:
         _log_aws_checkpoints(args)
         return None, start
-    strict, mark = args.strict_resume or start.is_one_checkpoint, start.is_own and not args.evaluate_only
+    strict, mark_damaged = args.strict_resume or start.is_one_checkpoint, start.is_own and not args.evaluate_only
     durable: list[Option] = [
-        ((each.generation, each.step), partial(open_intact, each.folder, each.name, strict=strict, mark=mark))
-        for each in start.candidates
+        (
+            (candidate.generation, candidate.step),
+            partial(open_intact, candidate.folder, candidate.name, strict=strict, mark=mark_damaged),
+        )
+        for candidate in start.candidates
     ]
     parts = [] if start.went_back else _parts_on_nodes(args, start, mesh)
     options = sorted(parts + durable, key=itemgetter(0), reverse=True) if start.is_own else parts + durable
@@ -147,11 +151,12 @@ def look_for_checkpoint(
             "afresh, give another --run_name or --checkpoint_dir, or move them away"
         )
     checkpoint = None
-    if start.elsewhere is not None:
-        checkpoint = aws.find_checkpoint(start.elsewhere, spec.config, strict=args.strict_resume)
+    if start.without_candidate is not None:
+        checkpoint = aws.find_checkpoint(start.without_candidate, spec.config, strict=args.strict_resume)
     if checkpoint is None:
         if args.resume_from_checkpoint is not None:
-            log.log(logging.WARNING if start.other_runs else logging.INFO, "%s", nothing_found(args, start))
+            level = logging.WARNING if start.other_runs else logging.INFO
+            log.log(level, "%s", nothing_to_resume_line(args, start))
     elif checkpoint.step < 1:
         raise CheckpointError(
             f"{checkpoint.path} does not say of which step it is; start from it with --finetune 1 "
@@ -165,17 +170,17 @@ Option = tuple[tuple[int, int], Callable[[], Checkpoint | None]]
 
 
 def _parts_on_nodes(args: Arguments, start: Start, mesh: dict[str, int]) -> list[Option]:
-    """Return the steps of the run of which every rank has its part on its node's disk; collective."""
-    near = [parent for parent in args.checkpoint_dir if is_node_local(parent)]
-    if not near:
+    """Return the run's steps for which every rank has its part on its node's disk; collective."""
+    local_parents = [parent for parent in args.checkpoint_dir if is_node_local(parent)]
+    if not local_parents:
         return []
     facts = facts_of_part([parent for parent in args.checkpoint_dir if not is_node_local(parent)], mesh)
-    steps = steps_on_nodes(near, start.name)
+    steps = steps_on_nodes(local_parents, start.name)
     return [(step, partial(open_parts, parent, start.name, step, facts)) for step, parent in steps]
 
 
 def _log_aws_checkpoints(args: Arguments) -> None:
-    """Log the checkpoints of SMP's sample scripts in the folders of a run that resumes from none; collective."""
+    """Log which checkpoint folders hold checkpoints of SMP's sample scripts, which a new run ignores; collective."""
     with distributed.together("looking into the checkpoint folders"):
         for folder in args.checkpoint_dir if distributed.rank() == 0 else ():
             paths = [] if is_node_local(folder) else aws.checkpoint_paths(folder)
@@ -186,58 +191,60 @@ def _log_aws_checkpoints(args: Arguments) -> None:
                 )  # fmt: skip
 
 
-def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
-    """Raise `CheckpointError` where a checkpoint's model is another function than the run's. Not collective."""
-    different = changes_from(found.meta, spec.config)
+def check_model(args: Arguments, spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` if a checkpoint's model computes something else than the run's model; not collective."""
+    different = changes_from(checkpoint.meta, spec.config)
     if different and not args.allow_model_change:
         raise CheckpointError(
-            f"{found.path} is of another model ({'; '.join(different)}); give the checkpoint's flags, or "
+            f"{checkpoint.path} is of another model ({'; '.join(different)}); give the checkpoint's flags, or "
             "--allow_model_change 1 to go on with this one"
         )
-    saved, here = found.meta.get("adapter"), adapter_of(spec)
-    if (saved is None) != (here is None) or (saved and here and {**saved, "base": ""} != {**here, "base": ""}):
+    saved, current = dict(checkpoint.meta.get("adapter") or {}), adapter_of(spec) or {}
+    saved_base, base = saved.pop("base", None), current.pop("base", None)
+    if saved != current:
         raise CheckpointError(
-            f"{found.path} is of a run {_adapters(saved)}, and this one is {_adapters(here)}; give the checkpoint's "
-            "--lora_rank, --lora_alpha, --lora_target_modules and --lora_dropout"
+            f"{checkpoint.path} is of a run {_adapters(saved)}, and this one is {_adapters(current)}; give the "
+            "checkpoint's --lora_rank, --lora_alpha, --lora_target_modules and --lora_dropout"
         )
-    if saved and here and saved.get("base") != here["base"]:
-        moved = f"The adapters of {found.path} are of {saved.get('base')}, and this run adds them to {here['base']}"
+    if saved_base != base:
+        moved = f"The adapters of {checkpoint.path} are of {saved_base}, and this run adds them to {base}"
         if not args.allow_model_change:
             raise CheckpointError(f"{moved}; give those weights, or --allow_model_change 1 where these are the same")
         log.warning("%s", moved, extra=ALL_RANKS)
     if different:
-        log.warning("The model is not that of %s: %s", found.path, "; ".join(different), extra=ALL_RANKS)
+        log.warning("The model is not that of %s: %s", checkpoint.path, "; ".join(different), extra=ALL_RANKS)
 
 
-def changed_settings(args: Arguments, found: Checkpoint) -> list[str]:
+def changed_settings(args: Arguments, checkpoint: Checkpoint) -> list[str]:
     """Return the settings of optimizer and schedule that differ from the checkpoint's, each with both values."""
-    saved = found.meta.get("arguments", {})
-    here = {name: getattr(args, name) for name in OF_OPTIMIZER}
+    saved = checkpoint.meta.get("arguments", {})
+    current = {name: getattr(args, name) for name in OPTIMIZER_FLAGS}
     return [
         f"--{name} {show(value)} (there {show(saved[name])})"
-        for name, value in here.items()
+        for name, value in current.items()
         if name in saved and saved[name] != value
     ]
 
 
 def adapter_of(spec: ModelSpec) -> dict[str, Any] | None:
-    """Return what a checkpoint says of the run's adapters: their settings, and where the adapted weights are."""
+    """Return the run's adapters as checkpoints describe them: settings, and the location of the adapted weights."""
     return None if spec.lora is None else {**spec.lora.to_json(), "base": normal(spec.pretrained or "")}
 
 
-def _adapters(of: Mapping[str, Any] | None) -> str:
-    return "without adapters" if of is None else "with " + " ".join(f"{k} {v}" for k, v in of.items() if k != "base")
+def _adapters(settings: Mapping[str, Any]) -> str:
+    return "with " + " ".join(f"{name} {value}" for name, value in settings.items()) if settings else "without adapters"
 
 
-def imported_position(found: Checkpoint, training: Loader) -> tuple[int, str]:
-    """Return the number of samples of this run's order to skip, and the counter of SMP's sample it follows from.
+def imported_position(checkpoint: Checkpoint, training: Loader) -> tuple[int, str]:
+    """Return how many samples of this run's order an imported checkpoint has consumed, and the counter that says so.
 
-    The sample counts sequences per data rank, which become global batches of this run. Its order differs.
+    AWS's sample counts sequences per data rank; they become global batches of this run, whose order differs.
     """
-    recorded = found.meta.get("imported", {})
-    batches, by = found.step, "its step"
+    recorded = checkpoint.meta.get("imported", {})
+    batches, counter = checkpoint.step, "its step"
     size = recorded.get("cli_args.train_batch_size")
     if size and "resume_from_sequence_number" in recorded:
         accumulated = recorded.get("cli_args.gradient_accumulation_steps") or 1
-        batches, by = recorded["resume_from_sequence_number"] // (size * accumulated), "resume_from_sequence_number"
-    return (batches * training.global_batch, by) if training.rows_in_epoch is not None else (0, "nothing")
+        batches = recorded["resume_from_sequence_number"] // (size * accumulated)
+        counter = "resume_from_sequence_number"
+    return (batches * training.global_batch, counter) if training.rows_in_epoch is not None else (0, "nothing")

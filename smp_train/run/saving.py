@@ -1,4 +1,4 @@
-"""Output of a run: checkpoints, and Hugging Face models beside them or at the end."""
+"""Saving during a run: checkpoints, and Hugging Face models with them or at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from smp_train.telemetry.run_folder import versions
 log = get_logger()
 
 MODEL_FOLDER = "hf"
-"""Sub-folder of a checkpoint for the model of --checkpoint_type full."""
+"""Sub-folder of a checkpoint for the Hugging Face model of --checkpoint_type full."""
 
 
 def save(run: Run, *, force: bool) -> None:
@@ -85,7 +85,7 @@ def best_checkpoint(run: Run) -> str | None:
 
 
 def load_best(run: Run, path: str) -> None:
-    """Make the model that of the best checkpoint, at ``path``; collective."""
+    """Load the best checkpoint, at ``path``, into the model; collective."""
     best = open_verified(path)
     if best.step != run.progress.step:
         load(run, best)
@@ -94,10 +94,10 @@ def load_best(run: Run, path: str) -> None:
 
 
 def report_saves(run: Run) -> None:
-    """Wait for a save in progress, and log what has been committed; collective."""
+    """Wait for the save in progress, log the committed checkpoints and call the callback; collective."""
     heartbeat.enter(heartbeat.SAVE)
-    what = f"Finishing the save of step {run.saved_step}, rank 0's part"
-    with Progress(what, unit="B", shown=run.runtime.is_main, moved=MOVED):
+    task = f"Finishing the save of step {run.saved_step}, rank 0's part"
+    with Progress(task, unit="B", shown=run.runtime.is_main, moved=MOVED):
         finished = run.checkpoints.finish()
     for saved in finished:
         if saved.durable:
@@ -127,7 +127,7 @@ def call_back(run: Run, event: str, record: Mapping[str, Any]) -> None:
 
 
 def end_saves(run: Run) -> None:
-    """Finish a save in progress before the run fails for another reason; collective."""
+    """Finish the save in progress before the run raises another failure; collective."""
     try:
         report_saves(run)
     except SmpTrainError as failure:
@@ -135,7 +135,7 @@ def end_saves(run: Run) -> None:
 
 
 def save_last(run: Run) -> None:
-    """Save the last completed step, unless it is saved, before the run fails for a reason of its own; collective."""
+    """Save the last completed step before the run raises a failure of its data or of a callback; collective."""
     try:
         save(run, force=True)
         report_saves(run)
@@ -144,7 +144,7 @@ def save_last(run: Run) -> None:
 
 
 def complete_model(run: Run, checkpoint: Checkpoint) -> None:
-    """Write the model that an interrupted start did not write beside the run's newest checkpoint; collective."""
+    """Write the Hugging Face model of the run's newest checkpoint if an interrupted start did not; collective."""
     if not run.start.is_own or not checkpoint.durable:
         return
 
@@ -165,16 +165,16 @@ def save_final_model(run: Run) -> None:
 def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     """Write the model of a checkpoint as a Hugging Face folder; collective.
 
-    Rank 0 writes, one tensor at a time, and the others wait, as the folder may be local to its node. Where parameter
-    names in checkpoints are not Hugging Face's, it writes the weights that the backend gathers.
+    Rank 0 writes one tensor at a time while all other ranks wait: the folder may be local to its node. It writes the
+    weights that the backend gathers if checkpoints do not have Hugging Face's parameter names.
     """
-    what = f"writing the model to {folder}"
-    with Progress(what, shown=run.runtime.is_main):
+    task = f"writing the model to {folder}"
+    with Progress(task, shown=run.runtime.is_main):
         weights = run.backend.full_weights(run.model)
         began = time.perf_counter()
         # Only weights that are read from the checkpoint have to be verified.
-        found = None if checkpoint is None else (open_verified if weights is None else open_checkpoint)(checkpoint)
-    with distributed.together(what), Progress(what, unit="B", shown=run.runtime.is_main) as progress:
-        if run.runtime.is_main and found is not None:
-            export(found, folder, weights=weights, overwrite=True, on_progress=progress.at)
+        opened = None if checkpoint is None else (open_verified if weights is None else open_checkpoint)(checkpoint)
+    with distributed.together(task), Progress(task, unit="B", shown=run.runtime.is_main) as progress:
+        if run.runtime.is_main and opened is not None:
+            export(opened, folder, weights=weights, overwrite=True, on_progress=progress.at)
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""Spikes of loss and gradient norm: the rule, and what a run knows of its own.
+"""Spikes of loss and gradient norm: the rule, and the state that a run and its checkpoints keep for it.
 
 A value is a spike above ``median + threshold * max(1.4826 * MAD, floor * median)`` of the window: the last
 --spike_window steps that were no spikes themselves. MAD is the median absolute deviation from the median; times 1.4826
@@ -19,18 +19,19 @@ from smp_train.errors import SmpTrainError
 from smp_train.train_utils import LARGEST, NO_LIMITS, Limits
 
 LEAST = 20
-"""Steps in a window, or all of a shorter one, before anything is a spike."""
+"""Fewest steps in the window for which the rule applies; the whole window if it is shorter."""
 IN_A_ROW = 5
-"""Steps in a row that are passed over; one more ends the run: that is another level, or the weights are lost."""
+"""Most steps in a row that are skipped. After one more the run ends: the loss has another level, or the weights are
+damaged."""
 TO_ONE_CHECKPOINT = 3
-"""Rollbacks to one checkpoint; one more ends the run."""
+"""Most rollbacks to one checkpoint; one more ends the run."""
 FIRST = 3
-"""Steps whose median loss is that of the start."""
+"""Number of first steps whose median loss is the loss at the start."""
 RISEN = 4
-"""Steps in a row with a loss far above the start's, from which on a run diverges."""
+"""Steps in a row with a loss far above the loss at the start, after which the run is reported to diverge."""
 
 FLOOR_OF_LOSS, FLOOR_OF_NORM = 0.02, 1.0
-"""Of the median: the least deviation that is counted with."""
+"""Lower bounds of the deviation, as fractions of the median."""
 
 
 def bound(values: Sequence[float], threshold: float, floor: float) -> float:
@@ -48,11 +49,11 @@ class Spikes:
         self.accepted: list[tuple[int, float, float]] = []
         """Step, loss and gradient norm."""
         self.skipped: list[list[int]] = []
-        """First and last of each stretch of steps whose updates are not in the weights."""
+        """First and last step of each range of steps whose updates are not in the weights."""
         self._first: list[float] = []
-        """The first losses."""
+        """Losses of the first `FIRST` steps."""
         self._risen = 0
-        """Steps in a row with a loss far above the first; more than `RISEN` once that was reported."""
+        """Steps in a row with a loss far above the start's; more than `RISEN` after the report."""
         self._row = 0
         self._rollbacks = (-1, 0)
         self._found: tuple[int, Limits] = (-1, Limits())
@@ -76,14 +77,15 @@ class Spikes:
         return self.policy != "warn"
 
     def accept(self, step: int, loss: float, grad_norm: float) -> None:
-        """Take the numbers of a step into the window."""
+        """Add the numbers of a step to the window."""
         self.accepted = [*self.accepted[-self.window - 1 :], (step, loss, grad_norm)]
 
     def diverges(self, loss: float) -> float | None:
-        """Take a step's loss; return the first loss if the run is found to diverge, which it is once.
+        """Add a step's loss; return the loss at the start when this step shows that the run diverges, once per run.
 
-        Random weights guess at best, so their loss only falls, and a batch of twice the usual loss is rare in
-        finetuning: `RISEN` steps in a row with twice the first loss, and 2 nats more, are neither.
+        The sign is `RISEN` steps in a row with twice the loss at the start, and at least 2 nats more. A healthy run
+        does not show it: random weights are no worse than a guess, so their loss falls, and in finetuning even one
+        batch with twice the usual loss is rare.
         """
         if len(self._first) < FIRST:
             self._first.append(loss)
@@ -96,13 +98,13 @@ class Spikes:
         return None
 
     def skip(self, first: int, last: int) -> None:
-        """Note that the updates of some steps are not in the weights."""
+        """Record that the updates of steps ``first`` to ``last`` are not in the weights."""
         while self.skipped and self.skipped[-1][1] >= first - 1:
             first = min(first, self.skipped.pop()[0])
         self.skipped.append([first, last])
 
     def skip_one(self, step: int) -> None:
-        """Note that a step's update was skipped; raises where there are too many in a row."""
+        """Record that a step's update was skipped. Raises `SmpTrainError` after `IN_A_ROW` in a row."""
         self._row = self._row + 1 if self.skipped and self.skipped[-1][1] == step - 1 else 1
         if self._row > IN_A_ROW:
             raise SmpTrainError(
@@ -112,7 +114,7 @@ class Spikes:
         self.skip(step, step)
 
     def count_rollback(self, step: int, to: int) -> None:
-        """Count a rollback to the checkpoint of step ``to``; raises where there were too many."""
+        """Count a rollback to the checkpoint of step ``to``. Raises `SmpTrainError` after `TO_ONE_CHECKPOINT`."""
         count = self._rollbacks[1] + 1 if self._rollbacks[0] == to else 1
         self._rollbacks = to, count
         if count > TO_ONE_CHECKPOINT:
@@ -122,7 +124,7 @@ class Spikes:
             )
 
     def state(self, batch: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps, plain JSON; ``batch`` is the samples of a step."""
+        """Return the state for a checkpoint, as plain JSON; ``batch`` is the global batch in samples."""
         accepted = [list(numbers) for numbers in self.accepted]
         rollbacks = list(self._rollbacks)
         return {
@@ -131,9 +133,9 @@ class Spikes:
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any] | None, batch: int) -> None:
-        """Take up the state of a checkpoint; one of an earlier version has none.
+        """Load the state of a checkpoint; None, as of an imported checkpoint, is a fresh state.
 
-        Of steps of another size than ``batch`` no numbers are kept: those of smaller ones deviate more.
+        Discards the window if the global batch changed: the numbers of smaller batches are noisier.
         """
         state = state or {}
         accepted = state.get("accepted", []) if state.get("batch", batch) == batch else []

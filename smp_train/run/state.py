@@ -20,8 +20,8 @@ from smp_train.errors import SmpTrainError
 from smp_train.learning_rates import Schedule
 from smp_train.models.resolve import ModelSpec
 from smp_train.run.best import Best
-from smp_train.run.naming import Start
 from smp_train.run.spikes import Spikes
+from smp_train.run.start import Start
 from smp_train.run.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.metrics import MetricsWriter, Throughput
@@ -65,7 +65,7 @@ class Run:
     throughput: Throughput
     stop: StopRequest
     audit: DataAudit | None
-    found: Checkpoint | None
+    resumed: Checkpoint | None
     """The checkpoint to resume from; None for a fresh start."""
     progress: Position = field(default_factory=Position)
     best: Best = field(default_factory=Best)

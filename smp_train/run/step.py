@@ -23,7 +23,7 @@ ASYNCHRONOUS_DEVICES = {"cuda"}
 def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     """Make one update and log it; return whether any rank was asked to stop; collective."""
     args, progress = run.args, run.progress
-    taken = run.train_data.step_samples(progress.consumed)
+    samples = run.train_data.step_samples(progress.consumed)
     micro_batches, failure = read_batch(run, batches)
     ballot = Ballot(
         tokens=sum(batch.counted_tokens() for batch in micro_batches),
@@ -42,11 +42,11 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
             if failure is not None:
                 raise failure
     progress.step += 1
-    progress.consumed += taken
+    progress.consumed += samples
     progress.tokens += total.tokens
     run.data_ended = not total.remaining
     count_truncated(run, total)
-    run.throughput.add(samples=taken, tokens=taken * run.train_data.seq_len)
+    run.throughput.add(samples=samples, tokens=samples * run.train_data.seq_len)
     if run.audit is not None:
         names = [name for batch in micro_batches for name in batch.samples if name]
         run.audit.step(
@@ -59,7 +59,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     if logged and run.times is not None:
         run.times.gather()
     run.pending_step = PendingStep(
-        progress.step, progress.consumed - taken, progress.consumed, progress.tokens,
+        progress.step, progress.consumed - samples, progress.consumed, progress.tokens,
         logged, micro_batches, result, result.to_host(),
     )  # fmt: skip
     validates = args.validation_freq and progress.step % args.validation_freq == 0

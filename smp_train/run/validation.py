@@ -36,8 +36,7 @@ def validate(run: Run) -> bool:
         with run.throughput.pause(), shown:
             loss, _ = train_utils.evaluate(
                 run.backend, run.model, shown.over(train_utils.read_together(
-                    run.backend, run.validation, "reading the validation data",
-                    before=lambda: raise_if_asked_to_stop(run),
+                    run.validation, "reading the validation data", lambda: raise_if_asked_to_stop(run)
                 )),
             )  # fmt: skip
     except AskedToStop:

@@ -18,8 +18,8 @@ from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_state import gather_state
-from smp_train.run.naming import Candidate, Start
-from smp_train.run.resume import look_for_checkpoint
+from smp_train.run.resume import find_checkpoint
+from smp_train.run.start import Candidate, Start
 from tests.checkpoint_files import committed, flipped, names
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
 from tests.distributed.test_checkpoints import train as updates
@@ -40,7 +40,7 @@ def found(folder: str, mesh: Any = MESH) -> Any:
     args = SimpleNamespace(
         strict_resume=0, evaluate_only=0, checkpoint_dir=folders(folder), resume_from_checkpoint=folder
     )
-    return look_for_checkpoint(cast(Any, args), cast(Any, None), Start("run", True, candidates), mesh)[0]
+    return find_checkpoint(cast(Any, args), cast(Any, None), Start("run", True, candidates), mesh)[0]
 
 
 def write(folder: str, layout: str) -> dict[int, dict[str, str]]:

@@ -13,7 +13,7 @@ import pytest
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.save import CheckpointManager, Policy
-from smp_train.run.naming import Start
+from smp_train.run.start import Start
 from tests.checkpoint_files import (
     committed,
     files,
@@ -120,7 +120,7 @@ def test_a_kill_at_any_operation_of_a_start_leaves_a_run_that_can_be_started(tmp
     def fail(place: Path) -> None:
         owner = Ownership([open_folder(place)])
         owner.acquire(force=True)
-        Start("run", False, generation=owner.generation, owner=owner).forget(ConfigError)
+        Start("run", False, generation=owner.generation, owner=owner).delete_new_folders(ConfigError)
 
     for number, before in enumerate((lambda place: None, lambda place: start(place, 3))):
         after, operations = 0, None

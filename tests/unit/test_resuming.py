@@ -17,8 +17,9 @@ from smp_train.checkpoints.owner import claims_in, owner_of
 from smp_train.distributed import detect
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.resolve import resolve
-from smp_train.run.naming import Start, how_to_resume, nothing_found, settle, start_line
-from smp_train.run.resume import changed_settings, look_for_checkpoint, model_to_resume
+from smp_train.run.resume import changed_settings, find_checkpoint, model_to_resume
+from smp_train.run.start import Start, choose_start
+from smp_train.run.start_log import how_to_resume, nothing_to_resume_line, start_line
 from tests.checkpoint_files import committed, contents, manager, names, state
 from tests.training import TINY
 
@@ -65,7 +66,7 @@ def settled(parent: str, environment: dict[str, str] | None = None, **changes: A
     with pytest.MonkeyPatch.context() as patched:
         for name, value in (environment or {}).items():
             patched.setenv(name, value)
-        resolved, start = settle(resolved, RANKS)
+        resolved, start = choose_start(resolved, RANKS)
     STARTS.append(start)
     return resolved, start
 
@@ -78,7 +79,7 @@ def began(parent: str, environment: dict[str, str] | None = None, *, saves: int 
     """Start a run, save the step ``saves``, if that is given, end, and return what it went on from."""
     resolved, begun = settled(parent, environment, **changes)
     try:
-        found, begun = look_for_checkpoint(resolved.args, spec(resolved.args, begun), begun, {})
+        found, begun = find_checkpoint(resolved.args, spec(resolved.args, begun), begun, {})
         if saves:
             save(parent, begun, saves)
     finally:
@@ -225,7 +226,7 @@ def test_a_folder_of_other_runs_names_them_and_the_run_begins_at_step_0(parent):
     run(parent, "two", 5)
     resolved, begun = settled(parent, run_name="three", resume_from_checkpoint=parent)
     assert (begun.newest, begun.other_runs) == (None, ("one", "two"))
-    line = nothing_found(resolved.args, begun)
+    line = nothing_to_resume_line(resolved.args, begun)
     assert all(part in line for part in ("Run three", parent, "step 0", "one, two", "--run_name"))
     ended(begun)
     assert began(parent, run_name="three", resume_from_checkpoint=parent, saves=1) == Began("three", own=True)
@@ -292,11 +293,11 @@ def test_an_evaluation_claims_nothing(parent):
 
 def test_a_start_that_fails_leaves_no_folder_of_its_own(parent, tmp_path):
     begun = start(parent)
-    begun.forget(ConfigError, ConfigError("no data"), None)
+    begun.delete_new_folders(ConfigError, ConfigError("no data"), None)
     assert open_folder(parent).storage.level() == ({}, [])
     run(parent, OURS, 3)
     again = start(parent, resume_from_checkpoint=parent)
-    again.forget(ConfigError, ConfigError("no data"), None)
+    again.delete_new_folders(ConfigError, ConfigError("no data"), None)
     assert owner_of(again.owner.folders).released, "the next start need not wait"
     assert began(parent, resume_from_checkpoint=parent) == Began(OURS, 3, f"{OURS}/llama_v2-3steps")
 
@@ -349,7 +350,7 @@ def test_an_own_older_checkpoint_opens_a_generation(parent):
     back = Began(OURS, 10, f"{OURS}/llama_v2-10steps")
     resolved, begun = settled(parent, **command)
     assert (begun.went_back, begun.is_own, begun.generation) == (True, True, 2)
-    found, _ = look_for_checkpoint(resolved.args, spec(resolved.args, begun), begun, {})
+    found, _ = find_checkpoint(resolved.args, spec(resolved.args, begun), begun, {})
     assert "goes back to its step 10" in start_line(resolved.args, begun, found)
     assert f"--resume_from_checkpoint {parent}" in how_to_resume(resolved, begun, RANKS), "not the checkpoint again"
     ended(begun)
@@ -383,7 +384,7 @@ def test_two_starts_of_a_derived_name_at_once_have_two_runs_or_one_error(parent,
 def test_a_resume_with_another_schedule_says_so(parent: str) -> None:
     began(parent, saves=3, run_name="a")
     resolved, begun = settled(parent, run_name="a", resume_from_checkpoint=parent, lr=0.01)
-    found, _ = look_for_checkpoint(resolved.args, spec(resolved.args, begun), begun, {})
+    found, _ = find_checkpoint(resolved.args, spec(resolved.args, begun), begun, {})
     assert found is not None
     found.meta["arguments"] = {"lr": 1e-4, "beta1": resolved.args.beta1}
     (changed,) = changed_settings(resolved.args, found)
