@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
-from smp_train import cli, distributed, train_lib
+from smp_train import distributed, train_lib
 from smp_train.arguments import Arguments, validate
 from smp_train.arguments.own import Own
 from smp_train.arguments.parse import from_keywords
@@ -24,6 +24,7 @@ from smp_train.distributed import Runtime
 from smp_train.distributed.agree import is_alone
 from smp_train.distributed.group import device_of
 from smp_train.errors import ConfigError
+from smp_train.failure_report import FailureReporter, report_uncaught
 from smp_train.inference import evaluation, generation, open_model
 from smp_train.inference.evaluation import Evaluation
 from smp_train.models.hugging_face import trust_code
@@ -230,5 +231,5 @@ def _called(*, debug: bool = False) -> Iterator[Runtime]:
         yield ranks
     except Exception:
         if ranks.world_size > 1:
-            cli.end_uncaught(ranks, debug=debug)
+            report_uncaught(FailureReporter(debug, ranks))
         raise

@@ -67,7 +67,7 @@ def test_releases_too_old_for_the_native_backend_are_refused_before_torch_is_imp
     monkeypatch.setitem(host.OLDEST, package, "99.1")
     imported = []
     done = types.SimpleNamespace(main=lambda *_: 0)
-    monkeypatch.setattr(cli, "_import", lambda name: imported.append(name) or done)
+    monkeypatch.setattr(cli, "import_verb", lambda name: imported.append(name) or done)
     data = ("--devices", "2") if words == ("plan",) else ("--use_synthetic_data", "--memory_check=0")
     assert cli.main([*words, "--model_type", "llama_v2", "--model_size", "7b", *data]) == code
     error = capsys.readouterr().err

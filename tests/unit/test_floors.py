@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "smp_train"
 FLOORS = [
     {"api"},
     {"cli", "__main__", "launch", "bench", "planning"},
+    {"failure_report"},
     {"train_lib"},
     {"build_run"},
     {"run", "inference"},

@@ -1,0 +1,123 @@
+"""The report of a failure: one line on stderr, an exit code, and what peers and launcher read about it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from smp_train.distributed import failures, heartbeat, start_attempted, world_size
+from smp_train.errors import CAUSE_VARIABLE, LostPeerError, SmpTrainError, explained, no_memory, redacted
+from smp_train.run.stop import wait_for_request
+
+if TYPE_CHECKING:
+    from smp_train.distributed import Runtime
+
+GIVE_WAY_SECONDS = 5.0
+"""Wait of a rank that failed because of another rank, if the launcher blames the first process that ends."""
+QUIET_SECONDS = 1.0
+"""The same wait under other launchers."""
+LOCAL_RANK_0_SECONDS = 5.0
+"""Wait of a node's other ranks for local rank 0 to report a failure that all of them have."""
+LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited", re.IGNORECASE
+)
+"""Matches messages of communication libraries about a peer that is gone or silent."""
+
+
+@dataclass
+class FailureReporter:
+    """Reports the failure that ends this process.
+
+    Attributes:
+        debug: print the traceback too.
+        runtime: this process among its ranks; None until the launcher is detected, and for verbs of one process.
+    """
+
+    debug: bool = False
+    runtime: Runtime | None = None
+
+    def report(self, failure: Exception) -> int:
+        """Print a failure, pass it to peers and launcher, and return the exit code."""
+        heartbeat.end()
+        if order := heartbeat.ordered():  # the watcher has reported the reason
+            time.sleep(GIVE_WAY_SECONDS)
+            failures.write_error_file(order["end"], 1)
+            failures.write_cause()
+            return 1
+        failure = explained(failure)
+        code = failure.exit_code if isinstance(failure, SmpTrainError) else 1
+        callstack = redacted("".join(traceback.format_exception(failure))) if self.debug else ""
+        sys.stderr.write(callstack)
+        text = redacted(" ".join(message_of(failure).split()))
+        runtime = self.runtime if self.runtime is not None and self.runtime.world_size > 1 else None
+        lost, repeats = lost_peer(failure), bool(getattr(failure, "repeats", False))
+        if not (lost or repeats):
+            failures.tell_peers(text.removeprefix("error: "))
+        # Before rendezvous all ranks of a node fail for the same reason, and local rank 0 reports it. The other ranks
+        # report it too if they still run after the wait: their launcher kills nobody, or local rank 0 has not failed.
+        if runtime is not None and runtime.local_rank > 0 and not start_attempted():
+            time.sleep(LOCAL_RANK_0_SECONDS)
+        # Rank 0 and the failing rank report; other ranks would repeat them.
+        if not repeats or runtime is None or runtime.rank == 0:
+            rank = "" if runtime is None else f"[rank {runtime.rank} on {runtime.hostname}] "
+            # One write: print makes two where the stream is unbuffered, as under torchrun, and ranks share the stream.
+            sys.stderr.write(f"smp-train: {rank}{text}\n")
+        if lost:
+            failures.write_cause()
+        if runtime is not None and (lost or repeats):
+            blames_first = CAUSE_VARIABLE in os.environ or failures.ERROR_FILE in os.environ
+            wait_for_request(GIVE_WAY_SECONDS if blames_first else QUIET_SECONDS)
+        failures.write_error_file(text, code, callstack)
+        return code
+
+
+def lost_peer(failure: BaseException) -> bool:
+    """Return whether this rank failed because it lost another rank, whose own message gives the cause."""
+    if isinstance(failure, LostPeerError):
+        return True
+    return isinstance(failure, RuntimeError) and world_size() > 1 and bool(LOST_PEER.search(str(failure)))
+
+
+def message_of(failure: Exception) -> str:
+    """Return the message for the user."""
+    text = " ".join(str(failure).split())
+    if isinstance(failure, SmpTrainError):
+        return f"error: {text}"
+    if lost_peer(failure):
+        reason = re.sub(r"^\[\S+:\d+\] ", "", text).partition(". ")[0]
+        first = failures.first_failure() or "its own message, or the launcher's, says why"
+        return f"error: lost touch with another rank; {first} ({reason[:200]})"
+    if (allocator_message := no_memory(failure)) is not None:
+        return (
+            f"error: out of memory: {allocator_message}; lower --train_batch_size or --max_context_width, give "
+            "--activation_checkpointing full or --sm_activation_offloading 1, or share the model among more GPUs"
+        )
+    return f"internal error: {type(failure).__name__}: {text} (run again with --debug 1 for the traceback)"
+
+
+def exit_immediately(code: int) -> NoReturn:
+    """Exit without ending the process group: its end would wait for peers that may be in a collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report_uncaught(reporter: FailureReporter) -> None:
+    """Install an excepthook that reports a failure as the command does, and exits immediately with its exit code."""
+    previous_hook = sys.excepthook
+
+    def hook(kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:
+        code = 1
+        if isinstance(failure, SmpTrainError) or (isinstance(failure, Exception) and lost_peer(failure)):
+            code = reporter.report(failure)
+        else:
+            previous_hook(kind, failure, trace)
+        exit_immediately(code)  # an excepthook has no other way to set the exit code
+
+    sys.excepthook = hook
