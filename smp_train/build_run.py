@@ -25,7 +25,7 @@ from smp_train.distributed import Runtime, heartbeat
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.distributed.watch import watch
 from smp_train.errors import ConfigError
-from smp_train.inference.open_model import ids_of
+from smp_train.inference.generation import prompt_ids
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models import smp_names, tokenizer
 from smp_train.models.flops import count_parameters, flops_per_token
@@ -173,7 +173,7 @@ def use_tokenizer(args: Arguments, spec: ModelSpec, files: dict[str, bytes], *, 
         raise ConfigError("--prompt: the run has no tokenizer; give --tokenizer")
     if args.prompt:  # a bad prompt is refused now, not at the end of the run
         with tokenizer.tokenizer_from(files) as opened:
-            ids_of(opened, args.prompt, spec.config)
+            prompt_ids(opened, args.prompt, spec.config)
 
 
 def open_throughput(ranks: Runtime, device: torch.device, spec: ModelSpec, seq_len: int) -> Throughput:

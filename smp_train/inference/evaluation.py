@@ -1,15 +1,16 @@
 """``smp-train evaluate``: loss and perplexity of a checkpoint on data sets, on one device or sharded over all ranks.
 
-Every flag of ``train`` that lays out the model or the data may be given; those that the checkpoint's run was given are
-the default. There is no optimizer and no training data.
+Every flag of ``train`` that lays out the model or the data may be given; some are by default as in the checkpoint's
+run. There is no optimizer and no training data.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,62 +19,41 @@ from smp_train import backends, distributed, train_utils
 from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.groups import flags
 from smp_train.arguments.model_flags import ParallelArguments
+from smp_train.arguments.parse import from_keywords
 from smp_train.arguments.validation import check_values, refuse_natively
 from smp_train.arguments.verb_parser import beside_train
 from smp_train.data.indexed import ValidationData
 from smp_train.data.open_data import Opener, open_evaluation
 from smp_train.data.source import Source
 from smp_train.errors import ConfigError
-from smp_train.inference import open_model as inference
+from smp_train.inference.open_model import SavedModel, open_model
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import row_length
 from smp_train.progress import Progress
 from smp_train.telemetry.logging_utils import perplexity, setup_logging
 
 if TYPE_CHECKING:
-    import torch
+    from torch import nn
 
-    from smp_train.data.batch import Batch
+    from smp_train.backends.base import Backend
 
-OF_THE_RUN = ("max_context_width", "short", "long", "text_column", "bf16", "attn_implementation", "chunked_loss")
-"""Flags whose default is what the checkpoint's run was given."""
-INSTEAD = {
-    "training_dir": "give --data", "test_dir": "give --data", "dataset": "give --data",
-    "resume_from_checkpoint": "give --checkpoint",
+FLAGS_OF_RUN = ("max_context_width", "short", "long", "text_column", "bf16", "attn_implementation", "chunked_loss")
+"""Flags whose default is their value in the checkpoint's run."""
+EFFECTIVE_FLAGS = {
+    *FLAGS_OF_RUN, *(field.name for field in fields(ParallelArguments)), "trust_remote_code", "seed", "dataset_type",
+    "zipped_data", "data_num_workers", "bad_rows", "max_bad", "data_cache_dir", "dataset_config_name", "streaming",
+    "tokenizer", "chat_template", "val_batch_size", "config", "smp_config", "debug", "distributed_backend",
+    "distributed_timeout_minutes",
 }  # fmt: skip
-"""Flags of ``train`` in whose place this verb has others."""
-READ = {
-    *OF_THE_RUN, "trust_remote_code", "seed", "dataset_type", "zipped_data", "data_num_workers", "bad_rows", "max_bad",
-    "data_cache_dir", "dataset_config_name", "streaming", "tokenizer", "chat_template", "val_batch_size", "config",
-    "smp_config", "debug", "distributed_backend", "distributed_timeout_minutes",
+"""Flags of ``train`` with an effect on an evaluation."""
+REPLACEMENTS = {
+    "training_dir": "--data", "test_dir": "--data", "dataset": "--data", "resume_from_checkpoint": "--checkpoint",
 }  # fmt: skip
-"""Flags with an effect here, besides those of parallelism."""
-
-
-def options() -> argparse.ArgumentParser:
-    """Return the parser of this verb's own flags."""
-
-    found = beside_train("evaluate", __doc__ or "", "--hybrid_shard_degree, --val_batch_size")
-    add = found.add_argument
-    add("--checkpoint", required=True, help="checkpoint, a run's folder of checkpoints, or Hugging Face model; also s3://")
-    add("--data", nargs="+", required=True, help="token shards, Arrow data sets or text; each is evaluated by itself")
-    add("--batches", type=int, help="batches of a data set at most, per data-parallel rank (default: all)")
-    add("--json", action="store_true", help="print one JSON object")
-    add("--model", help="configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub")
-    return found
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the verb; return the exit code. Collective under a launcher."""
-    own, rest = options().parse_known_args(list(argv))
-    found = run(parse(rest, environ={}), own.checkpoint, own.data, batches=own.batches, model=own.model)
-    if distributed.detect().is_main:
-        report(found, as_json=own.json)
-    return 0
+"""Flags of ``train`` and the flags of this verb that replace them."""
 
 
 class Score(NamedTuple):
-    """Loss in nats per counted token, e to its power, and the counted tokens."""
+    """Loss in nats per counted token, the perplexity, and the number of counted tokens."""
 
     loss: float
     perplexity: float
@@ -82,13 +62,13 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `smp-train evaluate` finds.
+    """The result of an evaluation.
 
     Attributes:
-        checkpoint: location of the checkpoint that was chosen, or of the model.
-        step: of the checkpoint; None for a model.
-        data: of each data set.
-        all: of all tokens together.
+        checkpoint: location of the checkpoint or model.
+        step: step of the checkpoint; None for a model.
+        data: score of each data set, by name.
+        all: score of all tokens together.
     """
 
     checkpoint: str
@@ -97,128 +77,148 @@ class Evaluation:
     all: Score
 
 
-def run(
-    resolved: Resolved, checkpoint: str, places: Sequence[str] | Mapping[str, str | Source], *,
-    batches: int | None = None, model: str | None = None,
-) -> Evaluation:  # fmt: skip
-    """Evaluate a checkpoint on data sets; collective under a launcher.
+def options() -> argparse.ArgumentParser:
+    """Return the parser of the flags that `smp-train train` lacks."""
+    parser = beside_train("evaluate", __doc__ or "", "--hybrid_shard_degree, --val_batch_size")
+    add = parser.add_argument
+    add("--checkpoint", required=True, help="checkpoint, a run's folder of checkpoints, or Hugging Face model; also s3://")
+    add("--data", nargs="+", required=True, help="token shards, Arrow data sets or text; each is evaluated by itself")
+    add("--batches", type=int, help="batches of a data set at most, per data-parallel rank (default: all)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--model", help="configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; return the exit code. Collective under a launcher."""
+    given, flags_of_train = options().parse_known_args(list(argv))
+    evaluation = evaluate_with_flags(
+        parse(flags_of_train, environ={}), given.checkpoint, given.data, batches=given.batches, model=given.model
+    )
+    if distributed.detect().is_main:
+        report(evaluation, as_json=given.json)
+    return 0
+
+
+def evaluate(
+    checkpoint: str,
+    data: str | Source | Sequence[str] | Mapping[str, str | Source],
+    *,
+    batches: int | None = None,
+    model: str | None = None,
+    **flags: Any,
+) -> Evaluation:
+    """Return loss, perplexity and tokens of a checkpoint on data sets, as ``smp-train evaluate`` does; collective.
 
     Args:
-        resolved: flags of ``train`` that were given.
-        checkpoint: as --checkpoint.
-        places: as --data, or places and rows of a program's own by name.
-        batches: as --batches.
-        model: as --model.
+        checkpoint: checkpoint, a run's folder of checkpoints (the newest), or Hugging Face model; also ``s3://``.
+        data: one or several locations (token shards, Arrow data sets, text), or locations and `Source` objects by name.
+        batches: batches of a data set at most, per data-parallel rank; None for all.
+        model: configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub.
+        flags: flags of ``smp-train train``, by name; the defaults of `FLAGS_OF_RUN` are their values in the
+            checkpoint's run.
     """
-    for name, remedy in INSTEAD.items():
-        if resolved.given(name):
-            raise ConfigError(f"--{name} is for training; {remedy}")
-    if idle := [name for name in flags() if resolved.given_here(name) and name not in _effective()]:
-        raise ConfigError(f"--{idle[0]} has no effect on an evaluation; leave it out")
-    if resolved.args.backend == "smp":
-        raise ConfigError("--backend smp: evaluate is of the native backend; on SMP, use train --evaluate_only 1")
+    return evaluate_with_flags(from_keywords(flags, environ={}), checkpoint, data, batches=batches, model=model)
+
+
+def evaluate_with_flags(
+    resolved: Resolved, checkpoint: str, data: str | Source | Sequence[str] | Mapping[str, str | Source], *,
+    batches: int | None, model: str | None,
+) -> Evaluation:  # fmt: skip
+    """Return what `evaluate` returns, for flags of ``train`` that are parsed already; collective."""
+    if isinstance(data, Source):
+        data = {"data": data}
+    elif not isinstance(data, Mapping):
+        data = {location: location for location in ([data] if isinstance(data, str) else data)}
+    if not data:
+        raise ConfigError("there is no data to evaluate on; give --data")
     if batches is not None and batches < 1:
         raise ConfigError(f"--batches {batches}: must be at least 1")
+    refuse_flags(resolved)
     args = replace(resolved.args, evaluate_only=True, backend="native")
     check_values(args)
     refuse_natively(args)
     trust_code(args.trust_remote_code)
     ranks = distributed.detect()
     setup_logging(ranks.rank, level="DEBUG" if args.debug else "WARNING")
-    with (
-        distributed.started(
-            ranks, distributed_backend=args.distributed_backend, timeout_seconds=60 * args.distributed_timeout_minutes
-        ) as device,
-        ExitStack() as opened,
-    ):
-        described = inference.describe(checkpoint, model)
-        args = take_over(args, described, given={name for name in flags() if resolved.given(name)})
-        by_name = places if isinstance(places, Mapping) else {place: place for place in places}
-        if not by_name:
-            raise ConfigError("there is no data to evaluate on; give --data")
-        found = evaluate(args, ranks, device, described, by_name, batches, opened)
-    tokens = sum(count for _, count in found.values())
-    total = sum(loss * count for loss, count in found.values()) / tokens
-    rows = {place: Score(loss, perplexity(loss), count) for place, (loss, count) in found.items()}
-    step = None if described.checkpoint is None else described.checkpoint.step
-    return Evaluation(described.location, step, rows, Score(total, perplexity(total), tokens))
+    group = {
+        "distributed_backend": args.distributed_backend, "timeout_seconds": 60 * args.distributed_timeout_minutes,
+    }  # fmt: skip
+    with distributed.started(ranks, **group) as device, ExitStack() as opened:
+        saved = open_model(checkpoint, model)
+        args = with_flags_of_run(args, resolved, saved)
+        seq_len = row_length(args, saved.spec)
+        args = replace(args, max_context_width=seq_len)
+        backend, _ = backends.select(args, ranks, device)
+        meta_model = backend.check(saved.spec, seq_len=seq_len)
+        tokenizer = functools.cache(lambda: args.tokenizer or opened.enter_context(saved.tokenizer_location()))
+        vocab_size = saved.spec.config.vocab_size
+        opener = Opener(args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks, tokenizer=tokenizer)
+        validation = {name: open_data(opener, name, each, backend, batches) for name, each in data.items()}
+        network = backend.build(meta_model, seed=args.seed, initial=False)
+        saved.load_weights(network)
+        scores = {name: score(backend, network, each, name) for name, each in validation.items()}
+    tokens = sum(each.tokens for each in scores.values())
+    loss = sum(each.loss * each.tokens for each in scores.values()) / tokens
+    step = None if saved.checkpoint is None else saved.checkpoint.step
+    return Evaluation(saved.location, step, scores, Score(loss, perplexity(loss), tokens))
 
 
-def _effective() -> set[str]:
-    return READ | {field.name for field in fields(ParallelArguments)}
+def refuse_flags(resolved: Resolved) -> None:
+    """Raise `ConfigError` for a flag without effect, except in a ``--config`` file, which may serve other verbs."""
+    for name in flags():
+        if resolved.given_here(name) and name not in EFFECTIVE_FLAGS:
+            remedy = f"give {REPLACEMENTS[name]}" if name in REPLACEMENTS else "leave it out"
+            raise ConfigError(f"--{name} has no effect on an evaluation; {remedy}")
+    if resolved.args.backend == "smp":
+        raise ConfigError("--backend smp: evaluate is of the native backend; on SMP, use train --evaluate_only 1")
 
 
-def take_over(args: Arguments, described: inference.Described, given: set[str]) -> Arguments:
-    """Return the settings with the values of the checkpoint's run for flags not ``given``, and with a row length."""
-    before = {} if described.checkpoint is None else described.checkpoint.meta.get("arguments") or {}
-    args = replace(
-        args, **{name: before[name] for name in OF_THE_RUN if name not in given and before.get(name) is not None}
-    )
-    return replace(args, max_context_width=row_length(args, described.spec))
+def with_flags_of_run(args: Arguments, resolved: Resolved, saved: SavedModel) -> Arguments:
+    """Return the settings in which those of `FLAGS_OF_RUN` that are not given are as in the checkpoint's run."""
+    meta = {} if saved.checkpoint is None else saved.checkpoint.meta
+    of_run = meta.get("arguments") or {}
+    names = [name for name in FLAGS_OF_RUN if not resolved.given(name) and of_run.get(name) is not None]
+    return replace(args, **{name: of_run[name] for name in names})
 
 
-def evaluate(
-    args: Arguments,
-    ranks: distributed.Runtime,
-    device: torch.device,
-    described: inference.Described,
-    places: Mapping[str, str | Source],
-    most: int | None,
-    opened: ExitStack,
-) -> dict[str, tuple[float, int]]:
-    """Return (loss in nats per counted token, counted tokens) of each data set; collective."""
-    backend, _ = backends.select(args, ranks, device)
-    spec, seq_len = described.spec, args.max_context_width
-    assert seq_len is not None
-    meta = backend.check(spec, seq_len=seq_len)
-    tokenizer: list[str | None] = [args.tokenizer] if args.tokenizer else []
-
-    def tokenizer_for_text() -> str | None:
-        if not tokenizer:
-            tokenizer.append(opened.enter_context(described.tokenizer_folder()))
-        return tokenizer[0]
-
-    topology = backend.topology
-    data = {}
-    opener = Opener(
-        args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks, tokenizer=tokenizer_for_text
-    )  # fmt: skip
-    for name, place in places.items():
-        if isinstance(place, Source):
-            samples = opener.program_rows(place, name)
-        else:
-            samples = open_evaluation(opener, place, most and most * args.val_batch_size * topology.dp_size)
-        with distributed.together(f"preparing {name}"):
-            data[name] = ValidationData(
-                samples, seq_len=seq_len, micro_batch=args.val_batch_size, max_batches=most,
-                dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda",
-            )  # fmt: skip
-    model = backend.build(meta, seed=args.seed, initial=False)
-    described.fill(model)
-    return {
-        place: train_utils.evaluate(backend, model, batches(each, place, show=ranks.is_main))
-        for place, each in data.items()
-    }
+def open_data(
+    opener: Opener, name: str, location: str | Source, backend: Backend, batches: int | None
+) -> ValidationData:
+    """Return the rows of a location, or of a program's source, as batches for this rank; collective."""
+    size, topology = opener.args.val_batch_size, backend.topology
+    if isinstance(location, Source):
+        samples = opener.program_rows(location, name)
+    else:
+        samples = open_evaluation(opener, location, batches and batches * size * topology.dp_size)
+    with distributed.together(f"preparing {name}"):
+        return ValidationData(
+            samples, seq_len=opener.seq_len, micro_batch=size, max_batches=batches, dp_rank=topology.dp_rank,
+            dp_size=topology.dp_size, pin_memory=topology.device.type == "cuda",
+        )  # fmt: skip
 
 
-def batches(data: ValidationData, place: str, *, show: bool) -> Iterator[Batch]:
-    """Yield the batches, read so that a failure on one rank is one on all; ``show`` shows progress."""
-    with Progress(place, len(data), "batches", show) as progress:
-        yield from progress.over(train_utils.read_together(data, f"reading {place}"))
+def score(backend: Backend, model: nn.Module, data: ValidationData, name: str) -> Score:
+    """Return the model's score on a data set, and show the progress on rank 0; collective."""
+    with Progress(name, len(data), "batches", distributed.rank() == 0) as progress:
+        batches = progress.over(train_utils.read_together(data, f"reading {name}"))
+        loss, tokens = train_utils.evaluate(backend, model, batches)
+    return Score(loss, perplexity(loss), tokens)
 
 
-def report(found: Evaluation, *, as_json: bool) -> None:
-    """Print the result: a line per data set and, of several, one of all their tokens; or one JSON object."""
+def report(evaluation: Evaluation, *, as_json: bool) -> None:
+    """Print the scores as lines, with a line of all tokens for several data sets, or as one JSON object."""
     if as_json:
-        data = {place: _row(score) for place, score in found.data.items()}
-        print(json.dumps({"checkpoint": found.checkpoint, "step": found.step, "data": data, "all": _row(found.all)}))
+        data = {name: _as_json(score) for name, score in evaluation.data.items()}
+        checkpoint = {"checkpoint": evaluation.checkpoint, "step": evaluation.step}
+        print(json.dumps({**checkpoint, "data": data, "all": _as_json(evaluation.all)}))
         return
-    print(found.checkpoint)
-    rows = found.data if len(found.data) == 1 else {**found.data, "all": found.all}
+    print(evaluation.checkpoint)
+    rows = evaluation.data if len(evaluation.data) == 1 else {**evaluation.data, "all": evaluation.all}
     width = max(map(len, rows))
     for name, row in rows.items():
         print(f"  {name:<{width}}  loss {row.loss:.5f}  perplexity {row.perplexity:.2f}  tokens {row.tokens}")
 
 
-def _row(score: Score) -> dict[str, Any]:
+def _as_json(score: Score) -> dict[str, Any]:
     return {**score._asdict(), "perplexity": score.perplexity if math.isfinite(score.perplexity) else None}

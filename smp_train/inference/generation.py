@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from smp_train import distributed
 from smp_train.arguments.verb_parser import VerbParser
 from smp_train.errors import ConfigError
-from smp_train.inference import open_model as inference
+from smp_train.inference.open_model import DTYPES, SavedModel, open_model, sharded_model
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.tokenizer import tokenizer_from
 from smp_train.parallel import compile
@@ -25,229 +25,282 @@ from smp_train.parallel import compile
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
 
-NUM_TOKENS = 64
 TIMEOUT_SECONDS = 1800
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen; `generate` describes the fields."""
 
-    Attributes:
-        num_tokens: of the continuation, at most; it ends before with the end token or the model's last position.
-        temperature: of the distribution that is drawn from; 0 takes the most probable token.
-        top_k: draw from so many of the most probable tokens; 0: from all.
-        top_p: draw from the most probable tokens that together have this probability.
-        seed: of the draws.
-    """
-
-    num_tokens: int = NUM_TOKENS
+    num_tokens: int = 64
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 42
 
     def __post_init__(self) -> None:
-        for flag, fine, rule in (
+        """Raise `ConfigError` for a value out of range."""
+        for flag, in_range, rule in (
             ("num_tokens", self.num_tokens >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "at least 0"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
-            if not fine:
+            if not in_range:
                 raise ConfigError(f"--{flag} {getattr(self, flag)}: must be {rule}")
 
 
-def options() -> argparse.ArgumentParser:
-    """Return the parser of this verb's flags."""
+class Printer:
+    """Prints a prompt and its continuation to stdout, and the speed to stderr.
 
-    found = VerbParser(prog="smp-train generate", description=__doc__, allow_abbrev=False)
-    add = found.add_argument
+    With ``stream`` each word is printed once it is complete.
+    """
+
+    def __init__(self, *, stream: bool = False) -> None:
+        self.stream = stream
+
+    def begin(self, prompt: str, tokenizer: Any) -> Any:
+        """Print the prompt; return transformers' streamer for the continuation, or None if it is printed by `end`."""
+        print(prompt, end="", flush=True)
+        if not self.stream:
+            return None
+        from transformers import TextStreamer
+
+        return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def end(self, text: str, tokens: int, seconds: float) -> None:
+        """Print the continuation, unless it was streamed, and the speed."""
+        if not self.stream:
+            print(text)
+        sys.stdout.flush()
+        duration = f"{seconds:.{1 if seconds >= 1 else 3}f} s"
+        print(f"{tokens} tokens in {duration} ({tokens / seconds:.1f} tokens/s)", file=sys.stderr)
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the parser of this verb's flags. It has no defaults: `generate` has them."""
+    parser = VerbParser(
+        prog="smp-train generate", description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    add = parser.add_argument
     add("--checkpoint", required=True, help="checkpoint, a run's folder of checkpoints, or Hugging Face model; also s3://")
-    add("--prompt", nargs="+", default=[], help="text to continue; several are continued one after another")
+    add("--prompt", nargs="+", help="text to continue; several are continued one after another")
     add("--prompt_file", help="file with one prompt; - for standard input")
-    add("--num_tokens", type=int, default=NUM_TOKENS, help=f"new tokens at most (default: {NUM_TOKENS})")
-    add("--temperature", type=float, default=0.0, help="0: the most probable token (default); above: draw")
-    add("--top_k", type=int, default=0, help="draw from the k most probable tokens; 0: from all (default)")
-    add("--top_p", type=float, default=1.0, help="draw from the tokens that together have this probability")
-    add("--seed", type=int, default=42, help="seed of the draws (default: 42)")
+    add("--num_tokens", type=int, help=f"new tokens at most (default: {Sampling.num_tokens})")
+    add("--temperature", type=float, help="0: the most probable token (default); above: draw")
+    add("--top_k", type=int, help="draw from the k most probable tokens; 0: from all (default)")
+    add("--top_p", type=float, help="draw from the tokens that together have this probability")
+    add("--seed", type=int, help=f"seed of the draws (default: {Sampling.seed})")
     add("--stream", type=int, choices=(0, 1), help="print tokens as they come (default: on a terminal)")
-    add("--chat", type=int, choices=(0, 1), default=0, help="the prompt is a user's turn of a chat")
+    add("--chat", type=int, choices=(0, 1), help="the prompt is a user's turn of a chat")
     add("--tokenizer", help="folder, tokenizer.json or name on the hub; default: the checkpoint's")
     add("--model", help="configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub")
-    add("--dtype", choices=sorted(inference.DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
-    add("--attn_implementation", default="sdpa", help="attention kernel (default: sdpa)")
-    add("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run code that comes with the model")
-    return found
+    add("--dtype", choices=sorted(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--attn_implementation", help="attention kernel (default: sdpa)")
+    add("--trust_remote_code", type=int, choices=(0, 1), help="run the model's own Python code")
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; return the exit code. Raises `ConfigError` and `CheckpointError`; collective under a launcher."""
-    args = options().parse_args(list(argv))
-    sampling = Sampling(args.num_tokens, args.temperature, args.top_k, args.top_p, args.seed)
-    prompts = read_prompts(args.prompt, args.prompt_file)
-    trust_code(bool(args.trust_remote_code))
-    stream = sys.stdout.isatty() if args.stream is None else bool(args.stream)
-    with distributed.started(distributed.detect(), timeout_seconds=TIMEOUT_SECONDS) as device:
-        continue_prompts(
-            inference.describe(args.checkpoint, args.model), device, prompts, sampling, tokenizer=args.tokenizer,
-            dtype=inference.dtype_of(args.dtype, device), attn_implementation=args.attn_implementation,
-            chat=bool(args.chat), stream=stream,
-        )  # fmt: skip
+    """Run the verb; return the exit code. Collective under a launcher; raises what `generate` raises."""
+    given = vars(options().parse_args(list(argv)))
+    prompts = given.pop("prompt", [])
+    if file := given.pop("prompt_file", None):
+        prompts = [*prompts, read_prompt(file)]
+    generate(prompt=prompts, printer=Printer(stream=given.pop("stream", sys.stdout.isatty())), **given)
     return 0
+
+
+def read_prompt(file: str) -> str:
+    """Return the prompt in a file, or on standard input for "-"."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        raise ConfigError(f"--prompt_file {file}: {getattr(failure, 'strerror', None) or failure}") from None
+
+
+@overload
+def generate(checkpoint: str, prompt: str, **options: Any) -> str: ...
+
+
+@overload
+def generate(checkpoint: str, prompt: Sequence[str], **options: Any) -> list[str]: ...
+
+
+def generate(  # type: ignore[misc]
+    checkpoint: str, prompt: str | Sequence[str], *, num_tokens: int = Sampling.num_tokens,
+    temperature: float = Sampling.temperature, top_k: int = Sampling.top_k, top_p: float = Sampling.top_p,
+    seed: int = Sampling.seed, chat: bool = False, tokenizer: str | None = None, model: str | None = None,
+    dtype: str | None = None, attn_implementation: str = "sdpa", trust_remote_code: bool = False,
+    printer: Printer | None = None,
+) -> str | list[str]:  # fmt: skip
+    """Return the continuation of a prompt, or of each of several prompts, as ``smp-train generate`` does; collective.
+
+    Raises `ConfigError` and `CheckpointError`.
+
+    Args:
+        checkpoint: checkpoint, a run's folder of checkpoints (the newest), or Hugging Face model; also ``s3://``.
+        prompt: a text, or several texts.
+        num_tokens: maximal number of new tokens; the end token or the model's last position may end the text earlier.
+        temperature: temperature of the distribution to draw from; 0 takes the most probable token.
+        top_k: draw from the k most probable tokens; 0: from all.
+        top_p: draw from the most probable tokens that together have this probability.
+        seed: seed of the draws.
+        chat: the prompt is a user's turn, rendered by the tokenizer's chat template.
+        tokenizer: folder, tokenizer.json or name; by default the checkpoint's.
+        model: configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub.
+        dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU, float32 on a CPU.
+        attn_implementation: attention kernel.
+        trust_remote_code: run the model's own Python code.
+        printer: prints prompts and continuations on rank 0; by default nothing is printed.
+    """
+    sampling = Sampling(num_tokens, temperature, top_k, top_p, seed)
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if not all(isinstance(text, str) for text in prompts):
+        raise ConfigError("the prompt is no text; give a string, or a list of strings (chat=True: of users' turns)")
+    if not prompts or not all(prompts):
+        raise ConfigError("there is no prompt; give --prompt or --prompt_file")
+    trust_code(trust_remote_code)
+    with distributed.started(distributed.detect(), timeout_seconds=TIMEOUT_SECONDS) as device:
+        texts = continue_prompts(
+            open_model(checkpoint, model), device, prompts, sampling, printer, tokenizer=tokenizer, dtype=dtype,
+            attn_implementation=attn_implementation, chat=chat,
+        )  # fmt: skip
+    return texts[0] if isinstance(prompt, str) else texts
 
 
 def with_flags(args: Arguments, device: torch.device) -> None:
     """Continue --prompt with the checkpoint that the flags of ``train`` name. Collective."""
-    names = ("resume_from_checkpoint", "pretrained_checkpoint_file", "hf_pretrained_model_name_or_dir")
-    location = next((found for name in (*names, "pretrained_model_name") if (found := getattr(args, name))), None)
-    if location is None:
+    flags = ("resume_from_checkpoint", "pretrained_checkpoint_file", "hf_pretrained_model_name_or_dir")
+    locations = filter(None, (getattr(args, flag) for flag in (*flags, "pretrained_model_name")))
+    if (location := next(locations, None)) is None:
         raise ConfigError("--prompt with --evaluate_only 1 needs --resume_from_checkpoint, the model to put it through")
     continue_prompts(
-        inference.describe(location), device, [args.prompt or ""], Sampling(args.num_tokens, seed=args.seed),
+        open_model(location), device, [args.prompt or ""], Sampling(args.num_tokens, seed=args.seed), Printer(),
         tokenizer=args.tokenizer, attn_implementation=args.attn_implementation,
     )  # fmt: skip
 
 
 def continue_prompts(
-    described: inference.Described,
-    device: torch.device,
-    prompts: Sequence[str],
-    sampling: Sampling,
-    *,
-    tokenizer: str | None = None,
-    dtype: torch.dtype | None = None,
-    attn_implementation: str = "sdpa",
-    chat: bool = False,
-    stream: bool = False,
-    show: bool = True,
-) -> list[str]:
-    """Load the model, print what follows each prompt unless not to ``show`` it, and return it on all ranks; collective.
-
-    ``tokenizer`` stands for the one beside the weights; ``dtype`` is bfloat16 on a GPU and float32 on a CPU by default.
-    """
-    if dtype is None:
-        dtype = inference.dtype_of(None, device)
+    saved: SavedModel, device: torch.device, prompts: Sequence[str], sampling: Sampling, printer: Printer | None, *,
+    tokenizer: str | None = None, dtype: str | None = None, attn_implementation: str = "sdpa", chat: bool = False,
+) -> list[str]:  # fmt: skip
+    """Load a saved model and return the continuation of each prompt, on all ranks; collective."""
     with ExitStack() as opened:
-        found = None
+        opened_tokenizer: Any = None
         with distributed.together("reading the tokenizer"):
             if distributed.rank() == 0:
-                found = opened.enter_context(described.opened_tokenizer(tokenizer))
-                if found is None:
-                    raise ConfigError(f"{described.location} has no tokenizer; give --tokenizer")
-        config = described.spec.config
-        encoded = [encode(found, prompt, config, chat=chat) for prompt in prompts]
-        model = inference.load(described, device, dtype, attn_implementation=attn_implementation)
-        with distributed.together("reading how the model generates"):
-            model.generation_config = described.generation_config()
-        shown = [None if not show else "" if chat else prompt for prompt in prompts]
-        texts = [
-            answer(model, found, each, ids, sampling, stream=stream) for each, ids in zip(shown, encoded, strict=True)
+                opened_tokenizer = opened.enter_context(saved.tokenizer(tokenizer))
+                if opened_tokenizer is None:
+                    raise ConfigError(f"{saved.location} has no tokenizer; give --tokenizer")
+        ids_of_prompts = distributed.on_main(
+            "reading the prompts",
+            lambda: [prompt_ids(opened_tokenizer, prompt, saved.spec.config, chat=chat) for prompt in prompts],
+        )
+        model = sharded_model(saved, device, dtype, attn_implementation)
+        return [
+            continue_ids(model, opened_tokenizer, ids, sampling, "" if chat else prompt, printer)
+            for prompt, ids in zip(prompts, ids_of_prompts, strict=True)
         ]
-        return distributed.on_main("generating", lambda: texts)
 
 
 def continue_prompt(model: Any, files: Mapping[str, bytes], prompt: str, config: Any, sampling: Sampling) -> None:
-    """Print what a trained model makes of a prompt; collective. ``files`` are the tokenizer's; rank 0 alone has any."""
+    """Print a trained model's continuation of a prompt; collective. Only rank 0 needs the tokenizer's ``files``."""
     model.eval()
     with ExitStack() as opened:
-        tokenizer: Any = None
         with distributed.together("reading the tokenizer"):
             tokenizer = opened.enter_context(tokenizer_from(files))
         opened.enter_context(compile.disabled())
-        ids = encode(tokenizer, prompt, config)
+        ids = distributed.on_main("reading the prompt", lambda: prompt_ids(tokenizer, prompt, config))
         logging.getLogger("smp_train").info("The prompt and what follows it:")
-        answer(model, tokenizer, prompt, ids, sampling)
+        continue_ids(model, tokenizer, ids, sampling, prompt, Printer())
 
 
-def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
-    """Return the prompts. Raises `ConfigError` where there is none."""
-    prompts = list(given)
-    if file is not None:
-        try:
-            prompts.append(sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--prompt_file {file}: {getattr(error, 'strerror', None) or error}") from None
-    if not all(isinstance(prompt, str) for prompt in prompts):
-        raise ConfigError("the prompt is no text; give a string, or a list of strings (chat=True: of users' turns)")
-    if not prompts or not all(prompts):
-        raise ConfigError("there is no prompt; give --prompt or --prompt_file")
-    return prompts
+def prompt_ids(tokenizer: Any, prompt: str, config: Any, *, chat: bool = False) -> list[int]:
+    """Return the ids of a prompt; with ``chat``, of a user's turn and the beginning of the answer. Not collective.
 
-
-def encode(tokenizer: Any, prompt: str, config: Any, *, chat: bool = False) -> list[int]:
-    """Return `inference.ids_of` on every rank; only rank 0 needs the tokenizer. Collective."""
-
-    return distributed.on_main("reading the prompt", lambda: inference.ids_of(tokenizer, prompt, config, chat=chat))
-
-
-def answer(
-    model: Any, tokenizer: Any, shown: str | None, ids: Sequence[int], sampling: Sampling, *, stream: bool = False
-) -> str:
-    """Generate what follows ``ids``, print it on rank 0 after ``shown``, and return it there. Collective.
-
-    None prints nothing. ``stream`` prints each word once it is whole. The speed goes to stderr.
+    Raises `ConfigError` if the model lacks an id or has too few positions.
     """
-    streamer = None
-    if tokenizer is not None and shown is not None:
-        print(shown, end="", flush=True)
-        if stream:
-            from transformers import TextStreamer
+    if chat:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError("--chat: the tokenizer has no chat template; leave --chat out")
+        turns = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ConfigError(f"--prompt {prompt!r}: the tokenizer makes no token of it")
+    if max(ids) >= config.vocab_size:
+        raise ConfigError(
+            f"--prompt {prompt!r}: has token {max(ids)} and the model a vocabulary of {config.vocab_size}; give "
+            "the tokenizer that the model was trained with"
+        )
+    if len(ids) >= max_positions(config):
+        raise ConfigError(f"--prompt: has {len(ids)} tokens and the model {max_positions(config)} positions")
+    return list(map(int, ids))
 
-            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    ends = distributed.on_main("reading the tokenizer", lambda: _ends(model, tokenizer))
+
+def max_positions(config: Any) -> int:
+    """Return the maximal number of tokens in a text of this model."""
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+
+
+def continue_ids(
+    model: Any, tokenizer: Any, ids: Sequence[int], sampling: Sampling, prompt: str, printer: Printer | None
+) -> str:
+    """Return the text that follows ``ids``; print it on rank 0, after ``prompt``. Only rank 0 needs the tokenizer.
+
+    Collective.
+    """
+    if distributed.rank() > 0:
+        printer = None
+    end_tokens = distributed.on_main("reading the tokenizer", lambda: _end_tokens(model, tokenizer))
+    streamer = None if printer is None else printer.begin(prompt, tokenizer)
     began = time.perf_counter()
-    tokens = generate(model, ids, sampling, ends, streamer)
+    tokens = generate_tokens(model, ids, sampling, end_tokens, streamer)
     seconds = time.perf_counter() - began
-    if tokenizer is None:
-        return ""
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
-    if shown is None:
-        return text
-    if not stream:
-        print(text)
-    sys.stdout.flush()
-    took = f"{seconds:.{1 if seconds >= 1 else 3}f} s"
-    print(f"{len(tokens)} tokens in {took} ({len(tokens) / seconds:.1f} tokens/s)", file=sys.stderr)
+    text = distributed.on_main("generating", lambda: str(tokenizer.decode(tokens, skip_special_tokens=True)))
+    if printer is not None:
+        printer.end(text, len(tokens), seconds)
     return text
 
 
-def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a text: those of generation_config.json, else the tokenizer's."""
-    found = model.generation_config.eos_token_id
-    found = tokenizer.eos_token_id if found is None else found
-    return found if isinstance(found, list) else [] if found is None else [found]
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a text, from generation_config.json or else from the tokenizer."""
+    tokens = model.generation_config.eos_token_id
+    if tokens is None:
+        tokens = tokenizer.eos_token_id
+    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
 
 
-def generate(
-    model: Any, ids: Sequence[int], sampling: Sampling, ends: Sequence[int], streamer: Any = None
+def generate_tokens(
+    model: Any, ids: Sequence[int], sampling: Sampling, end_tokens: Sequence[int], streamer: Any = None
 ) -> list[int]:
-    """Return the tokens after ``ids``, up to one of ``ends`` or the last position, by transformers' ``generate``.
+    """Return the tokens that transformers' ``generate`` appends to ``ids``, up to an end token; collective.
 
-    Collective.
-
-    Ranks of a sharded model draw from the same seed, and so the same tokens.
+    Ranks of a sharded model draw the same tokens, as they use the same seed.
     """
-    settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    draws: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     if sampling.temperature > 0:
-        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        settings = {"do_sample": True, **drawn}
+        draws = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        draws["do_sample"] = True
     torch.manual_seed(sampling.seed)
     prompt = torch.tensor([list(ids)], device=next(model.parameters()).device)
     padding = model.generation_config.pad_token_id
     if padding is None:
-        padding = ends[0] if ends else 0
+        padding = end_tokens[0] if end_tokens else 0
     with torch.no_grad():
-        out = model.generate(
+        output = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=min(sampling.num_tokens, inference.positions(model.config) - len(ids)),
-            eos_token_id=list(ends) or None,
+            max_new_tokens=min(sampling.num_tokens, max_positions(model.config) - len(ids)),
+            eos_token_id=list(end_tokens) or None,
             pad_token_id=padding,
             use_cache=True,
             synced_gpus=distributed.world_size() > 1,
             streamer=streamer,
-            **settings,
+            **draws,
         )
-    found: list[int] = out[0, len(ids) :].tolist()
-    return found
+    tokens: list[int] = output[0, len(ids) :].tolist()
+    return tokens
