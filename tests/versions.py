@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 2, "intermediate_size": 36, "num_local_experts": 4},
     "gpt_neox": {"rotary_pct": 0.4},
 }
+NATIVE_FAMILIES: dict[str, dict[str, Any]] = {**FAMILIES, "gpt2": {}, "falcon": {}, "phi": {}}
 
 
 def hand_over(families: list[str], options: dict[str, Any], source: str | None, target: str) -> None:
@@ -34,7 +35,7 @@ def hand_over(families: list[str], options: dict[str, Any], source: str | None, 
         install()
     with group() as (ranks, device):
         for family in families:
-            values = {**dict.fromkeys(TINY), **SMALL, **FAMILIES[family], **options, "model_type": family}
+            values = {**dict.fromkeys(TINY), **SMALL, **NATIVE_FAMILIES[family], **options, "model_type": family}
             values |= {"bf16": 0, "use_synthetic_data": 1, "backend": "native" if NATIVE else "smp"}
             _, backend, spec = built(ranks, device, **values)
             model = backend.build(backend.check(spec, seq_len=16), seed=1 if source is None else 2)
