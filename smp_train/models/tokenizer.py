@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from smp_train.errors import ConfigError
 from smp_train.models.hugging_face import load_tokenizer
-from smp_train.storage.paths import names_in, on_this_machine, place, temporary
+from smp_train.storage.paths import on_this_machine, place, temporary
 
 SETTINGS = "tokenizer_config.json"
 TOKENIZER_FILES = frozenset({
@@ -101,7 +101,7 @@ def tokenizer_folder_of_data(folders: Sequence[str]) -> str | None:
     candidates = (tokenizer_folder(name) or tokenizer_folder(str(place(name).parent)) for name in folders)
     locations = list(dict.fromkeys(folder for folder in candidates if folder is not None))
     for folder in locations[1:]:
-        if _behaviour(folder) != _behaviour(locations[0]):
+        if not _are_equal(folder, locations[0]):
             logger.warning(
                 "The tokenizers of %s and %s differ, so checkpoints are written without either; give one of them: "
                 "--tokenizer %s or --tokenizer %s", locations[0], folder, locations[0], folder,
@@ -110,11 +110,8 @@ def tokenizer_folder_of_data(folders: Sequence[str]) -> str | None:
     return locations[0] if locations else None
 
 
-def _behaviour(folder: str) -> tuple[Any, list[tuple[str, bytes]]]:
-    """Return the settings and files that decide which tokens the tokenizer makes of a text or a chat."""
-    path = place(folder)
-    settings: Any = (path / SETTINGS).read_text(encoding="utf-8")
-    with suppress(ValueError, AttributeError):  # `load_tokenizer` reports such a file
-        settings = {key: v for key, v in json.loads(settings).items() if key.endswith(("_token", "chat_template"))}
-    names = [name for name in names_in(path) if name in TOKENIZER_FILES - {SETTINGS}]
-    return settings, [(name, (path / name).read_bytes()) for name in names]
+def _are_equal(folder: str, other: str) -> bool:
+    try:
+        return tokenizer_files(folder) == tokenizer_files(other)
+    except ConfigError:  # one of them cannot be read
+        return False
