@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 
 from tests import harness
-from tests.training import flags, train
+from tests.distributed.test_same_numbers import ROWS, WIDTH, train_cell
+from tests.training import alike, flags, group, train
 
-TOLERANCE = 1e-5  # relative, fp32: sums are taken in another order
-ROWS, WIDTH, STEPS = 4, 32, 2
+WIDTHS = ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads",
+          "intermediate_size")  # fmt: skip
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
@@ -56,51 +58,26 @@ SPLIT = [
 
 def train_all(cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     """Return, per (model, what splits it), (global loss, gradient norm) of each step, or what the refusal says."""
-    from smp_train import distributed
-    from smp_train.errors import ConfigError
-
-    ranks = distributed.detect()
-    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
-    found: dict[tuple[str, str], Any] = {}
-    try:
-        for family, mesh in cells:
-            try:
-                found[family, mesh] = train_one(family, mesh, ranks, device)
-            except ConfigError as error:
-                found[family, mesh] = str(error)
-        return found
-    finally:
-        distributed.stop()
-
-
-def train_one(family: str, mesh: str, ranks: Any, device: Any) -> list[tuple[float, float]]:
-    import torch
     from transformers import AutoConfig
 
-    from smp_train import arguments, train_utils
-    from smp_train.backends.native import NativeBackend
-    from smp_train.data.batch import Batch
-    from smp_train.models.resolve import ModelSpec
+    from smp_train.errors import ConfigError
 
-    own = MODELS.get(family) or REFUSED.get(family, ("", {}))[1]
-    config = AutoConfig.for_model(family, **{**SIZES, **own})
-    spec = ModelSpec(name=family, model_type=family, config=config, pretrained=None)
-    args = arguments.parse(flags(Path("unused"), train_batch_size=ROWS, **DEGREES[mesh]), {}).args
-    arguments.validate(args, ranks.world_size)
-    backend = NativeBackend(args, ranks, device)
-    backend.check(spec, seq_len=WIDTH)
-    model = backend.build(backend.check(spec, seq_len=WIDTH), seed=3)
-    optimizer = train_utils.build_optimizer(args, backend, model)
-    results = []
-    for step in range(STEPS):
-        ids = torch.randint(3, 64, (ROWS, WIDTH), generator=torch.Generator().manual_seed(step))
-        tokens = torch.tensor(ids.numel() - ROWS)
-        ids = ids.chunk(backend.topology.dp_size)[backend.topology.dp_rank]
-        result = train_utils.train_step(
-            backend, model, optimizer, [Batch(ids, ids)], tokens=tokens, lr=1e-2, max_grad_norm=1.0
-        )
-        results.append((backend.sum_over_data(result.loss.clone()).item(), result.grad_norm.item()))
-    return results
+    found: dict[tuple[str, str], Any] = {}
+    with group() as (ranks, device), tempfile.TemporaryDirectory() as folder:
+        for family, mesh in cells:
+            config = {**SIZES, **(MODELS.get(family) or REFUSED.get(family, ("", {}))[1])}
+            AutoConfig.for_model(family, **config).save_pretrained(f"{folder}/{family}")
+            degrees = DEGREES[mesh]
+            split = degrees.get("tensor_parallel_degree", 1) * degrees.get("context_parallel_degree", 1)
+            command_line = flags(
+                Path("unused"), **dict.fromkeys(WIDTHS), hf_pretrained_model_name_or_dir=f"{folder}/{family}",
+                max_context_width=WIDTH, train_batch_size=ROWS * split // ranks.world_size, **degrees,
+            )  # fmt: skip
+            try:
+                found[family, mesh] = train_cell(command_line, ranks, device)
+            except ConfigError as error:
+                found[family, mesh] = str(error)
+    return found
 
 
 @cache
@@ -116,11 +93,9 @@ def split() -> list[dict[tuple[str, str], Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), SPLIT)
 def test_a_split_model_equals_a_whole_one(family: str, mesh: str) -> None:
-    expected = whole()[family, "one"]
     for found in split():
         assert isinstance(found[family, mesh], list), found[family, mesh]
-        for ours, theirs in zip(found[family, mesh], expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=TOLERANCE)
+        alike(found[family, mesh], whole()[family, "one"])
 
 
 @pytest.mark.slow
@@ -128,8 +103,7 @@ def test_qwen3_moe_on_four_ranks_with_experts_on_two_or_four() -> None:
     expected = whole()["qwen3_moe", "one"]
     for of_rank in harness.run(train_all, 4, [("qwen3_moe", mesh) for mesh in ON_FOUR]):
         for (_, mesh), found in of_rank.items():
-            for ours, theirs in zip(found, expected, strict=True):
-                assert ours == pytest.approx(theirs, rel=TOLERANCE), mesh
+            alike(found, expected, mesh)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import harness
-from tests.distributed.test_same_numbers import FAMILIES, ROWS, WIDTH, arguments_of
+from tests.distributed.test_same_numbers import FAMILIES, ROWS, WIDTH, arguments_of, train_cell
 from tests.tiers import core
 from tests.training import alike, built, group
 
@@ -72,11 +72,14 @@ def test_nothing_in_a_step_waits_for_the_device(families: list[str]) -> None:
     assert found == {(family, kind): Counter() for family in families for kind in ("whole", "short", "packed")}
 
 
+def packed_rows(step: int, dp_rank: int, count: int) -> tuple[Any, int]:
+    return batch_of("whole" if step == 1 else "packed", step, dp_rank, count), 100
+
+
 def train_packed(modes: dict[str, Any], by_bounds: bool) -> dict[str, Any]:
     """Return, per mode, (loss, gradient norm) of steps of packed and whole rows."""
     import torch
 
-    from smp_train import train_utils
     from smp_train.models import attention
     from tests.unit.test_attention import Varlen
 
@@ -88,16 +91,7 @@ def train_packed(modes: dict[str, Any], by_bounds: bool) -> dict[str, Any]:
         for name, (mesh, mode, changes) in modes.items():
             torch.compiler.reset()
             command_line = arguments_of("mistral", mesh, mode, ranks.world_size, short="pack", **changes)
-            args, backend, spec = built(ranks, device, command_line)
-            model = backend.build(backend.check(spec, seq_len=WIDTH), seed=args.seed)
-            optimizer = train_utils.build_optimizer(args, backend, model)
-            found[name] = []
-            for step, kind in enumerate(("packed", "whole", "packed")):
-                batch = batch_of(kind, step, backend.topology.dp_rank, args.train_batch_size)
-                result = train_utils.train_step(
-                    backend, model, optimizer, [batch], tokens=torch.tensor(100), lr=1e-2, max_grad_norm=1.0
-                )
-                found[name].append((backend.sum_over_data(result.loss.clone()).item(), result.grad_norm.item()))
+            found[name] = train_cell(command_line, ranks, device, rows=packed_rows)
     assert not by_bounds or attention.varlen.calls
     return found
 

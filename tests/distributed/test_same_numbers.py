@@ -115,9 +115,12 @@ def train_modes(family: str, mesh: str, modes: list[tuple[str, int, int]]) -> di
 
 def train_cell(
     command_line: list[str], ranks: Any, device: Any, change: Callable[[Any], None] = lambda model: None,
-    each: Callable[[], None] = lambda: None,
+    each: Callable[[], None] = lambda: None, rows: Callable[[int, int, int], tuple[Any, int]] | None = None,
 ) -> list[tuple[float, float]]:  # fmt: skip
-    """Return (global loss, gradient norm) of each step of a model that ``change`` changes; ``each`` is called after."""
+    """Return (global loss, gradient norm) of each step of a model that ``change`` changes; ``each`` is called after.
+
+    ``rows`` replaces `rows_of`.
+    """
     import torch
 
     from smp_train import train_utils
@@ -128,7 +131,7 @@ def train_cell(
     optimizer = train_utils.build_optimizer(args, backend, model)
     results = []
     for step in range(STEPS):
-        batch, tokens = rows_of(step, backend.topology.dp_rank, args.train_batch_size)
+        batch, tokens = (rows or rows_of)(step, backend.topology.dp_rank, args.train_batch_size)
         train_utils.seed_step(args.seed, step, backend.topology.dp_rank)
         result = train_utils.train_step(
             backend, model, optimizer, [batch], tokens=torch.tensor(tokens), lr=1e-2, max_grad_norm=1.0
