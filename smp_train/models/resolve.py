@@ -20,6 +20,7 @@ from smp_train.storage.paths import Place, place
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from smp_train.arguments import Arguments
     from smp_train.models.lora import Lora
 
 PRESETS = Path(__file__).parent / "presets"
@@ -81,20 +82,19 @@ class ModelSource(NamedTuple):
     """Folder or file of the weights; None: next to the configuration, if it has any."""
 
 
-def model_source(args: Any) -> ModelSource:
+def model_source(args: Arguments) -> ModelSource:
     """Return where the flags take the model from. Raises `ConfigError` for weights that do not exist."""
-    config = getattr(args, "hf_pretrained_model_name_or_dir", None)
-    if not getattr(args, "finetune", False):
-        return ModelSource(config)
-    config = config or args.pretrained_model_name
-    flag = "finetune_checkpoint_load_dir" if args.finetune_checkpoint_load_dir else "pretrained_checkpoint_file"
-    location = getattr(args, flag)
+    if not args.finetune:
+        return ModelSource(args.hf_pretrained_model_name_or_dir)
+    config = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
+    location = args.finetune_checkpoint_load_dir or args.pretrained_checkpoint_file
     if location is None:
         return ModelSource(config)
     weights = place(location)
     if not weights.exists():
+        flag = "finetune_checkpoint_load_dir" if args.finetune_checkpoint_load_dir else "pretrained_checkpoint_file"
         raise ConfigError(f"{location} does not exist (--{flag})")
-    if flag == "finetune_checkpoint_load_dir" and config and not place(config).exists():
+    if args.finetune_checkpoint_load_dir and config and not place(config).exists():
         # Clusters without access to the hub keep models in one folder, each in a sub-folder with the hub's name.
         weights = weights / config if (weights / config).is_dir() else weights
         config = str(weights / CONFIG_FILE) if (weights / CONFIG_FILE).is_file() else config
@@ -103,15 +103,13 @@ def model_source(args: Any) -> ModelSource:
     return ModelSource(config, str(weights))
 
 
-def _has_model_flags(args: Any) -> bool:
-    return any(getattr(args, flag, None) is not None for flag in ("model_type", "model_size", *SHAPES))
+def _has_model_flags(args: Arguments) -> bool:
+    return any(getattr(args, flag) is not None for flag in ("model_type", "model_size", *SHAPES))
 
 
-def names_model(args: Any) -> bool:
+def names_model(args: Arguments) -> bool:
     """Return whether any flag selects the model or sets one of its shapes."""
-    return _has_model_flags(args) or bool(
-        getattr(args, "hf_pretrained_model_name_or_dir", None) or getattr(args, "finetune", False)
-    )
+    return _has_model_flags(args) or bool(args.hf_pretrained_model_name_or_dir or args.finetune)
 
 
 def configuration_next_to(weights: Place) -> str | None:
@@ -120,8 +118,8 @@ def configuration_next_to(weights: Place) -> str | None:
     return next((str(folder / name) for name in (CONFIG_FILE, OUR_META) if (folder / name).is_file()), None)
 
 
-def resolve(args: Any, *, needs_weights: bool = True) -> ModelSpec:
-    """Return the model that the flags describe. ``args`` has flags as attributes; None means not given.
+def resolve(args: Arguments, *, needs_weights: bool = True) -> ModelSpec:
+    """Return the model that the flags describe.
 
     In order of precedence: ``hf_pretrained_model_name_or_dir`` or, with ``finetune``, ``pretrained_model_name`` or the
     configuration next to ``pretrained_checkpoint_file``; ``model_type`` with ``model_size`` (a preset); ``model_type``
@@ -132,13 +130,13 @@ def resolve(args: Any, *, needs_weights: bool = True) -> ModelSpec:
         ConfigError: an unknown family or preset, a flag that the family does not have, contradicting widths, or a
             location without a usable configuration.
     """
-    trust_code(bool(getattr(args, "trust_remote_code", False)))
+    trust_code(bool(args.trust_remote_code))
     source, flags = model_source(args), _model_flags(args)
     if source.config is not None:
         try:
             opened = open_configuration(source.config, source.weights)
         except ConfigError as failure:
-            if source.config != getattr(args, "hf_pretrained_model_name_or_dir", None):
+            if source.config != args.hf_pretrained_model_name_or_dir:
                 raise
             raise ConfigError(f"--hf_pretrained_model_name_or_dir: {failure}") from None
         config = with_flags(opened.config, flags, opened.weights, source.config)
@@ -155,7 +153,7 @@ def resolve(args: Any, *, needs_weights: bool = True) -> ModelSpec:
 
 
 def resolve_saved(
-    config: PretrainedConfig, model_type: str, location: str, meta: Mapping[str, Any], args: Any = None
+    config: PretrainedConfig, model_type: str, location: str, meta: Mapping[str, Any], args: Arguments | None = None
 ) -> ModelSpec:
     """Return the model of a checkpoint at ``location`` with the flags of ``args`` applied, which may change no shape.
 
@@ -178,13 +176,13 @@ def resolve_saved(
     return ModelSpec(model_type, model_type, config, weights, lora, meta.get("generation_config"))
 
 
-def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
+def settled_flags(args: Arguments) -> dict[str, tuple[Any, str]]:
     """Return the value and its source of each model flag that was not given, without building a model or torch.
 
     A Hugging Face model's values are known if its ``config.json`` is in a local folder. The result is empty for other
     Hugging Face models, and if the model is in a checkpoint. Raises `ConfigError` as `resolve` does for flags.
     """
-    if getattr(args, "resume_from_checkpoint", None) and not names_model(args):
+    if args.resume_from_checkpoint and not names_model(args):
         return {}
     source, flags = model_source(args), _model_flags(args)
     if source.config is not None:
@@ -202,14 +200,14 @@ def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
     return {flag: value for flag, value in settled.items() if flag not in flags}
 
 
-def row_length(args: Any, spec: ModelSpec) -> int:
+def row_length(args: Arguments, spec: ModelSpec) -> int:
     """Return the tokens of a row: --max_context_width, else the model's positions, at most the default."""
     return args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
     )
 
 
-def preset_of(args: Any) -> Preset | None:
+def preset_of(args: Arguments) -> Preset | None:
     """Return the preset that the flags select and whose number of parameters they do not change."""
     changes = (getattr(args, flag) is not None for flag in SHAPES if flag not in ("num_heads", "tie_word_embeddings"))
     if args.hf_pretrained_model_name_or_dir or any(changes):
@@ -217,13 +215,13 @@ def preset_of(args: Any) -> Preset | None:
     return presets().get(_family_and_size(args)) if args.model_size else None
 
 
-def _model_flags(args: Any) -> dict[str, Any]:
-    return {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
+def _model_flags(args: Arguments) -> dict[str, Any]:
+    return {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag)) is not None}
 
 
-def _lora(args: Any, weights: str | None, needs_weights: bool = True) -> Lora | None:
+def _lora(args: Arguments, weights: str | None, needs_weights: bool = True) -> Lora | None:
     """Return the adapters that the flags ask for. Raises `ConfigError` if they need ``weights`` and there are none."""
-    rank = getattr(args, "lora_rank", None)
+    rank = args.lora_rank
     if rank is None:
         return None
     from smp_train.models.lora import Lora
@@ -236,7 +234,7 @@ def _lora(args: Any, weights: str | None, needs_weights: bool = True) -> Lora | 
     return Lora(rank, alpha, tuple(args.lora_target_modules), args.lora_dropout)
 
 
-def _described(args: Any, flags: dict[str, Any]) -> tuple[str, Family, str, dict[str, Any], dict[str, str]]:
+def _described(args: Arguments, flags: dict[str, Any]) -> tuple[str, Family, str, dict[str, Any], dict[str, str]]:
     """Return (family name, family, model name, configuration, source of each flag's value) of a preset or of widths.
 
     The flags are applied. Imports transformers only for a family outside `FAMILIES`.
@@ -273,10 +271,10 @@ def _values_in_file(location: Path) -> dict[str, tuple[Any, str]]:
     return {flag: (value, str(file)) for flag, value in targets.items() if isinstance(value, int | float)}
 
 
-def _family_and_size(args: Any) -> tuple[str, str]:
+def _family_and_size(args: Arguments) -> tuple[str, str]:
     """Return the family's name, or another model type of transformers, and the preset's size, empty without one."""
-    size = str(getattr(args, "model_size", None) or "").lower()
-    model_type = getattr(args, "model_type", None) or ("scratch" if size else "gpt_neox")
+    size = args.model_size or ""
+    model_type = args.model_type or ("scratch" if size else "gpt_neox")
     name = model_type.lower().replace("-", "_")
     name = SYNONYMS.get(name, name)
     if name in FAMILIES:

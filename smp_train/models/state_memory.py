@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import ConfigError
 from smp_train.models.families import FAMILIES, SYNONYMS
 from smp_train.models.resolve import preset_of, settled_flags
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
 
 GIB = 2**30
 WEIGHT_BYTES = 4
@@ -18,7 +21,7 @@ CHECKPOINT_BYTES = 12
 """Per parameter: weight and Adam's two moments in float32."""
 
 
-def fewest_parameters(args: Any) -> int:
+def fewest_parameters(args: Arguments) -> int:
     """Return a preset's number of parameters; a lower bound for other models. Needs no torch.
 
     The bound counts the embedding and two feed-forward matrices per layer, which every family has. It is 0 if flags
@@ -35,14 +38,14 @@ def fewest_parameters(args: Any) -> int:
     return vocabulary * width + 2 * layers * width * feed_forward * max(1, experts)
 
 
-def settled_width(args: Any, settled: Mapping[str, tuple[Any, str]], name: str) -> int:
+def settled_width(args: Arguments, settled: Mapping[str, tuple[Any, str]], name: str) -> int:
     """Return a model flag's value: as given, else as in `settled_flags`, else 0."""
-    value = getattr(args, name, None)
+    value = getattr(args, name)
     return int(value if value is not None else settled.get(name, (0, ""))[0] or 0)
 
 
 def check_state(
-    args: Any, parameters: int, *, name: str, frozen: bool, sharing: int, processes: int, memory: float | None,
+    args: Arguments, parameters: int, *, name: str, frozen: bool, sharing: int, processes: int, memory: float | None,
     where: str, on_host: int = 0,
 ) -> str:  # fmt: skip
     """Raise `ConfigError` if the state exceeds the memory; with ``--memory_check 0``, return a warning instead.

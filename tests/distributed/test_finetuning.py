@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from smp_train import arguments, backends, distributed
+from smp_train.arguments import Arguments
 from smp_train.backends.smp_model import give_weights
 from smp_train.checkpoints.find import open_checkpoint
 from smp_train.checkpoints.save import CheckpointManager, Policy
@@ -35,7 +35,7 @@ COMMON = {**WIDTHS, "finetune": 1, "max_steps": 2}
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model as transformers saves it, and beside it the same weights in other forms."""
     folder = tmp_path_factory.mktemp("models")
-    spec = resolve(SimpleNamespace(**{**TINY, "tie_word_embeddings": 1}))
+    spec = resolve(Arguments(**{**TINY, "tie_word_embeddings": 1}))
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(spec.config)
     model.save_pretrained(folder / "tiny")

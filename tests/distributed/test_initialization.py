@@ -1,6 +1,5 @@
 """Initial weights on real meshes: the same bits as on one process, each rank drawing its own part."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from smp_train.arguments import Arguments
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.initialization import initialise
 from smp_train.models.resolve import resolve
@@ -28,7 +28,7 @@ MIXTRAL = EVEN | {"model_type": "mixtral", "num_local_experts": 4}
 
 
 def build(flags: dict[str, Any]) -> torch.nn.Module:
-    return build_meta(resolve(SimpleNamespace(**flags)))
+    return build_meta(resolve(Arguments(**flags)))
 
 
 def draw(model: torch.nn.Module) -> int:

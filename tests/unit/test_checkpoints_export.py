@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import smp_train
+from smp_train.arguments import Arguments
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.dcp.storage import TreeReader
 from smp_train.checkpoints.find import open_checkpoint, open_verified
@@ -33,7 +34,7 @@ from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled
 
 def checkpoint(source: Path, folder: Path, step: int = 4, optimizer: bool = True) -> Path:
     """Load what transformers saved and save it as a run would; return the checkpoint."""
-    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(source)))
+    spec = resolve(Arguments(hf_pretrained_model_name_or_dir=str(source)))
     model = build_meta(spec)
     materialise(model, "cpu")
     load_pretrained(model, source)
@@ -278,7 +279,7 @@ def shapes(entries: Any) -> dict[str, list[int]]:
 
 
 def finetune(checkpoint: str, theirs: Path) -> None:
-    model = build_meta(resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(theirs))))
+    model = build_meta(resolve(Arguments(hf_pretrained_model_name_or_dir=str(theirs))))
     materialise(model, "cpu")
     load_weights(model, checkpoint)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from smp_train.arguments import Arguments
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.models.build import build_meta, materialise
@@ -24,7 +24,7 @@ KINDS = ("exp_avg", "exp_avg_sq")
 
 def fresh(folder: Path) -> tuple[Any, torch.optim.AdamW]:
     """Return the model of a Hugging Face folder without its weights, and its optimizer."""
-    model = build_meta(resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(folder))))
+    model = build_meta(resolve(Arguments(hf_pretrained_model_name_or_dir=str(folder))))
     materialise(model, "cpu")
     return model, torch.optim.AdamW(model.parameters())
 
@@ -51,7 +51,7 @@ def in_memory(folder: Path) -> dict[str, Any]:
 
 
 def saved(state: dict[str, Any], folder: Path, source: Path) -> Path:
-    config = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(source))).config
+    config = resolve(Arguments(hf_pretrained_model_name_or_dir=str(source))).config
     (path,) = manager(folder, model_type="m").save(1, state, {"model_config": config.to_dict()})
     return Path(path)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from smp_train.arguments import Arguments
 from smp_train.errors import CheckpointError
 from smp_train.models.configuration import changes, changes_from, with_sample_flags
 from smp_train.models.resolve import resolve
@@ -26,7 +26,7 @@ AS_VERSION_4 = {
 
 
 def config(**flags: Any) -> Any:
-    return resolve(SimpleNamespace(**WIDTHS | flags)).config
+    return resolve(Arguments(**WIDTHS | flags)).config
 
 
 @pytest.mark.parametrize("kind", ["llama_v2", "mistral", "mixtral", "gpt_neox", "gpt2", "falcon", "phi"])

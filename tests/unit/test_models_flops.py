@@ -1,18 +1,18 @@
 """Counts against published ones, FLOPs against figures computed independently of our code."""
 
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from smp_train.arguments import Arguments
 from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import Preset, presets, resolve
 
 
 def config_of(name: str):  # type: ignore[no-untyped-def]
     family, size = name.rsplit("-", 1)
-    return resolve(SimpleNamespace(model_type=family, model_size=size)).config
+    return resolve(Arguments(model_type=family, model_size=size)).config
 
 
 @pytest.mark.parametrize("preset", presets().values(), ids=lambda preset: preset.name)
@@ -44,7 +44,7 @@ def test_the_forward_half_agrees_with_what_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     flags = {"model_type": "llama_v2", "hidden_width": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 96}
-    config = resolve(SimpleNamespace(**flags)).config
+    config = resolve(Arguments(**flags)).config
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, 32, dtype=torch.long))

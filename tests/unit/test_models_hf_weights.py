@@ -4,7 +4,6 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
+from smp_train.arguments import Arguments
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.hf_weights import load_pretrained
@@ -38,7 +38,7 @@ IDS = torch.arange(48).view(2, 24)
 
 def save(flags: dict[str, Any], folder: Path, **kwargs: Any) -> None:
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(resolve(SimpleNamespace(**flags)).config)
+    model = AutoModelForCausalLM.from_config(resolve(Arguments(**flags)).config)
     with torch.no_grad():
         for param in model.parameters():  # Biases and norms too: a parameter left out must show.
             param.add_(torch.randn_like(param) * 0.3)
@@ -57,7 +57,7 @@ def same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def built(folder: Path | str) -> Any:
-    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(folder)))
+    spec = resolve(Arguments(hf_pretrained_model_name_or_dir=str(folder)))
     assert spec.pretrained == str(folder)
     return build_meta(spec)
 
@@ -71,7 +71,7 @@ def loaded(folder: Path | str, weights: Path | None = None) -> Any:
 
 def test_cast_to_the_parameters_own_dtype(tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path)
-    model = build_meta(resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(tmp_path))), dtype=torch.bfloat16)
+    model = build_meta(resolve(Arguments(hf_pretrained_model_name_or_dir=str(tmp_path))), dtype=torch.bfloat16)
     materialise(model, "cpu")
     load_pretrained(model, tmp_path)
     for param, exact in zip(model.parameters(), loaded(tmp_path).parameters(), strict=True):
@@ -218,10 +218,10 @@ def test_a_rank_holds_its_part_and_one_tensor_at_most(kind: str, tmp_path: Path)
 def test_flags_over_weights_may_not_change_shapes(tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path)
     over = {"hf_pretrained_model_name_or_dir": str(tmp_path)}
-    assert resolve(SimpleNamespace(**over, hidden_width=40, attn_pdrop=0.5)).config.attention_dropout == 0.5
+    assert resolve(Arguments(**over, hidden_width=40, attn_pdrop=0.5)).config.attention_dropout == 0.5
     with pytest.raises(ConfigError, match="--hidden_width 80"):
-        resolve(SimpleNamespace(**over, hidden_width=80))
+        resolve(Arguments(**over, hidden_width=80))
     (tmp_path / "model.safetensors").unlink()
     for location in (tmp_path, tmp_path / "config.json"):
-        spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(location)))
+        spec = resolve(Arguments(hf_pretrained_model_name_or_dir=str(location)))
         assert (spec.pretrained, spec.model_type, spec.config.hidden_size) == (None, "llama_v2", 40)

@@ -3,7 +3,6 @@
 import math
 import resource
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from smp_train.arguments import Arguments
 from smp_train.errors import SmpTrainError
 from smp_train.models import counter_random
 from smp_train.models.build import build_meta, decoder_layers, materialise
@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def spec_of(family: str) -> Any:
-    return resolve(SimpleNamespace(**WIDTHS, model_type=family, **FAMILIES[family]))
+    return resolve(Arguments(**WIDTHS, model_type=family, **FAMILIES[family]))
 
 
 def ready(family: str, seed: int = 1, **kwargs: Any) -> nn.Module:
@@ -205,7 +205,7 @@ def build_the_largest() -> tuple[float, int]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()  # others may use the machine
     for family, size, layers in (("llama_v3", "405b", 126), ("mixtral", "8x7b", 32), ("gpt_neox", "20b", 44)):
-        model = build_meta(resolve(SimpleNamespace(model_type=family, model_size=size)))
+        model = build_meta(resolve(Arguments(model_type=family, model_size=size)))
         found = decoder_layers(model)
         assert len(found) == layers
         assert all(dict(model.named_modules())[name] is layer for name, layer in found)

@@ -3,12 +3,12 @@
 import logging
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from smp_train.arguments import Arguments
 from smp_train.errors import ConfigError
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.configuration import with_flags
@@ -21,7 +21,7 @@ from tests.releases import need_model
 
 
 def spec(**flags: Any) -> ModelSpec:
-    return resolve(SimpleNamespace(**flags))
+    return resolve(Arguments(**flags))
 
 
 def rope(config: Any) -> dict[str, Any]:
@@ -56,9 +56,9 @@ def test_key_value_heads_follow_num_heads_if_the_preset_has_equal_numbers() -> N
     assert key_value_heads(model_type="llama_v2", model_size="7b", num_heads=4) == 4
     assert key_value_heads(model_type="llama_v2", model_size="7b", num_heads=4, num_key_value_heads=2) == 2
     assert key_value_heads(model_type="llama_v3", model_size="8b", num_heads=16) == 8
-    args = SimpleNamespace(model_type="llama_v2", model_size="7b", num_heads=4)
+    args = Arguments(model_type="llama_v2", model_size="7b", num_heads=4)
     assert settled_flags(args)["num_key_value_heads"] == (4, "follows from --num_heads")
-    preset = SimpleNamespace(model_type="llama_v2", model_size="7b", num_heads=None)
+    preset = Arguments(model_type="llama_v2", model_size="7b", num_heads=None)
     assert settled_flags(preset)["num_key_value_heads"] == (32, "preset llama_v2-7b")
 
 
@@ -211,7 +211,7 @@ def test_a_hub_model_has_its_chat_template_and_generation_settings(
         return str(cache)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir="org/tiny"))
+    spec = resolve(Arguments(hf_pretrained_model_name_or_dir="org/tiny"))
     assert spec.pretrained == str(cache)
     assert hub_name(spec.pretrained) == "org/tiny"
     assert spec.generation == {"eos_token_id": [1, 2]}

@@ -6,7 +6,6 @@ import io
 import random
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ pytest.importorskip("moto.server")
 
 from safetensors.torch import save as as_safetensors
 
+from smp_train.arguments import Arguments
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import materialise
 from smp_train.models.hf_weights import load_pretrained
@@ -86,7 +86,7 @@ def test_a_model_in_s3_is_the_model(family: str, there: str, tmp_path: Path) -> 
     upload(f"{there}/without", {"config.json": (tmp_path / "config.json").read_bytes()})
     with torch.no_grad():
         assert torch.equal(loaded(f"{there}/m")(input_ids=IDS).logits, expected)
-    assert resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=f"{there}/without")).pretrained is None
+    assert resolve(Arguments(hf_pretrained_model_name_or_dir=f"{there}/without")).pretrained is None
 
 
 def test_files_in_s3_that_cannot_be_read_are_named(there: str, server, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_files_in_s3_that_cannot_be_read_are_named(there: str, server, tmp_path:
     assert "s3://nowhere-at-all" in refused("s3://nowhere-at-all/m")
     assert "has no weights" in refused(f"{there}/elsewhere")
     with pytest.raises(ConfigError, match=f"{there}/elsewhere"):
-        resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=f"{there}/elsewhere"))
+        resolve(Arguments(hf_pretrained_model_name_or_dir=f"{there}/elsewhere"))
     server.faults[weights].extend(["short", "reset", "SlowDown"])  # faults that pass are not even noticed
     load_pretrained(model, f"{there}/m")
     gets = []

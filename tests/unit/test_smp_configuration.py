@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from smp_train.arguments import Arguments
 from smp_train.checkpoints.hf.export import export
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hugging_face import config_of
@@ -34,7 +35,7 @@ def test_a_configuration_of_transformers_5_is_read_and_written(family: str, tmp_
     fields = {**SMALL, **fields, "model_type": family}
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(fields))
-    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(tmp_path / "theirs")))
+    spec = resolve(Arguments(hf_pretrained_model_name_or_dir=str(tmp_path / "theirs")))
     model = build_meta(spec)
     (rotations, *_) = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     assert float(rotations.max() / rotations.min()) == pytest.approx(ratio, rel=1e-4)
