@@ -47,25 +47,11 @@ def load_pretrained(
     """
     with ExitStack() as stack, torch.no_grad():
         stored = WeightFiles(place(location), stack)
-        plan, missing, unused = _plan(model, stored.files)
-        problems = [f"it lacks {first_few(missing)}"] if missing else []
-        problems += [f"it has {first_few(unused)}, which the model does not"] if unused else []
-        if problems:
-            raise CheckpointError(f"{location} does not fit the model: {'; '.join(problems)}")
-        copies = itertools.chain.from_iterable(_copies(name, param, sources, stored) for name, param, sources in plan)
-        stored.copy(_counted(copies, sum(local_tensor(param).nbytes for _, param, _ in plan), on_progress))
+        stored.copy(_copies(_plan(model, stored.files, location), stored, on_progress))
 
 
-def _counted(copies: Iterable[Copy], total: int, on_progress: Callable[[int, int], None]) -> Iterator[Copy]:
-    done = 0
-    for copy in copies:
-        yield copy
-        done += copy[0].nbytes
-        on_progress(done, total)
-
-
-def _plan(model: nn.Module, stored: Iterable[str]) -> tuple[list[Planned], list[str], list[str]]:
-    """Return the sources of each parameter, the parameters without sources, and the stored tensors without use."""
+def _plan(model: nn.Module, stored: Iterable[str], location: object) -> list[Planned]:
+    """Return the sources of each parameter. Raises `CheckpointError` for missing and unused tensors."""
     table = hub_names(model)
     by_name = {table.current(name): name for name in stored}
     base = f"{getattr(model, 'base_model_prefix', '')}."
@@ -92,29 +78,35 @@ def _plan(model: nn.Module, stored: Iterable[str]) -> tuple[list[Planned], list[
             sources = [(name, block) for block in blocks for name in stored_names([table.current(block.name)])[:1]]
             if len(sources) < len(blocks):
                 missing.append(names[0])
-                continue
         plan.append((names[0], param, sources))
         used.update(whole, (name for name, _ in sources))
     unused = sorted(name for name in set(by_name.values()) - used if not NOT_WEIGHTS.search(name))
-    return plan, missing, unused
+    problems = [f"it lacks {first_few(missing)}"] if missing else []
+    problems += [f"it has {first_few(unused)}, which the model does not"] if unused else []
+    if problems:
+        raise CheckpointError(f"{location} does not fit the model: {'; '.join(problems)}")
+    return plan
 
 
-def _copies(name: str, param: Tensor, sources: list[tuple[str, HubTensor]], stored: WeightFiles) -> Iterator[Copy]:
-    """Yield the copies that fill this rank's shard of a parameter, one per block of consecutive indices."""
-    if param.is_meta:
-        raise CheckpointError(f"parameter {name} is still on the meta device; materialise the model first")
-    local, part = local_tensor(param), part_of(param)
-    for source, tensor in sources:
-        block = stored.tensor(source)
-        if shape_of(block) != tensor.shape:
-            raise CheckpointError(f"{source} is {list(shape_of(block))} there, {name} is {list(param.shape)} here")
-        common = tensor.within(part)
-        if common is None:
-            continue
-        target = local[common[0]]
-        for runs in itertools.product(*map(_runs, common[1].indices)):
-            index = tuple(slice(first, first + length) for _, first, length in runs)
-            yield target[tuple(slice(start, start + length) for start, _, length in runs)], block, index or ...
+def _copies(plan: list[Planned], stored: WeightFiles, on_progress: Callable[[int, int], None]) -> Iterator[Copy]:
+    """Yield the copies that fill this rank's shards, one per block of consecutive indices."""
+    done, total = 0, sum(local_tensor(param).nbytes for _, param, _ in plan)
+    for name, param, sources in plan:
+        if param.is_meta:
+            raise CheckpointError(f"parameter {name} is still on the meta device; materialise the model first")
+        local, part = local_tensor(param), part_of(param)
+        for source, tensor in sources:
+            block = stored.tensor(source)
+            if shape_of(block) != tensor.shape:
+                raise CheckpointError(f"{source} is {list(shape_of(block))} there, {name} is {list(param.shape)} here")
+            common = tensor.within(part)
+            if common is None:
+                continue
+            for runs in itertools.product(*map(_runs, common[1].indices)):
+                target = local[common[0]][tuple(slice(start, start + length) for start, _, length in runs)]
+                yield target, block, tuple(slice(first, first + length) for _, first, length in runs) or ...
+                done += target.nbytes
+                on_progress(done, total)
 
 
 def _runs(index: Tensor) -> list[tuple[int, int, int]]:

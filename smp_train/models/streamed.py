@@ -59,8 +59,8 @@ class Streamed:
     def requests(self, target: Tensor, index: Any) -> Iterator[Request]:
         """Yield the requests, of at most `PART_BYTES` each, that fill ``target`` with the block at ``index``.
 
-        A request fetches several whole rows, because skipping the unused columns would take a request per row. The rows
-        are those of the first dimension of which two rows fit into a request.
+        A request fetches several whole rows, because skipping the unused columns would take a request per row. Rows
+        that are longer than half a request are split along their next dimension.
         """
         shape, bounds = self.shape or (1,), self._bounds(index) or [(0, 1)]
         target = target if self.shape else target.view(1)
