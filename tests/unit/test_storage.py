@@ -172,16 +172,6 @@ def test_links_are_no_files_of_a_folder(tmp_path):
 # --- S3
 
 
-def test_many_objects_are_removed_at_once(in_s3, server):
-    requests: list[str] = []
-    for n in range(12):
-        in_s3.put(f"x/{n}", b"")
-    server.on_request = lambda method, path: requests.append(method)
-    in_s3.delete_folder("x")
-    assert len(requests) == 2
-    assert in_s3.files() == {}
-
-
 FAULTS = {"SlowDown": 3, "cut": 2, "lost": 1, "short": 1}
 
 
