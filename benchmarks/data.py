@@ -113,7 +113,7 @@ def ours(rows: TokenRows, seq_len: int, count: int) -> Callable[[], None]:
     samples = Samples(rows, seq_len)
     data = TrainingData(
         samples, Order(len(samples)), seq_len=seq_len, micro_batch=BATCH, accumulation=1, dp_rank=0, dp_size=1,
-        prefetch=0, named=False,
+        prefetch=0, with_names=False,
     )  # fmt: skip
     batches = data.batches(0)
 

@@ -36,11 +36,11 @@ class Joined:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def sample(self, index: int, key: object = "", *, named: bool = True) -> Sample:
+    def sample(self, index: int, key: object = "", *, with_name: bool = True) -> Sample:
         """Return a sample of the source that ``index`` falls into."""
         number = bisect.bisect_right(self.starts, index) - 1
-        sample = self.sources[number].sample(index - self.starts[number], key, named=named)
-        if named:
+        sample = self.sources[number].sample(index - self.starts[number], key, with_name=with_name)
+        if with_name:
             sample.name = f"{self.locations[number]}/{sample.name}"
         return sample
 

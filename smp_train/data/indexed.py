@@ -22,18 +22,18 @@ class TrainingData(Loader):
     """Indexed samples for data-parallel ranks, in one order for the whole run.
 
     An epoch may end within a batch: no sample is dropped at the end of an epoch. After the last of ``epochs``, the last
-    batch is filled up with rows that do not count. ``named`` sets `Batch.samples`; to make the names takes a quarter of
-    the time of a batch.
+    batch is filled up with rows that do not count. ``with_names`` sets `Batch.samples`; making the names takes a
+    quarter of the time of a batch.
     """
 
     kind = "indexed"
 
     def __init__(
-        self, samples: Samples | Joined, order: Order | BlendOrder, *, named: bool = True, epochs: int | None = None,
-        **share: Any,
+        self, samples: Samples | Joined, order: Order | BlendOrder, *, with_names: bool = True,
+        epochs: int | None = None, **share: Any,
     ) -> None:  # fmt: skip
         super().__init__(**share)
-        self.samples, self.order, self.named = samples, order, named
+        self.samples, self.order, self.with_names = samples, order, with_names
         self.rows_in_epoch = len(samples)
         self.end = None if epochs is None else epochs * len(samples)
 
@@ -45,23 +45,23 @@ class TrainingData(Loader):
         """See `Loader.names`."""
         epochs, indices = (table.tolist() for table in self._order(self.positions(consumed)))
         batches = zip(epochs, indices, strict=True)
-        return [[sample.name for sample in self._samples(*batch, named=True)] for batch in batches]
+        return [[sample.name for sample in self._samples(*batch, with_names=True)] for batch in batches]
 
     def _order(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (epochs, indices of samples) at some positions; the index is `FILLER` after the last epoch."""
         epochs, indices = self.order.rows(positions)
         return epochs, indices if self.end is None else np.where(positions < self.end, indices, FILLER)
 
-    def _samples(self, epochs: list[int], indices: list[int], named: bool) -> list[Sample]:
+    def _samples(self, epochs: list[int], indices: list[int], with_names: bool) -> list[Sample]:
         sample, seed = self.samples.sample, self.order.seed
         return [
-            sample(index, (seed, epoch, index), named=named)
+            sample(index, (seed, epoch, index), with_name=with_names)
             for epoch, index in zip(epochs, indices, strict=True)
             if index != FILLER
         ]
 
     def _batch(self, epochs: list[int], indices: list[int]) -> Batch:
-        samples = self._samples(epochs, indices, self.named)
+        samples = self._samples(epochs, indices, self.with_names)
         return collate(samples, self.seq_len, size=self.micro_batch, pin_memory=self.pin_memory)
 
     def _steps(self, consumed: int) -> Iterator[list[Batch]]:

@@ -121,13 +121,13 @@ class Loader:
                 "checkpoint's weights (--finetune 1)"
             )
         for key, label in IDENTITY.items():
-            before, after = state.get(key), now.get(key)
-            if before == after:
+            saved_value, value = state.get(key), now.get(key)
+            if saved_value == value:
                 continue
             if label.startswith("--"):
-                changed = f"{label} changed: {before} in the checkpoint, {after} now"
+                changed = f"{label} changed: {saved_value} in the checkpoint, {value} now"
                 raise DataError(f"{changed}; resume with the same, or start a new run")
-            changed = f"the training data changed: {label} {before} in the checkpoint, {after} now"
+            changed = f"the training data changed: {label} {saved_value} in the checkpoint, {value} now"
             if not allow_data_change:
                 raise DataError(
                     f"{changed}; give what the run began with, start a new run, or go on with other data by "

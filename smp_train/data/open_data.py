@@ -185,7 +185,7 @@ def open_data(
                 order = BlendOrder(samples, weights, args.seed, args.shuffle)
                 logger.info("Samples are drawn %s", order.shares())
             training = TrainingData(
-                samples, order, named=args.data_audit, epochs=args.epochs, micro_batch=args.train_batch_size,
+                samples, order, with_names=args.data_audit, epochs=args.epochs, micro_batch=args.train_batch_size,
                 accumulation=args.gradient_accumulation_steps, **share,
             )  # fmt: skip
         assert training is not None

@@ -72,7 +72,7 @@ def fetch(
     caller did not take, complete or not, stay for the next fetch. ``tick`` is called, from any thread, with the bytes
     fetched since its last call. Raises DataError.
     """
-    closing, taken = threading.Event(), list[str]()
+    closing, copies_in_use = threading.Event(), list[str]()
 
     def count(done: int) -> None:
         if closing.is_set():
@@ -82,10 +82,10 @@ def fetch(
     def take(copies: Iterable[tuple[DataFile, IO[bytes]]]) -> Iterator[tuple[DataFile, str]]:
         for file, copy in copies:
             # Under a new name, the copy is neither continued nor deleted by another process.
-            taken.append(_new_path(folder))
+            copies_in_use.append(_new_path(folder))
             with copy:
-                os.replace(copy.name, taken[-1])
-            yield file, taken[-1]
+                os.replace(copy.name, copies_in_use[-1])
+            yield file, copies_in_use[-1]
 
     try:
         work = lambda file: (file, _fetch_object(file, folder, count))  # noqa: E731
@@ -93,7 +93,7 @@ def fetch(
             yield take(copies)
     finally:
         closing.set()
-        for path in filter(os.path.exists, taken):
+        for path in filter(os.path.exists, copies_in_use):
             os.unlink(path)
 
 

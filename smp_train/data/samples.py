@@ -227,14 +227,14 @@ class Samples:
         shards = [rows for rows in self.source.shards or [] if rows]
         return shards[-1] if shards and self._of_whole_rows else range(len(self))
 
-    def sample(self, index: int, key: object = "", *, named: bool = True) -> Sample:
+    def sample(self, index: int, key: object = "", *, with_name: bool = True) -> Sample:
         """Return a sample; ``key`` decides the part that --long crop takes. Raises DataError for damaged data."""
         if self._of_whole_rows:
             row = self.source.row(index)
             if row.input_ids.size <= self.seq_len:
-                return Sample(row, self.source.name(index) if named else "")
+                return Sample(row, self.source.name(index) if with_name else "")
             begin, end = window(row, self.source.name(index), self.seq_len, self.long, key)
-            return join([self._piece(index, begin, end - begin, named)])
+            return join([self._piece(index, begin, end - begin, with_name)])
         if not 0 <= index < self._size:
             raise IndexError(f"sample {index} of {self._size}")
         pieces: list[Piece] = []
@@ -244,7 +244,7 @@ class Samples:
             number, start = self.source.find_token(begin)
             while start < end:
                 first = max(begin - start, 0)
-                pieces.append(self._piece(number, first, end - start - first, named))
+                pieces.append(self._piece(number, first, end - start - first, with_name))
                 start += pieces[-1].row.input_ids.size
                 number += 1
         else:
@@ -252,15 +252,15 @@ class Samples:
             table, sample = self._tables[number], index - self._table_starts[number]
             for piece in range(*table.bounds[sample : sample + 2].tolist()):
                 row_number = number * TABLE_ROWS + int(table.rows[piece])
-                pieces.append(self._piece(row_number, int(table.begins[piece]), self.seq_len, named))
+                pieces.append(self._piece(row_number, int(table.begins[piece]), self.seq_len, with_name))
         return join(pieces, packed=self.short == "pack")
 
-    def _piece(self, number: int, begin: int, most: int, named: bool) -> Piece:
+    def _piece(self, number: int, begin: int, most: int, with_name: bool) -> Piece:
         """Return up to ``most`` tokens of a row, from token ``begin`` on."""
         row = self.source.row(number)
         end = min(begin + most, row.input_ids.size)
         cut = self.long == "truncate" and end < row.input_ids.size
-        return Piece(row, self.source.name(number) if named else "", begin, end, cut)
+        return Piece(row, self.source.name(number) if with_name else "", begin, end, cut)
 
 
 def check_layout(long: str, short: str) -> None:
