@@ -43,7 +43,6 @@ LINES: dict[str, Line] = {
             "hidden_width": 4096, "checkpoint_dir": ["./checkpoints"], "sharding_strategy": "full_shard",
         },
     ),
-    "000, 13B": Line(llama_of_000(40, 13824, 5120, 40, 40, 1000), {"num_layers": 40, "num_heads": 40}),
     "000, 70B": Line(llama_of_000(8, 28672, 8192, 80, 64, 50), {"num_layers": 80, "num_key_value_heads": 8}),
     "000, Mixtral": Line(
         "--train_batch_size=4 --val_batch_size=4 --max_steps=5000 --seed=42 --bf16=1 --grad_clip=1.0 "
@@ -111,7 +110,6 @@ LINES: dict[str, Line] = {
             "profile_nsys": True, "use_smp_implementation": True, "dataset_type": "hf", "checkpoint_freq": [100],
         },
     ),
-    "003, profiled": Line(SMP.format(nsys="--profile_nsys 1 ", hf="")),
     "003, resumed": Line(
         SMP.format(nsys="", hf="") + " --resume_from_checkpoint /fsx/ckpt/llama_v2-100steps",
         {"resume_from_checkpoint": "/fsx/ckpt/llama_v2-100steps"},
@@ -149,13 +147,9 @@ LINES: dict[str, Line] = {
         "--max-lr 3e-4 --mixed-precision",
         {"model_type": "scratch", "model_size": "13b", "vocab_size": 32000, "lr": 3e-4},
     ),
-    "004, 4": Line("--hf-model meta-llama/Llama-2-70b-hf --batch-size 2 --grad-accum-steps 8", **HUB),
     "004, quick start": Line(
         "--from-scratch --model-size 7B --batch-size 4 --grad-accum-steps 2 --mixed-precision",
         {"model_type": "scratch", "model_size": "7b", "label": "scratch-7b"},
-    ),
-    "004, fine-tuning": Line(
-        "--hf-model meta-llama/Llama-2-7b-hf --max-lr 2e-5 --warmup-steps 100 --max-steps 5000", **HUB
     ),
     "004, from scratch": Line("--from-scratch --model-size 7B --max-lr 3e-4 --warmup-steps 2000 --max-steps 100000"),
     "004, its other flags": Line(

@@ -62,14 +62,31 @@ def write(folder: str, layout: str) -> dict[int, dict[str, str]]:
         return seen
 
 
-def read(folder: str, layout: str, mesh: Any = MESH) -> tuple[int, str, dict[str, str]]:
-    """Return the step that is found, where, and the digests of what is loaded."""
+def read(folder: str, layout: str, mesh: Any = MESH) -> tuple[int, str, dict[str, str], list[str]]:
+    """Return the step that is found, its tier, the digests of what is loaded, and the durable files read for it."""
     with group():
+        files: list[str] = []
+        checksum = RunFolder.checksum
+
+        def counted(self: RunFolder, name: str, file: str, size: int) -> Any:
+            files.extend([f"{name}/{file}"] * ("/far/" in self.location))
+            return checksum(self, name, file, size)
+
+        RunFolder.checksum = counted  # type: ignore[method-assign]
         model, optimizer = prepare("small", layout, seed=2)
         checkpoint = found(folder, mesh)
         checkpoint.load(gather_state(model, optimizer))
         where = Path(checkpoint.path).relative_to(folder).parts[0]
-        return checkpoint.step, where, digests(model, optimizer)
+        return checkpoint.step, where, digests(model, optimizer), files
+
+
+def finds(folder: Path, world: int, layout: str, step: int, tier: str, seen: Any, mesh: Any = MESH) -> None:
+    """Expect a checkpoint on all ranks, bit for bit; a durable one is verified only when it is chosen, by shares."""
+    results = run(read, world, str(folder), layout, mesh)
+    assert [result[:3] for result in results] == [(step, tier, seen[step])] * world
+    files = [file for *_, read_by_rank in results for file in read_by_rank]
+    assert len(set(files)) == len(files), "each rank reads its share"
+    assert {file.partition("/")[0] for file in files} == ({f"m-{step}steps"} if tier == "far" else set())
 
 
 @pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), pytest.param(4, "tensor", marks=pytest.mark.slow)])
@@ -78,9 +95,7 @@ def test_the_same_ranks_resume_from_their_own_disks(tmp_path: Path, world: int, 
     near = tmp_path / "near" / "run"
     assert sorted(path.name for path in near.iterdir()) == [f"rank{r:05d}" for r in range(world)]
     assert names(near / "rank00001") == ["m-2steps", "m-3steps"]
-    step, where, now = same_on_all(run(read, world, str(tmp_path), layout))
-    assert (step, where) == (3, "near")
-    assert now == seen[3]
+    finds(tmp_path, world, layout, 3, "near", seen)
     for part in ("near/run/rank00001", "near/run/rank00001/m-3steps"):
         with pytest.raises(CheckpointError, match=r"m-3steps is one rank's part of a checkpoint"):
             main(["export", str(tmp_path / part), str(tmp_path / "out")])
@@ -90,48 +105,13 @@ def test_the_same_ranks_resume_from_their_own_disks(tmp_path: Path, world: int, 
 
 def durable_instead(folder: Path, seen: dict[int, dict[str, str]]) -> None:
     """On another mesh, after damage, and without a part, the durable one of step 2 is taken, or the near one of it."""
-    step, where, now = same_on_all(run(read, 2, str(folder), "fsdp", {"shard": 1, "replicate": 2}))
-    assert (step, where) == (2, "far")
-    assert now == seen[2]
-    step, where, now = same_on_all(run(read, 1, str(folder), "plain"))
-    assert (step, where) == (2, "far")
-    assert now == seen[2]
+    finds(folder, 2, "fsdp", 2, "far", seen, {"shard": 1, "replicate": 2})
+    finds(folder, 1, "plain", 2, "far", seen)
     path = folder / "near" / "run" / "rank00001" / "m-3steps" / "__0_0.distcp"
     path.write_bytes(flipped(path.read_bytes()))
-    step, where, now = same_on_all(run(read, 2, str(folder), "fsdp"))
-    assert (step, where) == (2, "near")
-    assert now == seen[2]
+    finds(folder, 2, "fsdp", 2, "near", seen)
     shutil.rmtree(folder / "near" / "run" / "rank00001")  # its node was replaced
-    step, where, now = same_on_all(run(read, 2, str(folder), "fsdp"))
-    assert (step, where) == (2, "far")
-    assert now == seen[2]
-
-
-def reads(folder: str, mesh: Any = MESH) -> tuple[int, str, list[str]]:
-    """Return the step and the tier that a start goes on from, and the durable files that this rank reads for it."""
-    with group():
-        files: list[str] = []
-        checksum = RunFolder.checksum
-
-        def counted(self: RunFolder, name: str, file: str, size: int) -> Any:
-            if "/far/" in self.location:
-                files.append(f"{name}/{file}")
-            return checksum(self, name, file, size)
-
-        RunFolder.checksum = counted  # type: ignore[method-assign]
-        checkpoint = found(folder, mesh)
-        return checkpoint.step, Path(checkpoint.path).relative_to(folder).parts[0], files
-
-
-def test_durable_checkpoints_are_verified_only_when_one_is_chosen(tmp_path: Path) -> None:
-    run(write, 2, str(tmp_path), "fsdp")
-    for step, tier, files in run(reads, 2, str(tmp_path)):
-        assert (step, tier, files) == (3, "near", [])
-    read_by_rank = run(reads, 2, str(tmp_path), {"shard": 1, "replicate": 2})
-    assert {(step, tier) for step, tier, _ in read_by_rank} == {(2, "far")}
-    every = [file for _, _, files in read_by_rank for file in files]
-    assert len(every) == len(set(every)), "each rank reads its share"
-    assert {file.partition("/")[0] for file in every} == {"m-2steps"}
+    finds(folder, 2, "fsdp", 2, "far", seen)
 
 
 @pytest.mark.parametrize("newer", [True, False])
@@ -142,9 +122,7 @@ def test_an_intact_local_step_is_taken_where_all_durable_ones_are_damaged(tmp_pa
     if not newer:
         for rank in (0, 1):
             shutil.rmtree(tmp_path / "near" / "run" / f"rank{rank:05d}" / "m-3steps")
-    step, where, now = same_on_all(run(read, 2, str(tmp_path), "fsdp"))
-    assert (step, where) == (3 if newer else 2, "near")
-    assert now == seen[step]
+    finds(tmp_path, 2, "fsdp", 3 if newer else 2, "near", seen)
     for rank in (0, 1):
         shutil.rmtree(tmp_path / "near" / "run" / f"rank{rank:05d}")
     with pytest.raises(RankFailed, match=r"every checkpoint in .* is damaged"):

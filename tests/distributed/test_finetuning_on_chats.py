@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -134,42 +133,6 @@ def test_the_loss_is_that_of_transformers(
         assert record["tokens"] == seen
     (validated,) = (record["loss"] for record in records(tmp_path) if record.get("event") == "evaluate")
     assert validated == pytest.approx(transformers_says(here / "model", kind, list(range(ROWS)))[0], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_model_learns_to_answer_and_not_to_ask(here: Path, tmp_path: Path) -> None:
-    """Questions are noise that cannot be learnt; answers follow from them. The model then gives them by itself."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    rng = random.Random(5)
-    letters = "abcdefgh"
-    asked = ["".join(rng.choices(letters, k=6)) + rng.choice("xyz") for _ in range(400)]
-    answers = {"x": "first", "y": "second", "z": "third"}
-    chats = [{"messages": turns(question, answers[question[-1]])} for question in asked]
-    write_lines(tmp_path / "train" / "a.jsonl", chats[:360])
-    write_lines(tmp_path / "test" / "a.jsonl", chats[360:])
-    given = {
-        "dataset": tmp_path / "train", "test_dir": tmp_path / "test", "short": "pack", "shuffle": "global",
-        "max_steps": 150, "train_batch_size": 2, "validation_freq": 50, "validation_batches": 10, "lr": 1e-2,
-        "weight_decay": 0.0, "save_final_model": 1, "model_dir": tmp_path / "model", "tokenizer": here / "model",
-    }  # fmt: skip
-    harness.run(train, 2, flags(tmp_path, **options(here, **given)))
-    validations = [record["loss"] for record in records(tmp_path) if record.get("event") == "evaluate"]
-    assert steps(tmp_path)[0]["loss"] > 4
-    assert validations[-1] < 0.05
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(here / "model")
-    right = 0
-    for one in (record["messages"] for record in chats[360:]):
-        ids = tokenizer.apply_chat_template(one[:1], add_generation_prompt=True, return_dict=False, return_tensors="pt")
-        made = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-        right += tokenizer.decode(made).startswith(one[1]["content"] + "<|end|>")
-    assert right >= 38
-    # Of the questions, which carried no loss, nothing was learnt: they are as improbable as by chance, or more.
-    texts = [tokenizer.apply_chat_template(record["messages"][:1], return_dict=False) for record in chats[360:]]
-    with torch.no_grad():
-        losses = [model(input_ids=torch.tensor([ids]), labels=torch.tensor([ids])).loss.item() for ids in texts]
-    assert sum(losses) / len(losses) > 4
 
 
 @pytest.mark.slow

@@ -104,16 +104,70 @@ def audited(tmp_path, capsys):
     return run
 
 
-def test_audit_of_a_good_run(tmp_path, audited):
+def test_audit_of_nothing(tmp_path, audited):
     with pytest.raises(ConfigError, match="--data_audit 1"):
         cli.audit(tmp_path)
     (tmp_path / "data_audit-rank0.jsonl").touch()
     assert audited() == (0, f"{tmp_path}: no step was recorded yet\n")
-    audited(sequence(8))
-    write(tmp_path, sequence(8)[5:], start=6, attempt=2)  # resumed from step 5: those steps are written again
-    code, output = audited(rows=ROWS)
-    assert code == 0
-    assert "steps 1 to 8, 32 samples, 10 different: each once per epoch" in output
+
+
+def repeated():
+    steps = sequence(8)
+    steps[1][0] = steps[0][0]
+    return steps
+
+
+def gap():
+    """Return steps in which some rows of an epoch are passed over."""
+    flat = [name for step in sequence(8) for name in step]
+    del flat[3:7]
+    return [flat[k : k + 4] for k in range(0, 28, 4)]
+
+
+EPOCHS = {"config": {"epochs": 2, "max_steps": 5}, "total_steps": 5, "samples": {"": ROWS}}
+AT_ITS_END = {**EPOCHS, "total_steps": 4}
+SHORT = f"{2 * ROWS - 16} of {ROWS} samples"
+BLEND = [["a/x:0", "b/y:0"], ["a/x:1", "b/y:1"]] * 2
+WEIGHTS = {"training_dir": ["a:0.5", "b:0.5"]}
+STREAMED = [
+    ["a:1[0:5]+b+c:2[0:3]"], ["b+c:2[3:9]"], ["b+c:2[9:10]+a:1@1[0:5]+b+c:2@1[0:2]"],
+    ["b+c:2@1[2:4]", "b+c:2@1[4:10]+d:1@1"],
+]  # fmt: skip
+"""Samples of four steps; the second epoch begins in the third step."""
+AUDITS = {
+    "good": (sequence(8), {}, 0, "steps 1 to 8, 32 samples, 10 different: each once per epoch"),
+    "repeat": (repeated(), {}, 3, "comes again before the epoch"), "gap": (gap(), {}, 3, "comes late"),
+    "an unused sample": (sequence(8), {"samples": {"": ROWS + 1}}, 3, "1 of 11 samples were never used"),
+    "blend": (BLEND, {"config": WEIGHTS, "samples": {"a": 2, "b": 2}}, 0, "no step left out"),
+    "one unused in a blend": (
+        BLEND, {"config": WEIGHTS, "samples": {"a": 2, "b": 3}}, 3, "b: 1 of 3 samples were never used",
+    ),
+    "windows of rows": (
+        [["a:1[0:4]", "a:2[3:7]"], ["a:1[2:6]", "a:2[0:4]"]], {"config": {"long": "crop"}}, 0, "4 samples, 2 different",
+    ),
+    "epochs": (sequence(5), EPOCHS, 0, "each 2 times"), "epochs cut short": (sequence(4), AT_ITS_END, 3, SHORT),
+    "not at its end": (sequence(4), EPOCHS, 0, SHORT),
+    "ended by --max_steps": (sequence(4), {**AT_ITS_END, "sources": {"max_steps": "command line"}}, 0, SHORT),
+    "ended by --steps_per_epoch": (
+        sequence(4), {**AT_ITS_END, "config": {"epochs": 2, "steps_per_epoch": 2}}, 0, SHORT,
+    ),
+    "epochs not begun": (sequence(4), {**AT_ITS_END, "config": {"epochs": 4}}, 3, "2 of 4 epochs"),
+    "streams": (STREAMED, {"streams": 1}, 0, "no token twice, no record left in its middle, no step left out"),
+    **{problem: ([*STREAMED[:step], samples, *STREAMED[step + 1 :]], {"streams": 1}, 3, problem)
+       for step, samples, problem in (
+           (1, ["b+c:2[4:9]"], "step 2: b+c:2 goes on at token 4, but epoch 0 left it at token 3"),
+           (1, ["b+c:2[2:9]"], "step 2: b+c:2 goes on at token 2, but epoch 0 left it at token 3"),
+           (1, ["b+c:2[3:9]", "a:1[0:5]"], "step 2: a:1 goes on at token 0, but epoch 0 left it at token 5"),
+           (3, ["b+c:2@1[0:4]", "b+c:2@1[4:10]"], "step 4: b+c:2 goes on at token 0, but epoch 1 left it at token 2"),
+       )},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AUDITS)
+def test_audit(audited, case):
+    steps, facts, code, words = AUDITS[case]
+    found, output = audited(steps, None if facts else ROWS, facts, world=1)
+    assert (found, words in output) == (code, True), output
 
 
 def test_audit_of_ranks_that_share_a_model(tmp_path, audited):
@@ -126,60 +180,20 @@ def test_audit_of_ranks_that_share_a_model(tmp_path, audited):
     assert (code, "step 1: rank 1 read other samples than the ranks they share a model with" in output) == (3, True)
 
 
-def test_audit_finds_samples_that_are_never_used(audited):
-    assert audited(sequence(8))[0] == 0
-    code, output = audited(facts={"samples": {"": ROWS + 1}})
-    assert (code, "1 of 11 samples were never used" in output) == (3, True)
-    steps, config = [["a/x:0", "b/y:0"], ["a/x:1", "b/y:1"]] * 2, {"training_dir": ["a:0.5", "b:0.5"]}
-    assert audited(steps, facts={"config": config, "samples": {"a": 2, "b": 2}})[0] == 0
-    code, output = audited(facts={"config": config, "samples": {"a": 2, "b": 3}})
-    assert (code, "b: 1 of 3 samples were never used" in output) == (3, True)
-
-
-def test_audit_of_epochs(audited):
-    facts = {"config": {"epochs": 2, "max_steps": 5}, "total_steps": 5, "samples": {"": ROWS}}
-    assert audited(sequence(5), facts=facts)[0] == 0
-    code, output = audited(sequence(4), facts={**facts, "total_steps": 4})
-    assert code == 3, "the run says that it is at its end"
-    assert f"{2 * ROWS - 16} of {ROWS} samples" in output
-    assert all(name in output for name in sequence(5)[4])
-    for excuse in (
-        {"total_steps": 5},
-        {"total_steps": 4, "config": {"epochs": 2, "max_steps": 4}, "sources": {"max_steps": "command line"}},
-        {"total_steps": 4, "config": {"epochs": 2, "max_steps": 5000, "steps_per_epoch": 2}},
-    ):
-        code, output = audited(facts={**facts, **excuse})
-        assert code == 0, excuse
-        assert f"{2 * ROWS - 16} of {ROWS} samples" in output
-    code, output = audited(facts={**facts, "config": {"epochs": 4}, "total_steps": 4})
-    assert (code, "2 of 4 epochs" in output) == (3, True)
-    assert audited(sequence(5)[2:], start=3, facts=facts)[0] == 0, "nothing is known of the first steps"
-
-
 @pytest.mark.parametrize("count", [40, BLOCK + 40])
-def test_audit_knows_how_often_each_place_of_a_blend_comes(tmp_path, audited, count):
+def test_audit_knows_how_often_each_source_of_a_blend_comes(audited, count):
     slots = apportion([0.7, 0.299, 0.001], BLOCK)
-    whose = np.concatenate([sources_of_block(block, slots, 5) for block in range(2)])[:count]
-    taken, samples = [0, 0, 0], []
-    for place in whose.tolist():
-        samples.append(f"{'abc'[place]}/x:{taken[place]}")
-        taken[place] += 1
+    sources = np.concatenate([sources_of_block(block, slots, 5) for block in range(2)])[:count].tolist()
+    samples = [f"{'abc'[source]}/x:{sources[:number].count(source)}" for number, source in enumerate(sources)]
+    a, b, c = (sources.count(source) for source in range(3))
     config = {"training_dir": ["a:0.7", "b:0.299", "c:0.001"], "seed": 5}
     facts = {"config": config, "samples": dict.fromkeys("abc", count)}
     code, output = audited([samples], world=1, facts=facts)
-    assert code == 0
-    assert f"drawn from a: {taken[0]}, b: {taken[1]}, c: {taken[2]}\n" in output
-    # As if b were no place of the run: its share came from a.
+    assert (code, f"drawn from a: {a}, b: {b}, c: {c}\n" in output) == (0, True)
+    # As if b were no source of the run: its share came from a.
     others = [name if name[0] != "b" else f"a/more:{name}" for name in samples]
     code, output = audited([others], world=1, facts=facts)
-    assert code == 3
-    assert f"b: was drawn from 0 times, its weight gives it {taken[1]}\n" in output
-    assert audited([samples], world=1, start=7, facts=facts)[0] == 0
-    # Killed when one rank of two had written its part of the last step.
-    audited([samples[: count // 2], samples[count // 2 :]], facts=facts)
-    lines = (tmp_path / "data_audit-rank0.jsonl").read_text().splitlines()
-    (tmp_path / "data_audit-rank0.jsonl").write_text(lines[0] + "\n")
-    assert audited(facts=facts)[0] == 0
+    assert (code, f"b: was drawn from 0 times, its weight gives it {b}\n" in output) == (3, True)
 
 
 def test_audit_after_a_kill_and_a_resume_on_another_mesh(tmp_path, audited):
@@ -189,49 +203,11 @@ def test_audit_after_a_kill_and_a_resume_on_another_mesh(tmp_path, audited):
     flat = [name for step in sequence(9) for name in step][20:]
     write(tmp_path, [flat[:8]], attempt=3, start=6, world=1)
     code, output = audited(rows=ROWS)
-    assert code == 0
-    assert "steps 1 to 6, 28 samples, 10 different: each once per epoch" in output
+    assert (code, "steps 1 to 6, 28 samples, 10 different: each once per epoch" in output) == (0, True)
     (tmp_path / "data_audit-rank3.jsonl").unlink()
     code, output = audited(rows=ROWS)
     assert (code, "step 2: the records of some ranks are missing" in output) == (3, True)
-
-
-@pytest.mark.parametrize(("kind", "wanted"), [
-    ("repeat", "comes again before the epoch"), ("gap", "epoch of 10 samples"), ("lost step", "step 4 is missing"),
-])  # fmt: skip
-def test_audit_finds(tmp_path, audited, kind, wanted):
-    steps = sequence(8)
-    if kind == "repeat":
-        steps[1][0] = steps[0][0]
-    elif kind == "gap":
-        # What the original does on resume: some rows of an epoch are passed over.
-        flat = [name for step in steps for name in step]
-        del flat[3:7]
-        steps = [flat[k : k + 4] for k in range(0, 28, 4)]
-    audited(steps if kind != "lost step" else steps[:3])
-    if kind == "lost step":
-        write(tmp_path, steps[4:], start=5)
-    code, output = audited(rows=ROWS)
-    assert (code, wanted in output) == (3, True)
-
-
-STREAMED = [
-    ["a:1[0:5]+b+c:2[0:3]"], ["b+c:2[3:9]"], ["b+c:2[9:10]+a:1@1[0:5]+b+c:2@1[0:2]"],
-    ["b+c:2@1[2:4]", "b+c:2@1[4:10]+d:1@1"],
-]  # fmt: skip
-"""Samples of four steps; the second epoch begins in the third step."""
-
-
-@pytest.mark.parametrize(("step", "samples", "problem"), [
-    (0, STREAMED[0], None),
-    (1, ["b+c:2[4:9]"], "step 2: b+c:2 goes on at token 4, but epoch 0 left it at token 3"),
-    (1, ["b+c:2[2:9]"], "step 2: b+c:2 goes on at token 2, but epoch 0 left it at token 3"),
-    (1, ["b+c:2[3:9]", "a:1[0:5]"], "step 2: a:1 goes on at token 0, but epoch 0 left it at token 5"),
-    (2, ["b+c:2[9:10]+a:1@1[1:5]+b+c:2@1[0:2]"], "step 3: a:1 goes on at token 1, but epoch 1 left it at token 0"),
-    (3, ["b+c:2@1[0:4]", "b+c:2@1[4:10]"], "step 4: b+c:2 goes on at token 0, but epoch 1 left it at token 2"),
-])  # fmt: skip
-def test_audit_of_streams(audited, step, samples, problem):
-    steps = [*STREAMED[:step], samples, *STREAMED[step + 1 :]]
-    code, output = audited(steps, world=1, facts={"streams": 1})
-    assert code == (3 if problem else 0)
-    assert (problem or "no token twice, no record left in its middle, no step left out") in output
+    for path in tmp_path.glob("*.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if '"step": 3' not in line))
+    assert "step 3 is missing" in audited(rows=ROWS)[1]
