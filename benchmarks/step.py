@@ -147,15 +147,15 @@ def compare_telemetry(run: Run, ours: Callable[[int], float], count: int, steps:
 @contextmanager
 def telemetry_off(run: Run) -> Iterator[None]:
     """Leave out what --telemetry minimal does."""
-    kept = run.times, heartbeat._board, list(heartbeat._listeners), heartbeat.collective
-    run.times = heartbeat._board = None
-    heartbeat._listeners.clear()
+    kept = run.times, heartbeat.board, list(heartbeat.listeners), heartbeat.collective
+    run.times = heartbeat.board = None
+    heartbeat.listeners.clear()
     heartbeat.collective = nullcontext
     try:
         yield
     finally:
-        run.times, heartbeat._board, listeners, heartbeat.collective = kept
-        heartbeat._listeners.extend(listeners)
+        run.times, heartbeat.board, listeners, heartbeat.collective = kept
+        heartbeat.listeners.extend(listeners)
 
 
 def our_steps(run: Run) -> Callable[[int], float]:

@@ -45,9 +45,9 @@ class FailureReporter:
     def report(self, failure: Exception) -> int:
         """Print a failure, pass it to peers and launcher, and return the exit code."""
         heartbeat.end()
-        if order := heartbeat.ordered():  # the watcher has reported the reason
+        if note := heartbeat.ending():  # the watcher has reported the reason
             time.sleep(GIVE_WAY_SECONDS)
-            failures.write_error_file(order["end"], 1)
+            failures.write_error_file(note["end"], 1)
             failures.write_cause()
             return 1
         failure = explained(failure)

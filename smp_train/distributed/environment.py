@@ -10,6 +10,7 @@ import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +27,14 @@ JOB_VARIABLES = (
 """Identify a job: equal for all its processes, different for other jobs on the same nodes."""
 
 
-class Variables(NamedTuple):
-    """The names of a launcher's variables, separated by spaces; the first that is set counts."""
+class Launcher(NamedTuple):
+    """The variables of a launcher. Several names of one are separated by spaces; the first that is set counts.
+
+    A process was started by the launcher if any of the variables in ``signs`` is set.
+    """
 
     title: str
+    signs: str
     rank: str
     world_size: str
     local_rank: str
@@ -40,28 +45,29 @@ class Variables(NamedTuple):
 
 
 LAUNCHERS = {
-    "torchrun": Variables(
-        "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "torchrun": Launcher(
+        "torchrun", "", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
         "MASTER_ADDR",
     ),
-    "openmpi": Variables(
-        "Open MPI's mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "openmpi": Launcher(
+        "Open MPI's mpiexec", "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    "mvapich2": Variables(
-        "MVAPICH2's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
+    "mvapich2": Launcher(
+        "MVAPICH2's mpirun", "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    "pals": Variables(
-        "PALS' mpiexec", "PALS_RANKID", "PMI_SIZE PALS_SIZE", "PALS_LOCAL_RANKID PMI_LOCAL_RANK",
+    "pals": Launcher(
+        "PALS' mpiexec", "PALS_RANKID", "PALS_RANKID", "PMI_SIZE PALS_SIZE", "PALS_LOCAL_RANKID PMI_LOCAL_RANK",
         "PALS_LOCAL_SIZE PMI_LOCAL_SIZE", "PALS_NODEID",
     ),
-    "mpich": Variables(
-        "MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
+    "mpich": Launcher(
+        "MPICH's mpiexec", "MPI_LOCALRANKID PMI_LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK",
+        "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
     ),
-    "srun": Variables(  # the local world size is in a list, see `_tasks_of_node`
-        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS", "SLURM_LOCALID", "", "SLURM_NODEID",
-        "SLURM_STEP_NUM_NODES SLURM_NNODES",
+    "srun": Launcher(  # the local world size is in a list, see `_tasks_of_node`
+        "srun", "", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS", "SLURM_LOCALID", "",
+        "SLURM_NODEID", "SLURM_STEP_NUM_NODES SLURM_NNODES",
     ),
 }  # fmt: skip
 
@@ -138,17 +144,12 @@ def _launcher(environ: Mapping[str, str]) -> str:
     """Return the innermost launcher: launchers nest, as torchrun inside srun or mpiexec inside a Slurm job."""
     if _has_torch_variables(environ):
         return "torchrun"
-    if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
-        return "openmpi"
-    if "MV2_COMM_WORLD_RANK" in environ or "MV2_COMM_WORLD_SIZE" in environ:
-        return "mvapich2"
-    if "PALS_RANKID" in environ:
-        return "pals"
-    if "MPI_LOCALRANKID" in environ or "PMI_LOCAL_RANK" in environ:
-        return "mpich"
+    signs = {name: environ.keys() & launcher.signs.split() for name, launcher in LAUNCHERS.items()}
+    if inner := next((name for name in LAUNCHERS if signs[name]), None):
+        return inner
     if _in_slurm_step(environ):
         return "srun"
-    return "mpich" if "PMI_RANK" in environ or "PMI_SIZE" in environ else "python"
+    return "mpich" if environ.keys() & {"PMI_RANK", "PMI_SIZE"} else "python"
 
 
 def _has_torch_variables(environ: Mapping[str, str]) -> bool:
@@ -279,11 +280,9 @@ def expand_hostlist(text: str) -> list[str]:
     """Return the host names in Slurm's ``n[1-3,07],login``, in order, as ``scontrol show hostnames`` does."""
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text.strip()):
-        names = [""]
-        for fixed, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
-            names = [name + part for name in names for part in ([fixed] if fixed else _expand_ranges(ranges))]
-        hosts += names
-    if not hosts or not all(hosts):
+        parts = re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item)
+        hosts += map("".join, product(*([fixed] if fixed else _expand_ranges(ranges) for fixed, ranges in parts)))
+    if not all(hosts) or not hosts:
         raise ConfigError(f"cannot read the list of hosts {text!r}")
     return hosts
 

@@ -1,4 +1,4 @@
-"""Reports of a failing rank to its peers and its launcher, so that the first failing rank is named.
+"""Failing ranks: reports to peers and launcher, and processes that died without a report. The first failure is named.
 
 Peers read the report in the store where the ranks met. torchrun reads ``TORCHELASTIC_ERROR_FILE``, in the format of
 torch's ``distributed.elastic.multiprocessing.errors.ErrorHandler``, and takes the earliest failure for the cause.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 from smp_train.distributed import group, heartbeat
@@ -28,6 +30,10 @@ SURVIVORS = "lost"
 PATIENCE_SECONDS = group.ANSWER_SECONDS
 """How long survivors wait for each other before they name the silent ranks."""
 POLL_SECONDS = 0.05
+DUMP_BYTES = 1 << 16
+"""Bytes at the end of a log in which a stack is searched."""
+_LOGGED = re.compile(r"^\d{4}-\d\d-\d\d ", re.MULTILINE)
+_FUNCTION = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 
 def write_error_file(text: str, code: int, callstack: str = "") -> None:
@@ -49,27 +55,23 @@ def _write(variable: str, text: str) -> None:
 
 def tell_peers(text: str) -> None:
     """Write this rank's failure to the store, unless another rank failed before; never raises."""
-    met = group.meeting()
-    if met is None:
-        return
-    text = f"rank {met.runtime.rank} on {met.runtime.hostname} failed: {text}"
-    with suppress(Exception):  # the store is gone if rank 0 is
-        within(2 * PATIENCE_SECONDS, lambda: met.store.compare_set(FIRST, "", text))
+    if (met := group.meeting()) is not None:
+        text = f"rank {met.runtime.rank} on {met.runtime.hostname} failed: {text}"
+        with suppress(Exception):  # the store is gone if rank 0 is
+            within(2 * PATIENCE_SECONDS, lambda: met.store.compare_set(FIRST, "", text))
 
 
 def first_failure() -> str:
     """Return which rank failed before this rank lost its connection; "" if the store does not show it."""
-    met = group.meeting()
-    if met is None:
+    if (met := group.meeting()) is None:
         return ""
-    host, port = met.runtime.hostname, met.runtime.master_port
     try:
         return within(3 * PATIENCE_SECONDS, lambda: _ask_store(met))
     except Exception:  # the rank or agent that serves the store is gone
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (killed := heartbeat.killed_here(host)) and time.monotonic() < deadline:
+        while not (killed := dead_ranks(met.runtime.hostname)) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)  # a killed process closes its connections before it disappears
-        return killed or f"the store at {met.runtime.master_addr}:{port} does not answer"
+        return killed or f"the store at {met.runtime.master_addr}:{met.runtime.master_port} does not answer"
 
 
 def _ask_store(met: group.Meeting) -> str:
@@ -81,7 +83,7 @@ def _ask_store(met: group.Meeting) -> str:
     while silent and time.monotonic() < deadline and not store.check([FIRST]):
         survivors = set(map(int, store.get(SURVIVORS).split()))
         silent = [rank for rank in range(met.runtime.world_size) if rank not in survivors]
-        if killed := heartbeat.killed_here(met.runtime.hostname, survivors):
+        if killed := dead_ranks(met.runtime.hostname, survivors):
             return str(store.compare_set(FIRST, "", killed).decode())  # other nodes read it too
         time.sleep(POLL_SECONDS)
     if store.check([FIRST]):
@@ -94,8 +96,58 @@ def _ask_store(met: group.Meeting) -> str:
     return f"no word from {silent_ranks} killed, hangs or is cut off"
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
-    """Return the result of ``work``, or raise `TimeoutError`: torch waits forever for a stopped server."""
+def dead_ranks(host: str, alive: Iterable[int] = ()) -> str:
+    """Return which of this node's ranks died without a report, and in which step; ranks in ``alive`` cannot have."""
+    deaths = []
+    board = heartbeat.board
+    for beat in board.read() if board is not None else []:
+        if beat.phase != heartbeat.END and beat.rank not in alive and process_state(beat.pid) == "gone":
+            crash = crash_in(board.log(beat.rank)) if board is not None else ""
+            death, line = ("crashed", f", at {crash}") if crash else ("was killed", "")
+            phase = heartbeat.PHASES[beat.phase]
+            deaths.append(f"rank {beat.rank} on {host} {death} in step {beat.step}, {phase}{line}")
+    return ", ".join(deaths)
+
+
+def process_state(pid: int) -> str:
+    """Return ``gone``, ``stopped`` or ``blocked`` (in the kernel); "" for a process that may run, or is unknown."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "gone" if os.path.exists("/proc/self/stat") else ""
+    except OSError:
+        return "gone"  # it ended while it was read
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped", "D": "blocked"}.get(letter, "")
+
+
+def crash_in(log: Path) -> str:
+    """Return where and why a process crashed, if its log ends with the crash; else ""."""
+    _, crash, dump = _end_of(log).rpartition("Fatal Python error: ")
+    if not crash or _LOGGED.search(dump):  # an earlier start crashed
+        return ""
+    stack = _innermost(dump.partition("urrent thread 0x")[2].partition("\n\n")[0])
+    return f"{stack or 'no line of Python'} ({dump.partition(chr(10))[0]})"
+
+
+def stack_in(log: Path) -> str:
+    """Return the main thread's innermost functions in the last stacks that `faulthandler` wrote after a time-out."""
+    return _innermost(_end_of(log).rpartition("Timeout (")[2].rpartition("hread 0x")[2])
+
+
+def _end_of(log: Path) -> str:
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - DUMP_BYTES))
+        return file.read().decode(errors="replace")
+    return ""
+
+
+def _innermost(dump: str) -> str:
+    """Return the innermost two functions of a stack that `faulthandler` wrote."""
+    return " < ".join(f"{name} ({os.path.basename(path)}:{line})" for path, line, name in _FUNCTION.findall(dump)[:2])
+
+
+def start_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run ``work`` in a thread that does not keep the process alive; return its future."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -104,5 +156,10 @@ def within(seconds: float, work: Callable[[], T]) -> T:
         except Exception as failure:
             result.set_exception(failure)
 
-    threading.Thread(target=run, name="smp-train-store", daemon=True).start()
-    return result.result(timeout=seconds)
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Return the result of ``work``, or raise `TimeoutError`: torch waits forever for a stopped server."""
+    return start_thread(work, "smp-train-store").result(timeout=seconds)

@@ -127,19 +127,19 @@ def meet(runtime: Runtime, seconds: float) -> Any:
     global _meeting
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, serves = (runtime.master_addr, runtime.master_port), runtime.is_main and not agent_serves
-    store = _serving.get(address)
-    if store is None:
-        store = dist.TCPStore(
-            *address, None if agent_serves else runtime.world_size, is_master=serves,
-            timeout=timedelta(seconds=seconds), wait_for_workers=False,
-        )  # fmt: skip
+
+    def connect(timeout: float, size: int | None = None, *, serve: bool = False) -> Any:
+        store = dist.TCPStore(*address, size, serve, timedelta(seconds=seconds), wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=timeout))
+        return store
+
+    store = _serving.get(address) or connect(seconds, None if agent_serves else runtime.world_size, serve=serves)
     if serves:
         _serving[address] = store
     deadline, pause = time.monotonic() + seconds, 0.01  # the deadline counts from here, as rank 0 may have started late
     everyone = [f"here/{rank}" for rank in range(runtime.world_size)]
-    prefix = ""
+    prefix = f"{ROUND}/{uuid.uuid4().hex}" if runtime.is_main else ""
     if runtime.is_main:
-        prefix = f"{ROUND}/{uuid.uuid4().hex}"
         _report(dist.PrefixStore(prefix, store), runtime)
         store.set(ROUND, prefix)
     while time.monotonic() < deadline:
@@ -153,9 +153,7 @@ def meet(runtime: Runtime, seconds: float) -> Any:
         if newest == prefix != "" and joined.check([CLOSED]):
             if joined.check([MISMATCH]):
                 raise RuntimeError(joined.get(MISMATCH).decode())
-            connection = dist.TCPStore(*address, None, False, timedelta(seconds=seconds), wait_for_workers=False)
-            connection.set_timeout(timedelta(seconds=ANSWER_SECONDS))
-            _meeting = Meeting(runtime, prefix, dist.PrefixStore(prefix, connection))
+            _meeting = Meeting(runtime, prefix, dist.PrefixStore(prefix, connect(ANSWER_SECONDS)))
             return joined
         time.sleep(pause)
         pause = min(0.05 if runtime.is_main else 0.5, 1.5 * pause)
@@ -165,7 +163,7 @@ def meet(runtime: Runtime, seconds: float) -> Any:
 
 
 def _report(joined: Any, runtime: Runtime) -> None:
-    """Report this rank in a round. World sizes differ, for example, if a node lacks a GPU: record the mismatch."""
+    """Report this rank in a round, and whether its world has another size, as if a node lacks a GPU."""
     size = str(runtime.world_size)
     first_size = joined.compare_set("world", "", size).decode()
     if first_size != size:

@@ -2,12 +2,13 @@
 
 Every rank has a watcher thread. A node's leader is its lowest rank whose watcher still runs. The leader reads the slots
 of its node's ranks (`distributed.heartbeat`), and every few seconds writes them to the store where the ranks met, for
-the other leaders. The leader of the lowest node that still writes reports. No collective is used, as collectives hang.
+the other leaders. The leader that first claims the report in the store reports. No collective is used, as they hang.
 
 A rank is late if its main thread stays in one phase of a step for ten times the usual time of a step, and for at least
---hang_report_seconds. Its watcher then writes the thread's stack, and the collective that torch's flight recorder shows
+--hang_report_seconds. Its watcher then notes the thread's stack, and the collective that torch's flight recorder shows
 in flight, for the leader. No rank is late before three steps are done, nor in saves, validations and callbacks; but a
-stopped or dead process is reported at any time.
+stopped or dead process is reported at any time. If C code holds Python's lock, the watcher cannot run either: then
+`faulthandler` writes the stacks to the rank's log, from a thread that needs no lock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -34,8 +35,6 @@ GONE_SECONDS = 10.0
 """The peers of a dead process have this long to notice the death and report it themselves."""
 GIVE_WAY_SECONDS = 5.0
 """The missing rank ends this much earlier than its peers, as launchers report the process that ends first."""
-STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
-"""Makes a process write its stacks even if C code holds the interpreter's lock."""
 STOP_SECONDS = 5.0
 """At its end, a rank waits this long for its watcher, which may be waiting for the store or for a stack."""
 NAMED = 8
@@ -148,40 +147,41 @@ class Watcher:
     """The watcher thread of this rank, until `heartbeat.end`."""
 
     def __init__(
-        self, board: heartbeat.Board, ranks: Runtime, logs: Path, *, report_seconds: float, end_seconds: float
-    ) -> None:
+        self, board: heartbeat.Board, ranks: Runtime, *, report_seconds: float, end_seconds: float
+    ) -> None:  # fmt: skip
         """Begin to watch.
 
         Args:
             board: the slots of this node.
             ranks: this rank's place.
-            logs: folder of the ranks' logs, for stacks and for the flight recorder's records.
             report_seconds: a rank that does not move for this long, and ten times the usual time of a step, is late.
             end_seconds: a rank that does not move for this long ends the run; 0 never ends it.
         """
-        self.board, self.ranks, self.logs = board, ranks, logs
+        self.board, self.ranks = board, ranks
         self.report_seconds, self.end_seconds = report_seconds, end_seconds or float("inf")
         self.interval = min(1.0, report_seconds / 30)
         self.publish_seconds = 3 * self.interval
         self.stale_seconds = max(3.0, 5 * self.interval)
-        self._others: dict[int, tuple[float, int, dict[int, Report]]] = {}
-        """For each other node: when its last message came, the message's number, and its reports."""
-        self._published = self._answered = self._asked = -float("inf")
+        self._messages: dict[int, tuple[str, float]] = {}
+        """Each other node's last message, and when it came."""
+        self._published = self._noted = self._unanswered = -float("inf")
         self._ran = self._awake = time.monotonic()
-        self._answer: dict[str, Any] = {}
+        self._reported: int | None = None
+        """The step in which this rank has reported a hang."""
+        self._log: Any = None
         with suppress(OSError, ValueError, AttributeError):
             self._log = board.log(ranks.rank).open("a")
             faulthandler.enable(self._log)  # a crash writes its stack to the log
-            faulthandler.register(STACK_SIGNAL, file=self._log, all_threads=True)  # type: ignore[arg-type]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="smp-train-watch", daemon=True)
         self._thread.start()
-        heartbeat.at_end(self._stop)
+        heartbeat.at_end.append(self._stop)
 
     def _stop(self) -> None:
         """Wait for the thread, which must not outlive Python, nor use torch while the process group is destroyed."""
         self._ended.set()
         self._thread.join(STOP_SECONDS)
+        faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
         while not self._ended.wait(self.interval):
@@ -194,137 +194,129 @@ class Watcher:
         if now - self._ran > self.stale_seconds:  # this process was stopped itself, so nothing is late yet
             self._awake = now
         self._ran = now
+        if self._log is not None:
+            faulthandler.dump_traceback_later(self.report_seconds, file=self._log)
         self.board.tick(now)
-        beats = self.board.read()
-        if order := heartbeat.ordered():
-            self._leave(order["end"], order["missing"])
-        (my_beat,) = (beat for beat in beats if beat.rank == self.ranks.rank)
-        usual = self.board.usual()
+        if (note := heartbeat.ending()) is not None:
+            self._leave(note["end"], note["missing"])
+        beats = {beat.rank: beat for beat in self.board.read()}
+        beat, usual = beats[self.ranks.rank], self.board.usual()
         limit = float("inf") if usual is None else max(self.report_seconds, TIMES_USUAL * usual)
-        still = now - max(my_beat.since, self._awake) if my_beat.phase in heartbeat.IN_A_STEP else 0.0
-        if still > limit / 2 and now - self._answered > self.report_seconds / 3:
-            self._answered = now
+        still = now - max(beat.since, self._awake) if beat.phase in heartbeat.IN_A_STEP else 0.0
+        if still > limit / 2 and now - self._noted > self.report_seconds / 3:
+            self._noted = now
             functions, compiling = stack()
-            waits = in_flight(self.logs / f"flight-recorder-rank-{self.ranks.rank}.json")
-            if waits is None and my_beat.phase in (heartbeat.VOTE, heartbeat.OUTCOME):
+            waits = in_flight(self.board.logs / f"flight-recorder-rank-{self.ranks.rank}.json")
+            if waits is None and beat.phase in (heartbeat.VOTE, heartbeat.OUTCOME):
                 waits = "the vote"
-            self._answer |= {"since": my_beat.since, "waits": waits, "stack": functions, "compiling": compiling}
-            self.board.answer(self._answer)
-        if self.ranks.rank == min(beat.rank for beat in beats if now - beat.tick < self.stale_seconds):
-            self._lead(beats, now, still, limit, usual)
+            self.board.note({"since": beat.since, "waits": waits, "stack": functions, "compiling": compiling})
+        if self.ranks.rank == min(rank for rank, beat in beats.items() if now - beat.tick < self.stale_seconds):
+            self._lead(beats, now, still, limit)
 
-    def _lead(self, beats: list[heartbeat.Beat], now: float, still: float, limit: float, usual: float | None) -> None:
+    def _lead(self, beats: dict[int, heartbeat.Beat], now: float, still: float, limit: float) -> None:
         """Report or end a hung run, as this node's leader; this rank has not moved for ``still`` seconds."""
-        of_node = {beat.rank: self._report(beat, now) for beat in beats}
-        quiet = {
-            condition: max((now - b.tick for b in beats if of_node[b.rank].condition == condition), default=0.0)
-            for condition in ("gone", "stopped")
-        }
-        gone, stopped = quiet["gone"] > GONE_SECONDS, quiet["stopped"] > self.report_seconds
-        reports, reporting = of_node, True
-        if self.ranks.num_nodes > 1:
-            self._publish(of_node, now)
-            if still > limit / 2 or gone or stopped:
-                reports, reporting = self._everywhere(of_node, now)
-        if not (still > limit or gone or stopped):
-            if self._answer.pop("said", None) is not None:
+        on_node = {rank: self._report(beat, now) for rank, beat in beats.items()}
+
+        def silence(condition: str) -> float:
+            silent = (rank for rank, report in on_node.items() if report.condition == condition)
+            return max((now - beats[rank].tick for rank in silent), default=0.0)
+
+        gone, stopped = silence("gone") > GONE_SECONDS, silence("stopped") > self.report_seconds
+        reports = self._exchange(on_node, now, wanted=gone or stopped or still > limit / 2)
+        if not (gone or stopped or still > limit):
+            if self._reported is not None:
                 logger.warning("The run goes on")
+            self._reported = None
             return
         absent = missing(reports)
         suspects = [reports[rank] for rank in absent or reports]
         if not any(report.condition for report in suspects) and any(report.patient() for report in suspects):
             return
-        seconds = max(still, *quiet.values())
+        seconds, usual, step = max(still, silence("gone"), silence("stopped")), self.board.usual(), self.board.step
         waited = f"no progress for {seconds:.0f} s" + (f", where a step takes {usual:.2g} s" if usual else "")
         text = f"{waited}: {verdict(reports)}"
-        step = self.board.step
-        # Read the slots again: on a busy node another rank may have become the leader meanwhile, and reported.
-        if reporting and all(beat.answer.get("said") != step for beat in self.board.read()):
+        if self._reported != step and self._claims(f"hang/{step}", now):
+            self._reported = step
             logger.warning("%s", text)
-            self._answer["said"] = step  # so that the next leader does not repeat it
-            self.board.answer(self._answer)
         # Data may be slow for good reasons; --distributed_timeout_minutes limits it.
         reading = all(report.phase == heartbeat.DATA and not report.condition for report in suspects)
         if gone or (seconds > max(self.end_seconds, limit if still > limit else 0.0) and not reading):
-            self._end(text, absent, {beat.rank: beat.pid for beat in beats}, of_node, reporting)
+            text += "; ended here, start it again to go on from the last checkpoint"
+            if self._claims("end", now):
+                sys.stderr.write(f"smp-train: [rank {self.ranks.rank} on {self.ranks.hostname}] error: {text}\n")
+            # The node's other ranks read this.
+            self.board.note({"end": text[: heartbeat.SLOT_BYTES // 4], "missing": absent})
+            for rank in absent:
+                if rank in on_node and on_node[rank].condition in ("stopped", "silent"):
+                    os.kill(beats[rank].pid, signal.SIGKILL)
+            failures.tell_peers(text.partition("; ")[0])
+            self._leave(text, absent)
 
     def _report(self, beat: heartbeat.Beat, now: float) -> Report:
         """Return the report about a rank of this node."""
-        answer = beat.answer if beat.answer.get("since") == beat.since else {}
+        note = beat.note if beat.note.get("since") == beat.since else {}
         report = Report(
-            self.ranks.hostname, beat.step, beat.phase, waits=answer.get("waits"), stack=answer.get("stack", ""),
-            compiling=answer.get("compiling", False),
+            self.ranks.hostname, beat.step, beat.phase, waits=note.get("waits"), stack=note.get("stack", ""),
+            compiling=note.get("compiling", False),
         )  # fmt: skip
-        if now - beat.tick < 3 * self.interval:
+        quiet = now - beat.tick
+        if quiet < 3 * self.interval:
             return report
-        condition = heartbeat.state(beat.pid)
+        condition = failures.process_state(beat.pid)
         if beat.phase == heartbeat.END:
             return report._replace(condition="left" if condition == "gone" else "")
         if condition == "gone":
-            return report._replace(condition=condition, stack=heartbeat.crash_of(self.board.log(beat.rank)))
+            return report._replace(condition=condition, stack=failures.crash_in(self.board.log(beat.rank)))
         if condition == "stopped":
             return report._replace(condition=condition)
-        if now - beat.tick < self.report_seconds:
+        if quiet < self.report_seconds + self.interval:
             return report
-        return report._replace(condition="silent", stack=stack_of(self.board.log(beat.rank), beat.pid) or condition)
+        return report._replace(condition="silent", stack=failures.stack_in(self.board.log(beat.rank)) or condition)
 
     def _ask(self, now: float, ask: Callable[[Any], T]) -> T:
         """Return the store's answer. If it does not answer, raise an error, and do not ask it again for a while."""
         met = group.meeting()
-        if met is None or now < self._asked + 30 * self.interval:
+        if met is None or now < self._unanswered + 30 * self.interval:
             raise TimeoutError
-
         try:
             return failures.within(self.stale_seconds / 2, lambda: ask(met.store))
         except Exception:
-            self._asked = now
+            self._unanswered = now
             raise
 
-    def _publish(self, of_node: dict[int, Report], now: float) -> None:
-        if now - self._published > self.publish_seconds:
-            self._published = now
-            with suppress(Exception):
-                text = json.dumps([now, list(of_node.items())])
-                self._ask(now, lambda store: store.set(f"beats/{self.ranks.node_rank}", text))
-
-    def _everywhere(self, of_node: dict[int, Report], now: float) -> tuple[dict[int, Report], bool]:
-        """Return the reports about all ranks, and whether this node is the one that reports the hang."""
-        nodes = [node for node in range(self.ranks.num_nodes) if node != self.ranks.node_rank]
-        reports = dict(of_node)
+    def _claims(self, report: str, now: float) -> bool:
+        """Return whether this leader is the first to claim a report; also if the store does not answer."""
+        rank = str(self.ranks.rank)
         try:
-            messages = self._ask(now, lambda store: store.multi_get([f"beats/{node}" for node in nodes]))
-        except Exception:  # the rank or agent that serves the store is stopped or dead: each node reports for itself
-            reports.setdefault(0, Report(self.ranks.master_addr, -1, heartbeat.START, "cut off"))
-            return reports, True
-        first = True
-        for node, text in zip(nodes, messages, strict=True):
-            number, items = json.loads(text)
-            theirs = {int(rank): Report(*report) for rank, report in items}
-            came, last_number, _ = self._others.get(node, (now, number, theirs))
-            came = now if number != last_number else came
-            self._others[node] = (came, number, theirs)
-            if now - came > 3 * self.publish_seconds + 1:
-                theirs = {rank: report._replace(condition="cut off") for rank, report in theirs.items()}
-            else:
-                first = first and node > self.ranks.node_rank
-            reports |= theirs
-        return dict(sorted(reports.items())), first
+            return bool(self._ask(now, lambda store: store.compare_set(report, "", rank)).decode() == rank)
+        except Exception:
+            return True
 
-    def _end(
-        self, text: str, absent: list[int], processes: dict[int, int], of_node: dict[int, Report], reporting: bool
-    ) -> None:
-        """End the run: the missing ranks first, then this node's other ranks, which read the order in this slot."""
-        text += "; ended here, start it again to go on from the last checkpoint"
-        if reporting:
-            sys.stderr.write(f"smp-train: [rank {self.ranks.rank} on {self.ranks.hostname}] error: {text}\n")
-        self.board.answer({"end": text[: heartbeat.SLOT_BYTES // 4], "missing": absent})
-        for rank in absent:
-            if rank in of_node and of_node[rank].condition in ("stopped", "silent"):
-                os.kill(processes[rank], signal.SIGKILL)
-        failures.tell_peers(text.partition("; ")[0])
-        self._leave(text, absent)
+    def _exchange(self, on_node: dict[int, Report], now: float, *, wanted: bool) -> dict[int, Report]:
+        """Publish this node's reports; return the reports about all ranks if they are ``wanted``."""
+        node, reports = self.ranks.node_rank, dict(on_node)
+        if self.ranks.num_nodes > 1 and now - self._published > self.publish_seconds:
+            self._published = now
+            text = json.dumps([now, list(on_node.items())])
+            with suppress(Exception):
+                self._ask(now, lambda store: store.set(f"beats/{node}", text))
+        if self.ranks.num_nodes == 1 or not wanted:
+            return reports
+        peers = [peer for peer in range(self.ranks.num_nodes) if peer != node]
+        try:
+            messages = self._ask(now, lambda store: store.multi_get([f"beats/{peer}" for peer in peers]))
+        except Exception:  # the rank or agent that serves the store is stopped or dead
+            return {0: Report(self.ranks.master_addr, -1, heartbeat.START, "cut off"), **reports}
+        for peer, message in zip(peers, messages, strict=True):
+            if self._messages.get(peer, ("", 0.0))[0] != message:
+                self._messages[peer] = message, now
+            cut_off = now - self._messages[peer][1] > 3 * self.publish_seconds + 1
+            for rank, values in json.loads(message)[1]:
+                report = Report(*values)
+                reports[rank] = report._replace(condition="cut off") if cut_off else report
+        return dict(sorted(reports.items()))
 
-    def _leave(self, text: str, absent: Iterable[int]) -> None:
+    def _leave(self, text: str, absent: Collection[int]) -> None:
         if self.ranks.rank not in absent:
             time.sleep(GIVE_WAY_SECONDS)
         failures.write_error_file(text, 1)
@@ -333,39 +325,25 @@ class Watcher:
         os._exit(1)
 
 
-def stack_of(log: Path, process: int) -> str:
-    """Return the main thread's innermost functions in a process whose watcher does not run; "" if that fails."""
-    with suppress(OSError, IndexError, ValueError):
-        size = log.stat().st_size
-        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-        if not STACK_SIGNAL or not caught >> (STACK_SIGNAL - 1) & 1:
-            return ""  # without a handler the signal would end the process
-        os.kill(process, STACK_SIGNAL)
-        time.sleep(0.5)
-        return heartbeat.innermost(log.read_bytes()[size:].decode(errors="replace").rpartition("hread 0x")[2])
-    return ""
-
-
 def watch(ranks: Runtime, logs: Path, *, report_seconds: float, end_seconds: float) -> None:
     """Watch this run until `heartbeat.end`, unless the world is one rank or a node lacks shared memory; collective.
 
-    The arguments are `Watcher`'s.
+    ``logs`` is the folder of the ranks' logs, for stacks and the flight recorder's records; see `Watcher` for the rest.
     """
     met = group.meeting()
     if met is None:
         return
     name = f"smp-train-{met.prefix.rpartition('/')[2]}-{ranks.node_rank}"
-    board: list[heartbeat.Board] = []
+    boards: list[heartbeat.Board] = []
 
     def opened() -> bool:
         with suppress(OSError, ValueError):
-            board.append(heartbeat.open_board(name, ranks.local_rank, ranks.local_world_size, ranks.rank, logs))
-        return bool(board)
+            boards.append(heartbeat.open_board(name, ranks.local_rank, ranks.local_world_size, ranks.rank, logs))
+        return bool(boards)
 
     everywhere = all(gather("opening the heartbeat", opened))
     heartbeat.unlink(name)
     if everywhere:
-        Watcher(board[0], ranks, logs, report_seconds=report_seconds, end_seconds=end_seconds)
+        Watcher(boards[0], ranks, report_seconds=report_seconds, end_seconds=end_seconds)
     else:
         heartbeat.end()

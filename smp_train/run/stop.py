@@ -54,7 +54,7 @@ class StopRequest:
         if self.reason is None:
             self.reason, self._since = signal.Signals(number).name, now
             _requested.set()
-            if heartbeat.ordered():  # the run ends already, and saves nothing
+            if heartbeat.ending():  # the run ends already, and saves nothing
                 return
             logger.info(
                 "%s: asked to stop; finishing the step and saving. A signal more than %g s from now ends this process "

@@ -41,7 +41,7 @@ class MemoryRows:
             import torch
 
             torch.cuda.memory._record_memory_history(max_entries=HISTORY)
-        heartbeat.listen(self.mark)
+        heartbeat.listeners.append(self.mark)
 
     def row(self, title: str) -> None:
         """Log what is in use now."""

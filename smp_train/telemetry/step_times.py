@@ -76,7 +76,7 @@ class StepTimes:
         self._coming: ToHost | None = None
         self._late: tuple[int, int] | None = None
         self._late_for = 0
-        heartbeat.listen(self.mark)
+        heartbeat.listeners.append(self.mark)
         heartbeat.collective = self.collective
 
     def mark(self, phase: int) -> None:

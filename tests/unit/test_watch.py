@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
-import time
+import uuid
 from pathlib import Path
 
 import pytest
 
-from smp_train.distributed import detect, heartbeat, watch
+from smp_train.distributed import detect, failures, heartbeat, watch
 from smp_train.distributed.heartbeat import BACKWARD, DATA, FORWARD, VOTE
 from smp_train.distributed.watch import Report
 
@@ -50,58 +51,33 @@ def test_thousands_are_not_listed() -> None:
     assert len(watch.verdict({**reports, 3000: WAITING})) < 2000
 
 
-def test_a_slot_shows_step_phase_and_usual_time(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(heartbeat, "_board", None)
-    monkeypatch.setattr(heartbeat, "_path", lambda name: str(tmp_path / name))
-    board = heartbeat.open_board("x", 1, 3, rank=5)
-    other = heartbeat.Board(board.memory, 2, 6)
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> heartbeat.Board:
+    """Return the board of rank 5, the second of three on its node."""
+    monkeypatch.setattr(heartbeat, "board", None)
+    return heartbeat.open_board(f"test-{uuid.uuid4().hex}", 1, 3, rank=5, logs=tmp_path)
+
+
+def test_a_slot_shows_step_phase_and_usual_time(board: heartbeat.Board) -> None:
+    other = heartbeat.Board(board.memory, 2, 6, board.logs)
     assert board.usual() is None
     for step in range(1, 6):
         heartbeat.enter(DATA, step)
         heartbeat.enter(BACKWARD)
     assert board.usual() is not None
-    heartbeat.unlink("x")
     first, second = other.read()
     assert (first.rank, first.pid, first.step, first.phase) == (5, os.getpid(), 5, BACKWARD)
-    assert (second.rank, second.step, second.answer) == (6, 0, {})
-    other.answer({"end": "why"})
-    assert heartbeat.ordered() == {"end": "why"}
+    assert (second.rank, second.step, second.note) == (6, 0, {})
+    other.note({"end": "why"})
+    assert heartbeat.ending() == {"end": "why"}
     heartbeat.end()
     heartbeat.enter(DATA, 6)
     assert other.read()[0].phase == heartbeat.END
-    assert os.listdir(tmp_path) == []
 
 
-@pytest.fixture
-def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> heartbeat.Board:
-    """Return the board of rank 0 of two."""
-    monkeypatch.setattr(heartbeat, "_board", None)
-    monkeypatch.setattr(heartbeat, "_path", lambda name: str(tmp_path / name))
-    for name in ("enable", "register"):
-        monkeypatch.setattr(watch.faulthandler, name, lambda *given, **named: None)
-    return heartbeat.open_board("x", 0, 2, rank=0, logs=tmp_path)
-
-
-def test_what_another_leader_has_said_is_not_said_again(
-    board: heartbeat.Board, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    watcher = watch.Watcher(board, detect({}), tmp_path, report_seconds=30, end_seconds=0)
-    other = heartbeat.Board(board.memory, 1, 1)
-    heartbeat.enter(FORWARD, 1)
-    other.enter(DATA, 1)
-    beats = board.read()
-    other.answer({"said": 1})  # since then
-    watcher._lead(beats, time.monotonic(), still=100, limit=30, usual=1)
-    assert not caplog.records
-    other.answer({})
-    watcher._lead(beats, time.monotonic(), still=100, limit=30, usual=1)
-    heartbeat.end()
-    assert "rank 1 on" in caplog.text
-
-
-def test_the_watcher_has_ended_before_the_process_group_does(board: heartbeat.Board, tmp_path: Path) -> None:
+def test_the_watcher_has_ended_before_the_process_group_does(board: heartbeat.Board) -> None:
     """It may be asking torch about that group, and no thread of it may outlive the interpreter."""
-    watch.Watcher(board, detect({}), tmp_path, report_seconds=30, end_seconds=0)
+    watch.Watcher(board, detect({}), report_seconds=30, end_seconds=0)
     watching = [thread for thread in threading.enumerate() if thread.name == "smp-train-watch"]
     assert watching
     heartbeat.end()
@@ -123,33 +99,42 @@ Current thread 0x00007f02 (most recent call first):
 
 def test_a_crash_is_read_from_the_end_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
-    assert heartbeat.crash_of(log) == ""
+    assert failures.crash_in(log) == ""
     log.write_text("x" * 100_000 + DUMP)
-    assert heartbeat.crash_of(log) == "launch (kernel.py:7) < forward (model.py:8) (Segmentation fault)"
+    assert failures.crash_in(log) == "launch (kernel.py:7) < forward (model.py:8) (Segmentation fault)"
     log.write_text(DUMP + "2026-11-23 00:00:02 I [build_run] the next start\n")
-    assert heartbeat.crash_of(log) == ""
+    assert failures.crash_in(log) == ""
 
 
-def test_a_process_without_the_handler_is_not_asked_for_its_stack(tmp_path: Path) -> None:
-    (log := tmp_path / "log").touch()
-    with subprocess.Popen(["sleep", "60"]) as process:
-        assert watch.stack_of(log, process.pid) == ""
-        time.sleep(0.1)
-        assert process.poll() is None
-        process.kill()
+HOLDS_THE_LOCK = """
+import ctypes, sys, time, uuid
+from pathlib import Path
+from smp_train.distributed import detect, heartbeat, watch
+logs = Path(sys.argv[1])
+board = heartbeat.open_board(f"test-{uuid.uuid4().hex}", 0, 1, rank=0, logs=logs)
+watch.Watcher(board, detect({}), report_seconds=0.3, end_seconds=0)
+began = board.read()[0].tick
+while board.read()[0].tick == began:
+    time.sleep(0.01)
+def in_c():
+    ctypes.PyDLL(None).sleep(600)
+in_c()
+"""
 
 
-def test_a_process_that_is_stopped_or_gone() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    assert heartbeat.state(process.pid) in ("", "blocked")
-    process.send_signal(19)
-    while heartbeat.state(process.pid) != "stopped":
-        time.sleep(0.01)
-    process.kill()
-    while heartbeat.state(process.pid) != "gone":  # unwaited for, it is a zombie
-        time.sleep(0.01)
-    process.wait()
-    assert heartbeat.state(process.pid) == "gone"
+def test_a_process_whose_watcher_cannot_run_shows_its_stack(tmp_path: Path) -> None:
+    """As C code holds the interpreter's lock; and what the kernel reports about the process."""
+    log = tmp_path / "rank-0.log"
+    with subprocess.Popen([sys.executable, "-c", HOLDS_THE_LOCK, tmp_path]) as process:
+        while not failures.stack_in(log):
+            assert process.poll() is None
+        assert failures.stack_in(log).startswith("in_c (<string>:")
+        for number, state in ((signal.SIGSTOP, "stopped"), (signal.SIGKILL, "gone")):  # unwaited for, it is a zombie
+            assert failures.process_state(process.pid) in ("", "blocked", "stopped")
+            process.send_signal(number)
+            while failures.process_state(process.pid) != state:
+                pass
+    assert failures.process_state(process.pid) == "gone"
 
 
 def test_the_main_threads_stack() -> None:
