@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -26,6 +25,7 @@ from smp_train.data.rows import Recipe, RowMaker, grouped, read_rows
 from smp_train.data.samples import Samples, Table, make_table, needs_tables, table_ranges
 from smp_train.data.token_file import VERSION, TokenRows, dtype_for
 from smp_train.data.writer import Shard, write_token_file
+from smp_train.distributed.child import end_with_parent
 from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError, DataError, SmpTrainError, first_few
 from smp_train.progress import Progress
@@ -265,14 +265,7 @@ _worker: list[tuple[RowMaker, int, float | None, Event]] = []
 
 def _start_worker(recipe: Recipe, max_bad: float | None, threads: int, stopped: Event) -> None:
     """Set up a worker process; it ends when its parent ends, for whatever reason."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # left to the parent, which also gets it
     os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true" if threads > 1 else "false")
     _worker.append((recipe.open(), recipe.vocab_size, max_bad, stopped))

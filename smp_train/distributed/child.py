@@ -6,6 +6,7 @@ Answers go to a separate file, since the log, model code, NCCL and forked worker
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -53,3 +54,15 @@ def served() -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
 def _end_with_rank() -> None:
     os.read(sys.stdin.fileno(), 1)  # returns when the rank has closed the pipe or has died
     os._exit(1)
+
+
+def end_with_parent() -> None:
+    """Let this process of `multiprocessing` end when its parent ends, even if the parent is killed."""
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -152,13 +153,17 @@ def _step(run: PlannedRun, spec: ModelSpec) -> Memory:
     )  # fmt: skip
 
 
+def _changed(spec: ModelSpec, values: Mapping[str, Any]) -> ModelSpec:
+    """Return the model with other values in its configuration."""
+    config: Any = copy.deepcopy(spec.config)
+    for name, value in values.items():
+        setattr(config, name, value)
+    return replace(spec, config=config)
+
+
 def _without_attention_dropout(spec: ModelSpec) -> ModelSpec:
     """Return the model as a GPU computes it: its attention kernels have dropout, while a CPU stores every score."""
-    config: Any = copy.deepcopy(spec.config)
-    for name in ("attention_dropout", "attn_pdrop"):
-        if getattr(config, name, None):
-            setattr(config, name, 0.0)
-    return replace(spec, config=config)
+    return _changed(spec, {name: 0.0 for name in ("attention_dropout", "attn_pdrop") if hasattr(spec.config, name)})
 
 
 def _lists_of_layers(config: Any) -> dict[str, list[Any]]:
@@ -169,11 +174,8 @@ def _lists_of_layers(config: Any) -> dict[str, list[Any]]:
 
 def _with_depth(spec: ModelSpec, layers: int) -> ModelSpec:
     """Return the model's first layers alone."""
-    config: Any = copy.deepcopy(spec.config)
-    for name, value in _lists_of_layers(config).items():
-        setattr(config, name, value[:layers])
-    config.num_hidden_layers = layers
-    return replace(spec, config=config)
+    lists = {name: value[:layers] for name, value in _lists_of_layers(spec.config).items()}
+    return _changed(spec, {**lists, "num_hidden_layers": layers})
 
 
 def _period(activation_checkpointing: str, spec: ModelSpec) -> int:

@@ -6,8 +6,6 @@ The settings that are extrapolated to be near the best are stepped, so no close 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from smp_train.distributed.child import end_with_parent
 from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError
 from smp_train.planning.estimate import estimate
@@ -84,10 +83,11 @@ class Search:
         """Return the best plans that fit, at most `BEST`, each of a different kind."""
         unknown, self.rejected = self.space.settings()
         best: dict[Kind, Plan] = {}
-        with workers(self.space) as pool:
+        with workers() as pool:
             while len(self.stepped) < MOST_STEPPED and (batch := self._next(unknown, best)):
                 unknown = [setting for setting in unknown if setting not in batch]
-                for setting, future in [(setting, pool.submit(_step, setting)) for setting in batch]:
+                futures = [pool.submit(estimate, self.space.applied(setting)) for setting in batch]
+                for setting, future in zip(batch, futures, strict=True):
                     try:
                         plan = self.stepped[setting] = self.plan(setting, future.result())
                     except BrokenProcessPool:
@@ -169,31 +169,14 @@ class Search:
         return f"slower: {max(more, key=lambda part: more[part])}"
 
 
-_space: Space
-"""The space of a worker process."""
-
-
 @contextmanager
-def workers(space: Space) -> Iterator[ProcessPoolExecutor]:
+def workers() -> Iterator[ProcessPoolExecutor]:
     """Start processes that step settings, one per core; forked, because imports take longer than a step."""
     count, context = min(MOST_WORKERS, cores()), multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(count, context, initializer=_begin, initargs=(space,)) as pool:
+    with ProcessPoolExecutor(count, context, initializer=_begin) as pool:
         yield pool
 
 
-def _begin(space: Space) -> None:
-    global _space
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _begin() -> None:
+    end_with_parent()
     warnings.simplefilter("ignore")
-    _space = space
-
-
-def _end_with_parent() -> None:
-    """End this worker when the search is killed; it would wait for its next setting forever."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _step(setting: Setting) -> Memory:
-    return estimate(_space.applied(setting))

@@ -97,15 +97,10 @@ class Prediction:
     def described(self) -> dict[str, Any]:
         """Return what ``--json`` prints, in seconds."""
         return {
-            "step": self.step_seconds, "parts": self.parts, "bound": self.bound, "communication": self.communication,
+            "step": self.step_seconds, "parts": self.parts, "communication": self.communication,
             "tokens_of_step": self.tokens, "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_and_device": self.tokens_per_device, "mfu": self.mfu,
         }  # fmt: skip
-
-    @property
-    def bound(self) -> str:
-        """The largest part."""
-        return max(self.parts, key=lambda part: self.parts[part])
 
 
 def predict(run: PlannedRun, memory: Memory, machine: Machine) -> Prediction:

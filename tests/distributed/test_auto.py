@@ -57,9 +57,8 @@ def test_it_trains_with_the_flags_it_prints_and_a_resume_keeps_them(tmp_path: Pa
 
 WORKERS = """
 import sys
-from types import SimpleNamespace
 from smp_train.planning.search import workers
-with workers(SimpleNamespace(devices=2, per_node=2, gpu=False)) as pool:
+with workers() as pool:
     pool.submit(print, "began", flush=True).result()
     sys.stdin.read()
 """

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import uuid
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from smp_train.errors import CheckpointError, ConfigError, DataError, LostPeerError, SmpTrainError
 from tests.harness import free_port, run
-
-ROOT = Path(__file__).parents[2]
 
 
 def begin() -> Any:
@@ -91,15 +85,6 @@ def test_ranks_without_a_failure_go_on_together() -> None:
     assert run(agree, 2, {}) == ["nothing"] * 2
 
 
-def test_together_alone_lets_the_error_through() -> None:
-    from smp_train.distributed import together
-
-    error = DataError("x")
-    with pytest.raises(DataError) as caught, together("reading"):
-        raise error
-    assert caught.value is error
-
-
 def values() -> list[Any]:
     """Return what each function of agreement gives this rank, together and alone."""
     distributed, place, _ = begin()
@@ -119,92 +104,11 @@ def test_values_are_known_to_all_ranks_unless_alone() -> None:
     assert run(values, 3) == [[*shared, [rank], rank == 1, 0, rank] for rank in range(3)]
 
 
-TRAIN = """
-import sys, types
-from pathlib import Path
-from smp_train import cli, distributed
-from smp_train.run import stop
-from smp_train.errors import DataError
-
-def main(resolved, place):
-    stop.StopRequest(Path("nowhere"))  # as training does: a launcher that ends the peers of a rank lets them speak
-    distributed.start(place, timeout_seconds=240)
-    import torch, torch.distributed as dist
-    dist.barrier()  # all have met: what comes then is no failure to meet
-    if resolved.args.run_name == "together":
-        with distributed.together("reading"):
-            if place.rank == 1:
-                raise DataError("shard.json:3: broken")
-    elif resolved.args.run_name == "alone":
-        if place.rank == 1:
-            raise DataError("shard.json:3: broken")
-        dist.all_reduce(torch.ones(1))  # rank 1 never comes
-    else:
-        dist.all_reduce(torch.ones(1))  # who leaves sooner is lost to those that are still connecting
-    distributed.stop()
-    return 0
-
-module = types.ModuleType("stand_in")
-module.main = main
-sys.modules["stand_in"] = module
-cli.VERBS["train"] = cli.Verb("stand-in", "stand_in")
-sys.exit(cli.main(["train", "--use_synthetic_data", "1", "--run_name", sys.argv[1], *sys.argv[2:]]))
-"""
-
-
 def openmpi(rank: int, world: int, port: int) -> dict[str, str]:
     return {
         "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world), "MASTER_PORT": str(port),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(world),
     }  # fmt: skip
-
-
-def processes(folder: Path, world: int, *words: str) -> list[subprocess.Popen[str]]:
-    """Start the processes of a stand-in for training, as Open MPI would."""
-    script = folder / "train.py"
-    script.write_text(TRAIN)
-    port = free_port()
-    ranks = []
-    for rank in range(world):
-        environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        environ |= openmpi(rank, world, port)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen([sys.executable, str(script), *words], env=environ, text=True, **pipes))
-    return ranks
-
-
-def finish(ranks: list[subprocess.Popen[str]], seconds: float = 240) -> list[tuple[int, list[str]]]:
-    """Return exit code and our lines on stderr of every process."""
-    results = []
-    try:
-        for process in ranks:
-            _, err = process.communicate(timeout=seconds)
-            results.append((process.returncode, [line for line in err.splitlines() if line.startswith("smp-train")]))
-    finally:
-        for process in ranks:
-            process.kill()
-    return results
-
-
-@pytest.mark.slow
-def test_exit_codes(tmp_path: Path) -> None:
-    assert finish(processes(tmp_path, 2, "fine")) == [(0, []), (0, [])]
-    (code, first), (other, second), (third_code, third) = finish(processes(tmp_path, 3, "together"))
-    assert (code, other, third_code) == (3, 3, 3)
-    assert len(first) == len(second) == 1
-    assert first[0].startswith("smp-train: [rank 0 on ")
-    assert ": shard.json:3: broken" in first[0]
-    assert second[0].endswith("] error: shard.json:3: broken")
-    assert third == []
-
-
-@pytest.mark.slow
-def test_a_failing_rank_ends_at_once_and_alone(tmp_path: Path) -> None:
-    """Its peers are in a collective that it never enters: gloo tells them, or their launcher would."""
-    (peer, complaint), (code, lines) = finish(processes(tmp_path, 2, "alone"))
-    assert (peer, code) == (1, 3)
-    assert lines[0].endswith("] error: shard.json:3: broken")
-    assert re.search(r"lost touch with another rank; rank 1 on \S+ failed: shard.json:3: broken", complaint[0])
 
 
 def tell() -> str:
@@ -335,21 +239,6 @@ def test_devices() -> None:
     for launcher, count in (("torchrun", 1), ("torchrun", 4), ("openmpi", 1), ("srun", 2)):
         with pytest.raises(ConfigError, match=f"8 processes on .* but {count} visible GPU"):
             devices(count, launcher, 7, 8)
-
-
-def test_start_in_a_world_of_one_needs_no_port() -> None:
-    assert run(world_of_one, 1) == ["gloo"]
-
-
-def world_of_one() -> str:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"):
-        del os.environ[name]
-    del os.environ["TORCHELASTIC_RUN_ID"]
-    _, place, _ = begin()
-    import torch.distributed as dist
-
-    assert place.launcher == "python"
-    return str(dist.get_backend())
 
 
 def past_the_mesh() -> bool:

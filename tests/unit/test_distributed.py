@@ -17,10 +17,8 @@ TORCHRUN = {
     "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "7",
 }  # fmt: skip
 SRUN = {
-    "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURM_STEP_TASKS_PER_NODE": "4,3",
-    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "ip-10-1-[3,7-9]", "SLURM_JOB_NODELIST": "ip-10-1-[1-4]", "SLURM_JOB_ID": "12",
 }  # fmt: skip
 BATCH_SHELL = {
@@ -38,68 +36,47 @@ PALS = {
 }  # fmt: skip
 SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2", "MASTER_ADDR": "algo-1"}
 
-# launcher, rank, world, local rank, local world, node, nodes, master
-PLACES: dict[str, tuple[dict[str, str], tuple]] = {
-    "python": ({}, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
-    "python with a stray address": ({"MASTER_ADDR": "n1"}, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
-    "torchrun": (TORCHRUN, ("torchrun", 9, 16, 1, 8, 1, 2, "n1")),
-    "launch": (Node(8, 2, 1, "n1", 29500).environment(1, {}), ("smp-train launch", 9, 16, 1, 8, 1, 2, "n1")),
-    "torchrun inside srun": ({**SRUN, **TORCHRUN}, ("torchrun", 9, 16, 1, 8, 1, 2, "n1")),
-    "torchrun inside SageMaker": ({**SAGEMAKER, **TORCHRUN}, ("torchrun", 9, 16, 1, 8, 1, 2, "n1")),
-    "torchrun's variables by hand": (
-        {k: v for k, v in TORCHRUN.items() if not k.startswith(("GROUP", "TORCHELASTIC"))},
-        ("torchrun", 9, 16, 1, 8, 1, 2, "n1"),
-    ),
-    "Open MPI": (OPENMPI, ("openmpi", 3, 4, 3, 4, 0, 1, "127.0.0.1")),
-    "Open MPI on two nodes": (
-        {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "MASTER_ADDR": "n1"},
-        ("openmpi", 3, 4, 1, 2, 1, 2, "n1"),
-    ),
-    "Open MPI dealing ranks out": (
-        {
-            **OPENMPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            "MASTER_ADDR": "n1",
-        },
-        ("openmpi", 1, 4, 0, 2, 1, 2, "n1"),
-    ),
-    "Open MPI inside a Slurm job": ({**BATCH_SHELL, **OPENMPI}, ("openmpi", 3, 4, 3, 4, 0, 1, "127.0.0.1")),
-    "MVAPICH2": (
-        {name.replace("OMPI", "MV2"): value for name, value in OPENMPI.items()},
-        ("mvapich2", 3, 4, 3, 4, 0, 1, "127.0.0.1"),
-    ),
-    "MPICH": (HYDRA, ("mpich", 1, 2, 1, 2, 0, 1, "127.0.0.1")),
+ON_NODES = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n1"}
+DEALT_OUT = {**ON_NODES, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+COPIES = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "MASTER_ADDR": "ip-10-1-3", "MASTER_PORT": "61012"}
+ONE_TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
+BY_HAND = {k: v for k, v in TORCHRUN.items() if not k.startswith(("GROUP", "TORCHELASTIC"))}
+MVAPICH2 = {name.replace("OMPI", "MV2"): value for name, value in OPENMPI.items()}
+ALONE, TORCHRUNS = (0, 1, 0, 1, 0, 1, "127.0.0.1"), (9, 16, 1, 8, 1, 2, "n1")
+SRUNS, ON_ONE_NODE = (5, 7, 1, 3, 1, 2, "ip-10-1-3"), (3, 4, 3, 4, 0, 1, "127.0.0.1")
+
+# launcher, and rank, world, local rank, local world, node, nodes, master
+PLACES: dict[str, tuple[dict[str, str], str, tuple]] = {
+    "python with a stray address": ({"MASTER_ADDR": "n1"}, "python", ALONE),
+    "launch": (Node(8, 2, 1, "n1", 29500).environment(1, {}), "smp-train launch", TORCHRUNS),
+    "torchrun inside srun": ({**SRUN, **TORCHRUN}, "torchrun", TORCHRUNS),
+    "torchrun inside SageMaker": ({**SAGEMAKER, **TORCHRUN}, "torchrun", TORCHRUNS),
+    "torchrun's variables by hand": (BY_HAND, "torchrun", TORCHRUNS),
+    "Open MPI on two nodes": ({**OPENMPI, **ON_NODES}, "openmpi", (3, 4, 1, 2, 1, 2, "n1")),
+    "Open MPI dealing ranks out": ({**OPENMPI, **DEALT_OUT}, "openmpi", (1, 4, 0, 2, 1, 2, "n1")),
+    "Open MPI inside a Slurm job": ({**BATCH_SHELL, **OPENMPI}, "openmpi", ON_ONE_NODE),
+    "MVAPICH2": (MVAPICH2, "mvapich2", ON_ONE_NODE),
     # Its proxies are Slurm tasks themselves.
-    "MPICH inside a Slurm step": ({**SRUN, **HYDRA}, ("mpich", 1, 2, 1, 2, 0, 1, "127.0.0.1")),
-    "PALS": (PALS, ("pals", 5, 8, 1, 4, 1, 2, "x1")),
-    "srun": (SRUN, ("srun", 5, 7, 1, 3, 1, 2, "ip-10-1-3")),
-    "srun --mpi=pmi2": ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7"}, ("srun", 5, 7, 1, 3, 1, 2, "ip-10-1-3")),
-    "srun with a container's copies": (
-        {**SRUN, "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "MASTER_ADDR": "ip-10-1-3",
-        "MASTER_PORT": "61012"},
-        ("srun", 5, 7, 1, 3, 1, 2, "ip-10-1-3"),
-    ),
-    "srun of one task": (
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"},
-        ("srun", 0, 1, 0, 1, 0, 1, "127.0.0.1"),
-    ),
-    "batch script's own shell": (BATCH_SHELL, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
-    "interactive step": ({**BATCH_SHELL, "SLURM_STEP_ID": "4294967290"}, ("python", 0, 1, 0, 1, 0, 1,
-    "127.0.0.1")),
-    "SageMaker, one process per host": (SAGEMAKER, ("python", 1, 2, 0, 1, 1, 2, "algo-1")),
-}  # fmt: skip
+    "MPICH inside a Slurm step": ({**SRUN, **HYDRA}, "mpich", (1, 2, 1, 2, 0, 1, "127.0.0.1")),
+    "PALS": (PALS, "pals", (5, 8, 1, 4, 1, 2, "x1")),
+    "srun --mpi=pmi2": ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7"}, "srun", SRUNS),
+    "srun with a container's copies": ({**SRUN, **COPIES}, "srun", SRUNS),
+    "srun of one task": (ONE_TASK, "srun", ALONE),
+    "batch script's own shell": (BATCH_SHELL, "python", ALONE),
+    "interactive step": ({**BATCH_SHELL, "SLURM_STEP_ID": "4294967290"}, "python", ALONE),
+    "SageMaker, one process per host": (SAGEMAKER, "python", (1, 2, 0, 1, 1, 2, "algo-1")),
+}
 
 
 @pytest.mark.parametrize("case", PLACES.values(), ids=PLACES)
-def test_places(case: tuple[dict[str, str], tuple]) -> None:
-    environ, expected = case
+def test_places(case: tuple[dict[str, str], str, tuple]) -> None:
+    environ, *expected = case
     place = detect(environ)
-    assert (
-        place.launcher, place.rank, place.world_size, place.local_rank, place.local_world_size,
-        place.node_rank,
-        place.num_nodes, place.master_addr,
-    ) == expected  # fmt: skip
+    numbers = (
+        place.rank, place.world_size, place.local_rank, place.local_world_size, place.node_rank, place.num_nodes,
+        place.master_addr,
+    )  # fmt: skip
+    assert [place.launcher, numbers] == expected
     assert place.sagemaker == ("SM_HOSTS" in environ)
     assert place.hostname
     assert place.is_main == (place.rank == 0)
@@ -114,32 +91,21 @@ def without(environ: dict[str, str], *names: str, **changes: str) -> dict[str, s
 REFUSED: dict[str, tuple[dict[str, str], list[str]]] = {
     "no LOCAL_RANK": (without(TORCHRUN, "LOCAL_RANK"), ["not LOCAL_RANK", "torchrun"]),
     "RANK alone": ({"RANK": "0"}, ["not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR", "unset RANK"]),
-    "WORLD_SIZE alone": ({"WORLD_SIZE": "2"}, ["not RANK", "unset WORLD_SIZE"]),
     "torchrun without its variables": ({"TORCHELASTIC_RUN_ID": "1"}, ["not RANK, WORLD_SIZE"]),
     "RANK is no number": (without(TORCHRUN, RANK="x"), ["RANK='x'"]),
     "rank outside the world": (without(TORCHRUN, RANK="16"), ["torchrun", "rank 16 of 16"]),
-    "negative rank": (without(TORCHRUN, RANK="-1"), ["rank -1 of 16"]),
     "more local than all": (without(TORCHRUN, RANK="1", WORLD_SIZE="2"), ["rank 1 of 2, local rank 1 of 8"]),
-    "local rank outside": (without(TORCHRUN, LOCAL_RANK="8"), ["local rank 8 of 8"]),
     "no local processes": (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), ["local rank 1 of 0"]),
-    "Open MPI without size": (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), ["not OMPI_COMM_WORLD_SIZE", "Open MPI"]),
-    "Open MPI without rank": (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), ["not OMPI_COMM_WORLD_RANK"]),
-    "Open MPI on nodes without address": (
-        without(OPENMPI, OMPI_COMM_WORLD_LOCAL_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1"), ["MASTER_ADDR", "2 nodes"],
-    ),
-    "MPICH without local numbers": (without(HYDRA, "MPI_LOCALNRANKS"), ["not MPI_LOCALNRANKS or PMI_LOCAL_SIZE"]),
+    "Open MPI without rank": (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), ["not OMPI_COMM_WORLD_RANK", "Open MPI"]),
+    "Open MPI on nodes without address": (without({**OPENMPI, **ON_NODES}, "MASTER_ADDR"), ["MASTER_ADDR", "2 nodes"]),
     "bare PMI": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["not MPI_LOCALRANKID or PMI_LOCAL_RANK"]),
-    "PALS on nodes without address": (without(PALS, "MASTER_ADDR"), ["MASTER_ADDR", "PALS"]),
     "PALS with a list that is not there": (
         without(PALS, "MASTER_ADDR", PBS_NODEFILE="/nowhere"), ["PBS_NODEFILE=/nowhere: No such file"],
     ),
     "srun without nodelist": (without(SRUN, "SLURM_STEP_NODELIST"), ["MASTER_ADDR", "srun"]),
-    "srun without local id": (without(SRUN, "SLURM_LOCALID"), ["not SLURM_LOCALID", "srun"]),
     "srun whose counts do not add up": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4(x2)"), ["4(x2)", "7 tasks"]),
     "srun whose counts cannot be read": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4x2"), ["4x2", "7 tasks"]),
     "SageMaker without current host": (without(SAGEMAKER, "SM_CURRENT_HOST"), ["SM_CURRENT_HOST"]),
-    "SageMaker without hosts": (without(SAGEMAKER, "SM_HOSTS"), ["SM_HOSTS"]),
-    "SageMaker with a stranger": (without(SAGEMAKER, SM_CURRENT_HOST="algo-9"), ["algo-9", "SM_HOSTS"]),
     "SageMaker with hosts that are no list": (without(SAGEMAKER, SM_HOSTS="algo-1"), ["SM_HOSTS=algo-1", "JSON"]),
     "port is no number": (without(SRUN, MASTER_PORT="x"), ["MASTER_PORT='x'"]),
 }  # fmt: skip
@@ -174,10 +140,8 @@ def test_pals_takes_the_first_host_of_pbs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("n1", "n1"), ("n[1-3]", "n1 n2 n3"), ("n[001-003,7]", "n001 n002 n003 n7"), ("n[08-11]", "n08 n09 n10 n11"),
-        ("a[1-2]b[1-2]", "a1b1 a1b2 a2b1 a2b2"), ("a[1-2]-x,b", "a1-x a2-x b"),
-        ("ip-10-1-[1,3]-[10-11]", "ip-10-1-1-10 ip-10-1-1-11 ip-10-1-3-10 ip-10-1-3-11"),
-        ("login,n[1-2],m3.example.com", "login n1 n2 m3.example.com"),
+        ("n[001-003,7]", "n001 n002 n003 n7"), ("n[08-11]", "n08 n09 n10 n11"), ("a[1-2]b[1-2]", "a1b1 a1b2 a2b1 a2b2"),
+        ("login,n[1-2]-x,m3.example.com", "login n1-x n2-x m3.example.com"),
     ],
 )  # fmt: skip
 def test_hostlists(text: str, hosts: str) -> None:

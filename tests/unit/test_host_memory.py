@@ -21,44 +21,39 @@ def group(folder: Path, **files: Any) -> None:
         (folder / f"memory.{name}").write_text(f"{value}\n")
 
 
-def free(tmp_path: Path, groups: str) -> int | None:
+POD, JOB, V1 = Path("cgroups"), Path("cgroups/slurm/job_7"), Path("cgroups/memory")
+FIRST_VERSION = {"limit_in_bytes": 5000, "usage_in_bytes": 4000, "stat": STAT.format("total_")}
+GROUPS: dict[str, tuple[str, dict[Path, dict[str, Any]], int]] = {
+    "no limit": ("0::/user\n", {POD / "user": {"max": "max", "high": "max", "current": 5}}, 8 * GIB),
+    "page cache": ("0::/\n", {POD: {"max": 5000, "current": 4000, "stat": STAT.format("")}}, 5000 - 4000 + 300),
+    # As in Slurm: the job has the limit, and the step and the task are within it.
+    "narrowest group": (
+        "0::/slurm/job_7/step_0/task_0\n",
+        {JOB: {"max": 7000, "high": 6500, "current": 1000}, JOB / "step_0/task_0": {"max": "max", "current": 900}},
+        5500,
+    ),
+    "first version": (
+        "9:cpu,cpuacct:/docker/f00\n4:memory:/docker/f00\n0::/\n",
+        {V1 / "docker/f00": FIRST_VERSION, Path("cgroups/cpu/docker/f00"): FIRST_VERSION | {"limit_in_bytes": 4001}},
+        1300,
+    ),
+    # A container sees the end of the path alone.
+    "first version in a container": ("4:memory:/docker/f00\n", {V1: FIRST_VERSION}, 1300),
+    "over the limit": ("0::/\n", {POD: {"max": 5000, "current": 6000}}, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("groups", "files", "expected"), GROUPS.values(), ids=GROUPS)
+def test_free_memory_is_what_the_narrowest_limit_leaves(
+    groups: str, files: dict[Path, dict[str, Any]], expected: int, tmp_path: Path
+) -> None:
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8388608 kB\n")
     (tmp_path / "proc" / "self" / "cgroup").write_text(groups)
-    return free_host_bytes(tmp_path / "proc", tmp_path / "cgroups")
-
-
-def test_without_limits_it_is_what_the_machine_has(tmp_path: Path) -> None:
-    group(tmp_path / "cgroups" / "user", max="max", high="max", current=5)
-    assert free(tmp_path, "0::/user\n") == 8 * GIB
+    for folder, values in files.items():
+        group(tmp_path / folder, **values)
+    assert free_host_bytes(tmp_path / "proc", tmp_path / "cgroups") == expected
     assert free_host_bytes(tmp_path / "nowhere", tmp_path / "nowhere") is None
-
-
-def test_a_pod_has_what_its_limit_leaves_and_its_page_cache(tmp_path: Path) -> None:
-    group(tmp_path / "cgroups", max=5000, current=4000, stat=STAT.format(""))
-    assert free(tmp_path, "0::/\n") == 5000 - 4000 + 300
-
-
-def test_of_several_groups_the_narrowest_counts(tmp_path: Path) -> None:
-    """As in Slurm: the job has the limit, and the step and the task are within it."""
-    job = tmp_path / "cgroups" / "slurm" / "job_7"
-    group(job, max=7000, high=6500, current=1000)
-    group(job / "step_0" / "task_0", max="max", current=900)
-    assert free(tmp_path, "0::/slurm/job_7/step_0/task_0\n") == 5500
-
-
-@pytest.mark.parametrize("path", ["docker/f00", ""])
-def test_the_first_version_of_control_groups(tmp_path: Path, path: str) -> None:
-    """Also where the path is the host's, of which a container sees the end alone."""
-    limits = {"limit_in_bytes": 5000, "usage_in_bytes": 4000, "stat": STAT.format("total_")}
-    group(tmp_path / "cgroups" / "memory" / path, **limits)
-    group(tmp_path / "cgroups" / "cpu" / "docker" / "f00", **limits | {"limit_in_bytes": 4001})
-    assert free(tmp_path, "9:cpu,cpuacct:/docker/f00\n4:memory:/docker/f00\n0::/\n") == 1300
-
-
-def test_over_the_limit_there_is_nothing_left(tmp_path: Path) -> None:
-    group(tmp_path / "cgroups", max=5000, current=6000)
-    assert free(tmp_path, "0::/\n") == 0
 
 
 class OnGpu(torch.Tensor):

@@ -64,7 +64,6 @@ def test_what_a_layer_sends_hides_behind_what_it_computes() -> None:
     assert found.parts == pytest.approx({Operation.PRODUCTS: 3, "update": 1, "waiting for shard": 1}, rel=1e-4)
     assert found.communication == {"shard": pytest.approx(1.5, rel=1e-4)}
     assert found.step_seconds == pytest.approx(5, rel=1e-4)
-    assert found.bound == Operation.PRODUCTS
     assert found.tokens_per_device == pytest.approx(2 * 64 / 5, rel=1e-4)
     flops = flops_per_token(resolve(parse(FLAGS, {}).args).config, 64)
     assert found.mfu == pytest.approx(flops * 2 * 64 / (5 * 1e15), rel=1e-4)
@@ -115,6 +114,8 @@ def test_a_budget() -> None:
     assert failing["failures"] == failing["hours"] / 2
     assert failing["lost"] == pytest.approx(failing["hours"] - 50)
     assert spent(tokens=None, price_per_hour=None) == {}
+    with pytest.raises(ConfigError, match="never done"):
+        spent(interruptions_per_hour=1.0)
 
 
 def test_saves() -> None:
@@ -127,18 +128,26 @@ def test_saves() -> None:
     assert spent(write_gb_per_s=0.1)["save"]["blocked"] == pytest.approx(5000 - 3600)
 
 
-def test_what_is_refused() -> None:
-    with pytest.raises(ConfigError, match="never done"):
-        spent(interruptions_per_hour=1.0)
-    assert (options.number("1T"), options.number("15e12"), options.number("300b")) == (1e12, 15e12, 300e9)
-    assert [*map(options.short_number, (1e12, 1.5e13, 3e11, 500))] == ["1T", "15T", "300B", "500"]
-    good = {"tokens": None, "price_per_hour": None, "device_hours_per_failure": 1.0, "write_gb_per_s": None,
-            "interruptions_per_hour": 0.0, "restart_minutes": 1.0, "instance_type": None}  # fmt: skip
-    options.check_cost(SimpleNamespace(**good))  # type: ignore[arg-type]
-    for wrong, named in (
+BUDGET: dict[str, Any] = {
+    "tokens": None, "price_per_hour": None, "device_hours_per_failure": 1.0, "write_gb_per_s": None,
+    "interruptions_per_hour": 0.0, "restart_minutes": 1.0, "instance_type": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
         ({"tokens": -1.0}, "--tokens -1"), ({"price_per_hour": 1.0}, "give --tokens"),
         ({"tokens": float("inf")}, "--tokens inf"), ({"tokens": 1e9}, "--instance_type"),
         ({"restart_minutes": float("nan")}, "--restart_minutes"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=named):
-            options.check_cost(SimpleNamespace(**{**good, **wrong}))  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_impossible_budgets_are_refused(wrong: dict[str, float], named: str) -> None:
+    options.check_cost(SimpleNamespace(**BUDGET))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=named):
+        options.check_cost(SimpleNamespace(**BUDGET | wrong))  # type: ignore[arg-type]
+
+
+def test_numbers_of_tokens() -> None:
+    assert [*map(options.number, ("1T", "15e12", "300b"))] == [1e12, 15e12, 300e9]
+    assert [*map(options.short_number, (1e12, 1.5e13, 3e11, 500))] == ["1T", "15T", "300B", "500"]
