@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,10 +15,9 @@ from typing import Any
 import pytest
 
 from smp_train.telemetry.metrics import history, read_metrics
-from tests import harness
 from tests.harness import as_torchrun
 from tests.system.command import Command, Ranks, torchrun, warm
-from tests.training import flags, read_checkpoint, same, train
+from tests.training import flags, read_checkpoint, same
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
@@ -143,42 +140,6 @@ def same_numbers(ours: Path, theirs: Path) -> None:
         return [[record[name] for name in EXACT] for record in steps]
 
     assert numbers(ours) == numbers(theirs)
-
-
-def train_asked_to_stop(command_line: list[str]) -> int:
-    """Train; rank 1 gets SIGTERM, and knows of it, when it is put together and has not begun; and as it closes."""
-    from smp_train import train_lib
-    from smp_train.checkpoints.save import CheckpointManager
-    from smp_train.run import stop
-
-    stop.REPEAT_SECONDS = 600.0  # else a slow machine would end this process
-    close = CheckpointManager.close
-    heard, on_signal, resume = threading.Event(), stop.StopRequest._on_signal, train_lib.resume
-
-    def hear(self: Any, number: int) -> None:
-        on_signal(self, number)
-        heard.set()
-
-    def begin(run: Any) -> None:
-        if run.runtime.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-            heard.wait()  # a thread's work, which may be late
-        resume(run)
-
-    def closing(self: CheckpointManager) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        close(self)
-
-    stop.StopRequest._on_signal = hear  # type: ignore[method-assign]
-    train_lib.resume, CheckpointManager.close = begin, closing  # type: ignore[method-assign]
-    return train(command_line)
-
-
-@pytest.mark.core
-def test_asked_before_the_first_step_it_stops_after_it(tmp_path: Path) -> None:
-    assert harness.run(train_asked_to_stop, 2, command_line(tmp_path)[1:]) == [0, 0]
-    assert stopped_step(tmp_path) == 1
-    assert (tmp_path / "checkpoints/run/llama_v2-1steps/COMMITTED").exists()
 
 
 def test_started_again_when_done_it_leaves_everything_as_it_is(tmp_path: Path) -> None:

@@ -183,13 +183,6 @@ def test_models_whose_sequences_do_not_split_are_refused_by_name(family: str, ch
     context_parallel.check(1, 32, "sdpa", config)
 
 
-def test_context_needs_a_transformers_whose_models_take_another_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_parallel, "OLDEST_TRANSFORMERS", "99.1")
-    context_parallel.check(1, 32, "sdpa", LLAMA)
-    with pytest.raises(ConfigError, match=r"--context_parallel_degree 2 needs transformers 99\.1"):
-        context_parallel.check(2, 32, "sdpa", LLAMA)
-
-
 class OneOf:
     """As much of a mesh as a split asks for."""
 
