@@ -106,47 +106,6 @@ def test_the_default_compiler_trains_alike() -> None:
     alike(found["compiled"], found["plain"])  # fused kernels sum in another order
 
 
-def test_parameters_of_sharded_layers_are_never_sent() -> None:
-    assert harness.run(packed_parameters, 2) == [0, 0]
-
-
-def packed_parameters() -> int:
-    """Return how many saved tensors went to the host that lie in the memory of a gathered parameter."""
-    from smp_train.parallel import activation_offloading as offload
-
-    found = 0
-    pack = offload.LayerPass.pack
-    gathered: set[int] = set()  # of the layer that runs: memory that others gave up is used again
-    kept: list[bool] = []
-
-    def watched(self: Any, tensor: Any) -> Any:
-        nonlocal found
-        result = pack(self, tensor)
-        if isinstance(result, offload.Packed):
-            found += result.stored.on_device.untyped_storage().data_ptr() in gathered
-        else:
-            kept.append(tensor.untyped_storage().data_ptr() in gathered)
-        return result
-
-    def watch(name: str, step: int, model: Any, backend: Any, optimizer: Any) -> None:
-        def inside(layer: Any, forward: Any) -> Any:
-            def noting(*args: Any, **kwargs: Any) -> Any:
-                gathered.clear()
-                gathered.update(p.untyped_storage().data_ptr() for p in layer.parameters())
-                return forward(*args, **kwargs)
-
-            return noting
-
-        if step == 0:
-            for layer in model.model.layers:
-                layer.forward = inside(layer, layer.forward)
-
-    offload.LayerPass.pack = watched  # type: ignore[method-assign]
-    run_variants({"one": named("none", bf16=1, **OFFLOADED)}, watch)
-    assert sum(kept) > 0
-    return found
-
-
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_parameters_in_host_memory(world: int, tmp_path: Path) -> None:
     for plain, offloaded, resumed in harness.run(host_parameters, world, str(tmp_path)):

@@ -37,7 +37,6 @@ def by_transformers(kind: str) -> dict[str, float]:
         args, _, spec = built(ranks, device, line)
         spec.config.output_router_logits, spec.config.router_aux_loss_coef = asked, COEFFICIENT
         backend = NativeBackend(args, ranks, device)
-        backend.check(spec, seq_len=WIDTH)
         model: Any = backend.build(backend.check(spec, seq_len=WIDTH), seed=3)
         optimizer = train_utils.build_optimizer(args, backend, model)
         batch, tokens = rows_of(0, 0, 4)

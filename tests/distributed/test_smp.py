@@ -5,7 +5,6 @@ Numbers without it: test_backend. What SMP is called with: test_smp_calls. Its c
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -109,39 +108,14 @@ def test_finetunes_like_the_native_backend(
         facts = dict(journal)
         # Only rank 0 has weights; the others' parameters wait on the meta device for FSDP to send them.
         waits = rank > 0 and "delayed_param" not in changes
-        calls = [what for what, _ in journal if what != "forward"]
-        order = ["init", "barrier", *["transform"] * ("transform" in facts), *["DelayedParamIniter"] * waits]
-        start = [*order, "FSDP", "barrier", "activation_checkpointing", "optimizer", "clip_grad_norm_"]
-        assert calls[: len(start)] == start
         wrapped = eval(facts["FSDP"]["given"])
         assert (wrapped["sync_module_states"], wrapped["param_init_fn"]) == (True, "function" if waits else None)
         if "transform" in facts:
             assert facts["transform"]["load_state_dict_from_rank0"] == "True"
             assert facts["transform"]["meta"] == repr(waits)
-            assert facts["transform"]["empty"] == repr("moe" in changes and rank > 0)
         if "moe" in changes:
+            assert facts["transform"]["empty"] == repr(rank > 0)
             assert ("use_cpu_initialization=True" in facts["transform"]["config"]) == (rank == 0)
-
-
-def padded(folder: Path, *, in_front: int) -> dict[str, Any]:
-    """Return the flags of a data set of 4 padded rows, ``in_front`` of them in front of their tokens."""
-    folder.mkdir()
-    rows = []
-    for index in range(4):
-        mask = [1] * (50 - index) + [0] * (14 + index)
-        ids = [(7 * index + 31 * place) % 4096 for place in range(64)]
-        rows.append({"input_ids": ids, "attention_mask": mask[::-1] if index < in_front else mask})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {**DATA, "training_dir": folder, "max_steps": 2}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_front", [0, 1])
-def test_padded_rows_need_no_mask(folders: dict[str, Path], tmp_path: Path, in_front: int) -> None:
-    changes = {**padded(tmp_path / "data", in_front=in_front), **tuned(folders["llama"]), "train_batch_size": 4}
-    harness.run(train_on_smp, 2, flags(tmp_path / "smp", **changes, tensor_parallel_degree=2, backend="smp"))
-    train_alone(flags(tmp_path / "native", **changes))
-    alike(numbers(tmp_path / "smp"), numbers(tmp_path / "native"))
 
 
 # --- FP8: Transformer Engine's contexts around SMP's layers ----------------------------------------

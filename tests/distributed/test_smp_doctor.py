@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,11 +60,7 @@ NAMES = {f"names after step {step}": "warn" for step in (1, 2)}
 DEVIATIONS: dict[str, tuple[int, list[str], dict[str, str], str]] = {
     "other names": (2, TENSOR, NAMES, "qkv_weight"),
     "split logits": (2, [*TENSOR, *SMALL], {"whole logits": "warn"}, "[1, 64, 128], not [1, 64, 256]"),
-    "other logits on each tensor rank": (2, TENSOR, {"run": "fail"}, "different logits"),
-    "split logits, summed loss": (2, TENSOR, {"whole logits": "warn", **LOSSES, **NORMS}, "expected"),
-    "other rotation": (2, TENSOR, {"loss of step 2": "fail"}, "expected"),
     "summed gradients": (2, PLAIN, NORMS, "expected"),
-    "local norm": (2, PLAIN, NORMS, "expected"),
     "weights of rank 0 ignored": (
         2, TENSOR, {**LOSSES, **NORMS, "export": "fail", **dict.fromkeys(NAMES, "fail")}, "lm_head.weight",
     ),
@@ -76,7 +68,6 @@ DEVIATIONS: dict[str, tuple[int, list[str], dict[str, str], str]] = {
     "no float32 gradients": (2, PLAIN, {"float32 gradients": "warn"}, "NotImplementedError"),
     "one backend in the group": (2, PLAIN, {"process group": "warn"}, "cpu:gloo,cuda:gloo"),
     "export not translated": (2, TENSOR, {"translated export": "warn"}, "lm_head.weight"),
-    "no configuration of experts": (2, MIXTRAL, {"run": "fail"}, "moe.moe_config"),
     "no reset": (2, PLAIN, {"run": "fail"}, "reset"),
 }  # fmt: skip
 
@@ -91,21 +82,6 @@ def test_a_deviation_is_found(deviation: str, tmp_path: Path) -> None:
     assert levels.keys() - expected.keys() <= {**LOSSES, **NORMS}.keys()  # a deviation may change more numbers
     assert any(part in line for _, line in found.values())
     assert codes[0] == (2 if "fail" in expected.values() else 0)
-
-
-def test_the_command(tmp_path: Path) -> None:
-    """Under torchrun, as in the container; and without one, as a machine without SMP says so."""
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/standin/site", "OMP_NUM_THREADS": "1"}
-    doctor = ["-m", "smp_train", "doctor", "--smp", "--folder", str(tmp_path), "--out", str(tmp_path / "out.json")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *doctor]
-    options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 400, "check": False}
-    done = subprocess.run(command, env=environ | {"SMP_STANDIN_INSTALL": "1"}, **options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "ok   names after step 2: held" in done.stdout.splitlines()
-    assert len(json.loads((tmp_path / "out.json").read_text())["findings"]) == 2
-    done = subprocess.run([sys.executable, *doctor], env=environ, **options)
-    assert done.returncode == 2
-    assert "torch.sagemaker" in done.stdout
 
 
 # --- names by file ----------------------------------------------------------------------------------

@@ -54,7 +54,6 @@ WRITTEN: dict[str, tuple[int, dict[str, Any], str, str]] = {
 }
 
 
-MIXTRAL_NATIVE = {key: value for key, value in MIXTRAL.items() if key != "moe"}
 FOR_BOTH = {*MIXTRAL, *NEOX, "tie_word_embeddings", "expert_parallel_degree"} - {"moe"}
 
 
@@ -226,31 +225,6 @@ def test_flat_experts_of_todays_transformers_are_refused(kind: str, tmp_path: Pa
     assert not list((tmp_path / "ours").glob("*/COMMITTED"))
 
 
-def read_apart() -> str:
-    """Let each rank read a tree of its own, as tensor ranks do; that of rank 1 is broken."""
-    from smp_train import distributed
-    from smp_train.checkpoints.aws.names import TensorReader
-    from smp_train.checkpoints.dcp.trees import load_state
-    from smp_train.checkpoints.saver import Saver
-
-    class Broken(TensorReader):
-        def read_data(self, plan: Any, planner: Any) -> Any:
-            raise OSError(5, "broken")
-
-    ranks = distributed.detect()
-    distributed.start(ranks, timeout_seconds=300)
-    reader = (Broken if ranks.rank == 1 else TensorReader)({"model.a": torch.ones(2)})
-    try:
-        load_state({"model": {"a": torch.zeros(2)}}, reader, "trees", load=Saver(part="tp0_ep0").load)
-    except CheckpointError as error:
-        return str(error)
-    return "loaded"
-
-
-def test_a_tree_that_one_rank_cannot_read_stops_all() -> None:
-    assert all("cannot load trees" in said and "broken" in said for said in harness.run(read_apart, 2))
-
-
 @needs_native
 def test_a_run_leaves_them_alone_beside_it_and_goes_on_in_their_folder(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, 2, form="")
@@ -311,22 +285,3 @@ def test_resumes_from_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         upload(f"{place}/files", {"llama_v2-2steps/0.pt": b"of a rank"})
         line = native(tmp_path / "other", f"{place}/files")
         assert "not read from S3" in harness.run(refusal_of, 1, line, False, **environment(server.url))[0]
-
-
-@needs_native
-@pytest.mark.parametrize(
-    ("name", "world", "degrees"),
-    [
-        ("tp2 mixtral", 4, {"tensor_parallel_degree": 2}),
-        ("tp2 mixtral", 4, {"expert_parallel_degree": 2}),
-        ("ep2 mixtral", 2, {"tensor_parallel_degree": 2}),
-        ("ep2 mixtral", 4, {"expert_parallel_degree": 4}),
-        ("ep2 mixtral", 2, {}),
-    ],
-)
-def test_experts_resume_on_native_degrees(name: str, world: int, degrees: dict[str, int], tmp_path: Path) -> None:
-    folder, saved = written(tmp_path, name)
-    line = native(tmp_path / "native", folder.parent, **MIXTRAL_NATIVE, **degrees)
-    step, _, found = harness.run(smp_trees.take_up, world, line)[0]
-    assert step == 2
-    same(saved, found)

@@ -10,6 +10,7 @@ import pytest
 
 from smp_train.data.audit import audit
 from tests import harness
+from tests.smp import install
 from tests.system.command import write_shard
 from tests.training import flags, read_checkpoint, records, same, train
 
@@ -34,7 +35,7 @@ def data(folder: Path, *bad: int, **changes: Any) -> dict[str, Any]:
 
 
 def train_oddly(command_line: list[str], *, held: tuple[int, ...] = (), later: bool = False, weights: int = 0) -> int:
-    """Train; bad rows make a layer's output nan.
+    """Train natively or on SMP's stand-in; bad rows make a layer's output nan.
 
     Args:
         command_line: flags.
@@ -45,6 +46,8 @@ def train_oddly(command_line: list[str], *, held: tuple[int, ...] = (), later: b
     from smp_train import train_lib, train_utils
     from smp_train.run import step as run_step
 
+    if "--backend=smp" in command_line:
+        install()
     train_step, open_run = train_utils.train_step, train_lib.build_run
     runs: list[Any] = []
     odd = [False]
@@ -136,10 +139,10 @@ def test_a_skipped_step_is_as_if_held_and_resumed_exactly(tmp_path: Path, capfd:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("later", [False, True])
-def test_a_rollback_passes_over_the_steps_since_the_checkpoint(tmp_path: Path, later: bool) -> None:
+@pytest.mark.parametrize(("backend", "later"), [("native", False), ("native", True), ("smp", False)])
+def test_a_rollback_passes_over_the_steps_since_the_checkpoint(tmp_path: Path, backend: str, later: bool) -> None:
     back, told = tmp_path / "back", tmp_path / "told"
-    common = data(tmp_path, 9, on_spike="rollback", checkpoint_freq=3, num_kept_checkpoints=0)
+    common = data(tmp_path, 9, on_spike="rollback", checkpoint_freq=3, num_kept_checkpoints=0, backend=backend)
     harness.run(train_oddly, 2, flags(told, **common), held=(4, 5))
     harness.run(train_oddly, 2, flags(back, **common), later=later)
     same(read_checkpoint(checkpoint(back)), read_checkpoint(checkpoint(told)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -135,28 +134,6 @@ def _split(found: dict[str, Tensor], asked: dict[str, Any]) -> None:
     found["logits"] = found["logits"].chunk(state.tp_size, -1)[state.tp_rank]
 
 
-def _shifted(found: dict[str, Tensor], asked: dict[str, Any]) -> None:
-    from torch.sagemaker.state_handler import state
-
-    found["logits"] = found["logits"] + 3 * state.tp_rank
-
-
-def _split_and_summed(found: dict[str, Tensor], asked: dict[str, Any]) -> None:
-    if "loss" in found:
-        found["loss"] = found["loss"] * (asked["labels"][:, 1:] != -100).sum()
-    _split(found, asked)
-
-
-def _other_rotation(model: Any) -> None:
-    forward = model.lm.forward
-
-    def rotated(input_ids: Tensor, **inputs: Any) -> Any:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).flip(0)[None]
-        return forward(input_ids=input_ids, position_ids=positions, **inputs)
-
-    model.lm.forward = rotated
-
-
 def _summed_gradients() -> None:
     import torch.distributed.fsdp as fsdp
 
@@ -169,12 +146,6 @@ def _summed_gradients() -> None:
         return summing
 
     _replace(fsdp.FullyShardedDataParallel, "__init__", make)
-
-
-def _local_norm() -> None:
-    from torch.sagemaker import grad_norm
-
-    _replace(grad_norm, "clip_grad_norm_", lambda clip: lambda model, most: clip(model, most) * 0.7)
 
 
 def _ignored_weights(model: nn.Module) -> None:
@@ -255,16 +226,11 @@ def _no_reset() -> None:
 PLANTED: dict[str, Callable[[], None]] = {
     "other names": _other_names,
     "split logits": lambda: _forward(_split),
-    "other logits on each tensor rank": lambda: _forward(_shifted),
-    "split logits, summed loss": lambda: _forward(_split_and_summed),
-    "other rotation": lambda: _transformed(_other_rotation),
     "summed gradients": _summed_gradients,
-    "local norm": _local_norm,
     "weights of rank 0 ignored": lambda: _transformed(_ignored_weights),
     "experts without coefficients": _no_router_losses,
     "no float32 gradients": _no_float32_gradients,
     "one backend in the group": _mixed_group_refused,
     "export not translated": _not_translated,
-    "no configuration of experts": lambda: sys.modules.update({"torch.sagemaker.moe.moe_config": None}),
     "no reset": _no_reset,
 }

@@ -38,7 +38,6 @@ def apply() -> None:
         strategy, groups = _strategy(tsm.state, kwargs.get("sharding_strategy"), settings)
         standin.record(
             "FSDP", positional=len(args), meta=any(p.is_meta for p in module.parameters()), given=_plain(settings),
-            rewritten=_plain(dict(kwargs, sharding_strategy=strategy, process_group=groups)),
         )  # fmt: skip
         dtypes = {p.dtype for p in module.parameters()}
         assert dtypes == {torch.float32}, f"parameters must be float32 when FSDP wraps them: {dtypes}"

@@ -22,12 +22,7 @@ def build(style, **overrides):
 def test_warm_up_rises_by_equal_parts_from_the_first_update_to_the_peak(style):
     rates = [build(style)(step) for step in range(100)]
     assert rates == pytest.approx([PEAK * (step + 1) / 100 for step in range(100)], rel=1e-15)
-    assert rates[99] == PEAK
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_without_warm_up_the_first_update_has_the_full_rate(style):
-    assert build(style, warmup=0)(0) == PEAK
+    assert rates[99] == PEAK == build(style, warmup=0)(0)
 
 
 @pytest.mark.parametrize("style", DECAYING)
@@ -71,13 +66,6 @@ def test_wsd_holds_four_fifths_and_decays_by_one_minus_the_root():
     assert rate(999) == FLOOR
 
 
-def test_wsd_with_a_warm_up_longer_than_its_stable_part_decays_at_once():
-    rate = build("wsd", warmup=0.9)
-    assert rate(899) == PEAK
-    assert rate(900) < PEAK
-    assert rate(999) == FLOOR
-
-
 def test_a_shorter_span_ends_early_and_a_longer_one_is_cut_off():
     assert build("cosine", decay_iters=500)(499) == FLOOR
     assert build("cosine", decay_iters=500)(900) == FLOOR
@@ -91,16 +79,11 @@ def test_warm_up_is_a_count_from_one_up_and_a_fraction_of_the_span_below():
     assert build("cosine", warmup=0.1, decay_iters=50).warmup_steps == 5
 
 
-def test_constant_ignores_the_floor():
-    assert build("constant", min_lr=1.0)(10**6) == PEAK
-
-
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
         ({"lr": 0.0}, "--lr"),
         ({"style": "exponential", "min_lr": 0.0}, "exponential"),
-        ({"warmup": 1001, "decay_iters": 1000}, "--warmup"),
         ({"warmup": 0.6, "plateau": 0.5}, "--plateau"),
     ],
 )
