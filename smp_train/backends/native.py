@@ -193,7 +193,7 @@ class NativeBackend(Backend):
         if args.sm_activation_offloading:
             horizon = args.activation_loading_horizon
             units = itertools.chain.from_iterable(meta.experts.values())
-            self.offload = activation_offloading.apply(
+            self.offload = activation_offloading.Offload(
                 layers, device=device, horizon=horizon, units=units, profile=self.profile
             )
             if horizon >= len(layers):

@@ -222,14 +222,35 @@ class LayerPass:
 
 
 class Offload:
-    """Offloads the activations of one model's decoder layers."""
+    """Keeps the activations of the decoder ``layers`` in host memory between forward and backward pass.
 
-    def __init__(self, lane: Lane, pool: HostPool, profile: DeviceProfile, *, horizon: int) -> None:
-        self.lane, self.pool, self.profile, self.horizon = lane, pool, profile, horizon
+    Make it after activation checkpointing, so that only a checkpointed layer's input is offloaded, and before sharding.
+    Without gradients (validation) nothing is offloaded.
+
+    Args:
+        layers: The decoder layers, in order.
+        device: The device that computes.
+        horizon: Number of layers, at least 1, that are loaded ahead of the backward pass. The last ``horizon`` layers
+            are never offloaded.
+        lane: The stream for copies.
+        units: Modules inside layers that FSDP2 gathers separately from their layer.
+        profile: The profile of ``device``, if already known.
+    """
+
+    def __init__(
+        self, layers: list[nn.Module], *, device: torch.device, horizon: int, lane: Lane | None = None,
+        units: Iterable[nn.Module] = (), profile: DeviceProfile | None = None,
+    ) -> None:  # fmt: skip
+        self.horizon, self.lane, self.profile = horizon, lane or Lane(device), profile or profile_of(device)
+        self.pool = HostPool(pin_memory=device.type == "cuda")
         self._latest: LayerPass | None = None
         self._running: LayerPass | None = None
+        for index, layer in enumerate(layers):
+            layer.forward = self._around(layer, first=index == 0, away=index < len(layers) - horizon)
+        for module in units:
+            self._keep_parameters(module)
 
-    def around(self, layer: nn.Module, *, first: bool, away: bool) -> Callable[..., Any]:
+    def _around(self, layer: nn.Module, *, first: bool, away: bool) -> Callable[..., Any]:
         """Return the layer's forward with saved tensors intercepted, and offloaded if ``away``."""
         forward = layer.forward
 
@@ -258,7 +279,7 @@ class Offload:
             tensor = tensor._local_tensor
         return tensor if type(tensor) in self.profile.offloadable and tensor.layout == torch.strided else None
 
-    def keep_parameters(self, module: nn.Module) -> None:
+    def _keep_parameters(self, module: nn.Module) -> None:
         """Keep a module's parameters on the device although FSDP2 gathers them later than their layer's."""
         forward = module.forward
 
@@ -268,34 +289,6 @@ class Offload:
             return forward(*args, **kwargs)
 
         module.forward = keeping
-
-
-def apply(
-    layers: list[nn.Module], *, device: torch.device, horizon: int, lane: Lane | None = None,
-    units: Iterable[nn.Module] = (), profile: DeviceProfile | None = None,
-) -> Offload:  # fmt: skip
-    """Keep the activations of the decoder ``layers`` in host memory between forward and backward pass.
-
-    Call this after activation checkpointing, so that only a checkpointed layer's input is offloaded, and before
-    sharding. Without gradients (validation) nothing is offloaded.
-
-    Args:
-        layers: The decoder layers, in order.
-        device: The device that computes.
-        horizon: Number of layers, at least 1, that are loaded ahead of the backward pass. The last ``horizon`` layers
-            are never offloaded.
-        lane: The stream for copies.
-        units: Modules inside layers that FSDP2 gathers separately from their layer.
-        profile: The profile of ``device``, if already known.
-    """
-    pool = HostPool(pin_memory=device.type == "cuda")
-    offload = Offload(lane or Lane(device), pool, profile or profile_of(device), horizon=horizon)
-    for index, layer in enumerate(layers):
-        away = index < len(layers) - horizon
-        layer.forward = offload.around(layer, first=index == 0, away=away)
-    for module in units:
-        offload.keep_parameters(module)
-    return offload
 
 
 def _storage_id(tensor: Tensor) -> int:

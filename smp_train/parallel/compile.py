@@ -139,10 +139,10 @@ def loss_kernels(backend: str) -> losses.Kernels:
 
 
 def _dynamic_rows(compiled: F) -> F:
-    def call(logits: torch.Tensor, *more: Any) -> Any:
-        for tensor in (logits, *more):
+    def call(*inputs: Any) -> Any:
+        for tensor in inputs:
             if isinstance(tensor, torch.Tensor) and tensor.shape[0] > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(logits, *more)
+        return compiled(*inputs)
 
     return call  # type: ignore[return-value]

@@ -110,22 +110,9 @@ class ContextSplit:
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Attend causally from this rank's tokens to the whole sequence, with the signature that transformers calls.
 
-        Args:
-            module: The attention layer.
-            query: ``[batch, heads, seq / degree, head_dim]``.
-            key: ``[batch, kv_heads, seq / degree, head_dim]``.
-            value: Like ``key``.
-            attention_mask: None, because attention is causal.
-            dropout: Dropout probability for attention weights.
-            scaling: Factor for scores; by default one over the root of head_dim.
-            sliding_window: Number of tokens that a token attends to, or None for all.
-            kwargs: Further arguments of transformers, which do not change the result.
-
-        Returns:
-            ``[batch, seq / degree, heads, head_dim]``, and None.
-
-        Raises:
-            ConfigError: The model passes a mask, or a tensor that might change the result.
+        ``query`` is ``[batch, heads, seq / degree, head_dim]``, and so are ``key`` and ``value`` with their own number
+        of heads; the result is ``[batch, seq / degree, heads, head_dim]``. ``sliding_window`` is the number of tokens
+        that a token attends to. Raises `ConfigError` for a mask, or a tensor that might change the result.
         """
         tensors = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - WITHOUT_EFFECT
         if attention_mask is not None or tensors:

@@ -127,13 +127,8 @@ def distribute_experts(moe: nn.Module, experts: Any, mesh: DeviceMesh) -> None:
     Distributing whole experts, not slices of their matrices, keeps the fused gate-and-up matrix in one piece. The
     block's output is the sum over ranks, so every part of the block must be computed by one rank only.
 
-    Args:
-        moe: The block: a router and its experts.
-        experts: The block's module with the stacked weights of all experts.
-        mesh: The tensor mesh.
-
-    Raises:
-        ValueError: The block has more parts, or the experts do not divide.
+    ``experts`` is the module in the block ``moe`` with the stacked weights of all experts. Raises `ValueError` if the
+    block has more parts than a router and experts, or if the ranks do not divide the experts.
     """
     gate = _router(moe, experts)
     check_stacked(experts, experts.num_experts)

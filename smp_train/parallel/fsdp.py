@@ -62,8 +62,8 @@ def shard(
             fully_shard(module, **expert_options, reshard_after_forward=frees)
         fully_shard(layer, **options, reshard_after_forward=frees)
     units = list(layers)
-    head = separate_head(model)
-    if head is not None:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    if isinstance(head, nn.Linear) and embedding is not None and head.weight is not embedding.weight:
         # The head's backward pass follows its forward pass at once.
         fully_shard(head, **options, reshard_after_forward=False)
         units.append(head)
@@ -101,14 +101,6 @@ def _timed(kind: type) -> Any:
                 return super().__call__(*args, **options)
 
     return Timed()
-
-
-def separate_head(model: nn.Module) -> nn.Module | None:
-    """Return the output layer of a causal LM, or None if its weight is tied to the embedding."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    if not isinstance(head, nn.Linear) or embedding is None or head.weight is embedding.weight:
-        return None
-    return head
 
 
 def _dimension(mesh: DeviceMesh | None) -> Callable[[nn.Parameter], Shard | None]:

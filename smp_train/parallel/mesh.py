@@ -28,6 +28,8 @@ class Mesh:
         if degrees.expert == 1:
             del sizes["expert"]
         self.root: DeviceMesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self.tensor, self.context = self.root["tensor"], self.root["context"]
+        """The ranks that split each layer's matrices, and the ranks that split each sequence."""
         # Parameters are sharded over shard x expert x context: context ranks see the same rows but split the work on
         # them. Experts are distributed over expert x tensor, and each rank's experts sharded over shard x context.
         self.parameters = self._parameters("shard", "expert", "context")
@@ -60,16 +62,6 @@ class Mesh:
             for mesh in (self.parameters_of_experts, self.parameters, self.root)
             for name in mesh.mesh_dim_names or ()
         }
-
-    @property
-    def tensor(self) -> DeviceMesh:
-        """The ranks that split each layer's matrices between them."""
-        return self.root["tensor"]
-
-    @property
-    def context(self) -> DeviceMesh:
-        """The ranks that split each sequence between them."""
-        return self.root["context"]
 
     def loss_group(self) -> dist.ProcessGroup:
         """Return the ranks whose token sums add up to the global batch: all but tensor peers."""

@@ -51,15 +51,10 @@ def check(config: Any, degree: int, seq_len: int) -> None:
 
 
 def apply(model: Any, layers: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> None:
-    """Split ``model``, its parameters on the meta device, over the one-dimensional ``mesh``, in place.
+    """Split a Hugging Face causal LM on the meta device, in place, over the one-dimensional tensor mesh.
 
-    Args:
-        model: A Hugging Face causal LM whose configuration carries a ``base_model_tp_plan``.
-        layers: Its decoder layers, as (qualified name, module).
-        mesh: The tensor mesh.
-
-    Raises:
-        ConfigError: The plan has a style that is not implemented here, or does not cover a parameter.
+    ``layers`` are its decoder layers as (qualified name, module). Raises `ConfigError` if the model's plan has an
+    unknown style, or does not cover a parameter.
     """
     try:
         _apply(model, layers, mesh)

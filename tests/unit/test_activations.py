@@ -109,7 +109,7 @@ def test_names_stay_as_they_are() -> None:
     names = [name for name, _ in model.named_parameters()]
     activations.apply(list(model.layers), "full")
     compile.apply(list(model.layers), backend="eager")
-    offload.apply(list(model.layers), device=CPU, horizon=1)
+    offload.Offload(list(model.layers), device=CPU, horizon=1)
     assert [name for name, _ in model.named_parameters()] == names
 
 
@@ -168,7 +168,7 @@ def offloaded(depth: int, horizon: int, setting: str = "none", lane: offload.Lan
     model = Stack(depth)
     layers = list(model.layers)
     activations.apply(layers, setting)
-    return model, offload.apply(layers, device=CPU, horizon=horizon, lane=lane)
+    return model, offload.Offload(layers, device=CPU, horizon=horizon, lane=lane)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -298,7 +298,7 @@ def test_a_storage_written_to_after_a_part_of_it_was_saved() -> None:
 
     layers: list[nn.Module] = [Filling(), Filling()]
     hidden = torch.randn(16, WIDTH, requires_grad=True)
-    offload.apply(layers, device=CPU, horizon=1)
+    offload.Offload(layers, device=CPU, horizon=1)
     layers[1](layers[0](hidden)).sum().backward()
     assert torch.equal(hidden.grad, torch.full_like(hidden, 25))
 
