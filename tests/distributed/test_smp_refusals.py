@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 import sys
@@ -226,24 +225,6 @@ def test_logits_of_a_part_of_the_vocabulary_are_not_used() -> None:
     assert "[1, 16, 4], not [1, 16, 8]" in smp_choices.refusals["whole logits"]
     with pytest.raises(ConfigError, match="--context_parallel_degree 2"):
         smp_choices.whole_logits(Logits(), replace(ALONE, cp_size=2), 16, 8)
-
-
-@pytest.mark.parametrize(
-    ("values", "differ"), [([1.0, 1.0, 1.0, 1.2], True), ([math.nan] * 4, True), ([1.0, 1.0, 2.0, 2.0], False)]
-)
-def test_all_ranks_refuse_logits_that_differ_in_one_tensor_group(
-    values: list[float], differ: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gathered(action: str, work: Any) -> list[Any]:
-        return values if action == "comparing logits" else [work()]
-
-    monkeypatch.setattr(smp_choices.distributed, "gather", gathered)
-    topology = replace(ALONE, dp_size=2, tp_size=2)
-    if not differ:
-        assert smp_choices.whole_logits(Logits(), topology, 16, 4)
-        return
-    with pytest.raises(ConfigError, match="different logits"):
-        smp_choices.whole_logits(Logits(), topology, 16, 4)
 
 
 def test_rotary_caches_that_are_no_buffers_are_moved() -> None:
