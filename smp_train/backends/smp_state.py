@@ -61,12 +61,13 @@ class Tree:
                     f"FSDP's state of the {kind} lacks {len(missing)} of {len(self.names)} parameters ({missing[0]}, "
                     "...): an incomplete state is not saved or loaded; use another release of SMP, or --backend native"
                 )
-        # Excludes Transformer Engine's _extra_state (the history of FP8 scales), which is no parameter.
-        tensors = {name: self._as_dtensor(value) for name, value in model.items() if name in self.names}
-        state = {
-            name: {key: self._as_dtensor(value) for key, value in values.items()}
-            for name, values in optim["state"].items()
-        }
+        with _without_deprecations():
+            # Excludes Transformer Engine's _extra_state (the history of FP8 scales), which is no parameter.
+            tensors = {name: self._as_dtensor(value) for name, value in model.items() if name in self.names}
+            state = {
+                name: {key: self._as_dtensor(value) for key, value in values.items()}
+                for name, values in optim["state"].items()
+            }
         return arranged(self.hub_names, tensors, state)
 
     def _read(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -90,15 +91,16 @@ class Tree:
 
     @contextmanager
     def _sharded_state_dicts(self) -> Iterator[None]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # FSDP1's state dicts are deprecated
-            with fsdp.FullyShardedDataParallel.state_dict_type(
+        with (
+            _without_deprecations(),
+            fsdp.FullyShardedDataParallel.state_dict_type(
                 self.root,
                 fsdp.StateDictType.SHARDED_STATE_DICT,
                 fsdp.ShardedStateDictConfig(offload_to_cpu=False),
                 fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False),
-            ):
-                yield
+            ),
+        ):
+            yield
 
     def _as_dtensor(self, value: Any) -> Any:
         """Return a `DTensor` that shares the memory of FSDP1's ``ShardedTensor``; other values are unchanged."""
@@ -111,3 +113,11 @@ class Tree:
             local = torch.empty((0, *size[1:]), dtype=value.dtype, device=self.mesh.device_type)
         stride = torch.empty(size, device="meta").stride()
         return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
+
+
+@contextmanager
+def _without_deprecations() -> Iterator[None]:
+    """Hide the warnings that FSDP1's state dicts and their ``ShardedTensor`` are deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

@@ -39,16 +39,14 @@ def local_part(state: dict[str, Any]) -> dict[str, Any]:
     """Return ``state`` with each DTensor replaced by this rank's local tensor, which shares its memory."""
     part: dict[str, Any] = {}
     for path, value in leaves(present(state)):
-        if hasattr(value, "local_shards"):
-            raise CheckpointError(f"{PREFIX} folders are not available on this backend; leave them out")
         put(part, path, local_tensor(value))
     return part
 
 
 def check_saver(saver: Saver) -> None:
-    """Raise `ConfigError` for a backend with its own way of saving: it cannot save one rank's part alone."""
+    """Raise `ConfigError` for a model that SMP has transformed: its ranks do not share one tree."""
     if saver != TORCHS:
-        raise ConfigError(f"--checkpoint_dir {PREFIX}DIR is not available on this backend; leave it out")
+        raise ConfigError(f"--checkpoint_dir {PREFIX}DIR is not available with SMP's own models; leave it out")
 
 
 def facts_of_part(durable: Sequence[str], mesh: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.smp import (
     tuned,
 )  # fmt: skip
 from tests.tiers import core
-from tests.training import flags, read_checkpoint, same, train
+from tests.training import flags, read_checkpoint, records, same, train
 
 LATER = {"checkpoint_type": "async_sharded"}
 TENSOR: dict[str, Any] = {"train_batch_size": 4, "tensor_parallel_degree": 2}
@@ -118,6 +119,21 @@ def test_resume_is_exact(layout: str, tmp_path: Path) -> None:
     assert open_checkpoint(str(straight / f"{kind}-3steps")).verify() == []
     for part in parts:
         same(*(read_checkpoint(folder / f"{kind}-3steps" / part) for folder in (straight, resumed)))
+
+
+@pytest.mark.slow
+def test_resumes_from_the_nodes_own_disks(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    words = ["--checkpoint_dir", f"local:{near}", str(far), "--checkpoint_freq", "1", "9"]
+    words += ["--num_kept_checkpoints", "2", "2", "--resume_from_checkpoint", str(far)]
+    unset = dict.fromkeys(("checkpoint_dir", "checkpoint_freq", "num_kept_checkpoints"))
+    for steps in (2, 3):
+        line = smp(tmp_path, train_batch_size=1, hybrid_shard_degree=2, max_steps=steps, **unset)
+        harness.run(train_on_smp, 4, [*line, *words])
+        for path in far.glob("run/*steps"):
+            shutil.rmtree(path)
+    (resume,) = [record for record in records(tmp_path) if record.get("event") == "resume"]
+    assert resume["checkpoint"] == str(near / "run" / "rank00000" / "llama_v2-2steps")
 
 
 @pytest.mark.slow
