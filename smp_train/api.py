@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from smp_train import distributed, train_lib
 from smp_train.arguments import Arguments, validate
-from smp_train.arguments.own import Own
 from smp_train.arguments.parse import from_keywords
+from smp_train.arguments.program_inputs import ProgramInputs
 from smp_train.arguments.validation import prompts_only
 from smp_train.distributed.agree import is_alone
 from smp_train.errors import ConfigError
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Own, Arguments):
+class Settings(ProgramInputs, Arguments):
     """Every keyword of `train`: a program's own data, loss and callbacks, and all flags of ``smp-train train``."""
 
 
@@ -105,23 +105,25 @@ def _for_programs(function: Callable[P, T]) -> Callable[P, T]:
 def train(**settings: Any) -> Trained:
     """Train as ``smp-train train`` does, and return how the run ended.
 
-    Keywords are those of `Settings`: every flag by name, as docs/flags.md lists them, under the same rules, and the
-    fields of `Own`: ``training_data``, ``validation_data``, ``loss``, ``on_step``, ``on_validation``, ``on_save``.
-    ``SM_HP_*`` are not read. Collective under a launcher; in the main thread, which takes requests to stop.
+    The keywords are the fields of `Settings`: every flag by name, as docs/flags.md lists them, under the same rules,
+    and ``training_data``, ``validation_data``, ``loss``, ``on_step``, ``on_validation`` and ``on_save`` (see
+    `ProgramInputs`). ``SM_HP_*`` are not read. Collective under a launcher; in the main thread, which takes requests
+    to stop.
 
     Raises:
         SmpTrainError: as the command fails. A callback that raises is named, with the step; its exception is the cause.
     """
-    own = Own(**{field.name: settings.pop(field.name) for field in fields(Own) if field.name in settings})
-    resolved = from_keywords(settings, own)
+    names = [field.name for field in fields(ProgramInputs) if field.name in settings]
+    inputs = ProgramInputs(**{name: settings.pop(name) for name in names})
+    resolved = from_keywords(settings, inputs)
     args, ranks = resolved.args, distributed.detect()
     if args.print_config:
         raise ConfigError("--print_config is for the command; the settings of a run are in its run.json")
-    if prompts_only(args) and own.validation_data is None:
+    if prompts_only(args) and inputs.validation_data is None:
         raise ConfigError("--prompt with --evaluate_only 1: call smp_train.generate")
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("train runs in the main thread, which takes requests to stop; call it there")
-    validate(args, ranks.world_size, ranks.local_world_size, own)
+    validate(args, ranks.world_size, ranks.local_world_size, inputs)
     settled_flags(args)
     run = train_lib.train(resolved, ranks)
     return Trained(

@@ -14,7 +14,7 @@ import torch
 import smp_train
 from smp_train import arguments, backends, distributed, losses, storage, train_utils
 from smp_train.arguments import Arguments, Resolved
-from smp_train.arguments.own import Own, named
+from smp_train.arguments.program_inputs import ProgramInputs, qualified_name
 from smp_train.backends.base import Backend, MetaModel, Topology
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.node_local import check_saver, is_node_local
@@ -55,7 +55,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
 
     On a failure ``opened`` closes what was opened.
     """
-    check_own(resolved.own)
+    check_inputs(resolved.inputs)
     resolved, start = choose_start(resolved, ranks)
     resolved = resume.with_saved_row_length(resolved, start)
     args = resolved.args
@@ -83,8 +83,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
     meta = choose_model(args, backend, start)
     spec, seq_len = meta.spec, meta.seq_len
-    if resolved.own.loss is not None:
-        choose_loss(resolved.own.loss, backend, spec)
+    if resolved.inputs.loss is not None:
+        choose_loss(resolved.inputs.loss, backend, spec)
     check_memory(args, backend, spec, ranks)
     checkpoints = open_checkpoints(args, ranks, backend, spec, start, opened)
 
@@ -95,7 +95,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     with ExitStack() as temporary:
         train_data, validation = open_data(
             args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks, dp_rank=topology.dp_rank,
-            dp_size=topology.dp_size, pin_memory=device.type == "cuda", own=resolved.own, tokenizer=tokenizer_for_text,
+            dp_size=topology.dp_size, pin_memory=device.type == "cuda", inputs=resolved.inputs,
+            tokenizer=tokenizer_for_text,
         )  # fmt: skip
     resumed, start = resume.find_checkpoint(args, spec, start, topology.mesh)
     with distributed.together("reading the tokenizer"):
@@ -139,7 +140,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         optimizer=optimizer, train_data=train_data, validation=validation,
         schedule=choose_schedule(args, total_steps), total_steps=total_steps, checkpoints=checkpoints, folder=folder,
         metrics=metrics, throughput=open_throughput(ranks, device, spec, seq_len), stop=stop, audit=audit,
-        resumed=resumed, own=resolved.own,
+        resumed=resumed, inputs=resolved.inputs,
         spikes=Spikes(args.on_spike, args.spike_threshold, args.spike_window),
         times=StepTimes(ranks, device) if args.telemetry == "full" else None, choice=choice, id=run_id(start, resumed),
     )  # fmt: skip
@@ -150,12 +151,12 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     return run
 
 
-def check_own(own: Own) -> None:
+def check_inputs(inputs: ProgramInputs) -> None:
     """Raise `ConfigError` if the ranks' programs gave different data, losses or callbacks; collective.
 
     Their collectives would not match.
     """
-    names_by_rank = distributed.gather("comparing what the ranks were given", own.names)
+    names_by_rank = distributed.gather("comparing what the ranks were given", inputs.names)
     for rank, names in enumerate(names_by_rank):
         if names != names_by_rank[0]:
             mine, first = (" ".join(sorted(each.values())) or "nothing" for each in (names, names_by_rank[0]))
@@ -225,7 +226,7 @@ def choose_loss(loss: losses.Loss, backend: Backend, spec: ModelSpec) -> None:
         backend.use_loss(loss)
         topology = backend.topology
         losses.check_sum(loss, spec.config.vocab_size, topology.device, split=topology.cp_size > 1)
-    log.info("Loss: %s, from all logits; loss and perplexity in the log are its own", named(loss))
+    log.info("Loss: %s, from all logits; loss and perplexity in the log are its own", qualified_name(loss))
 
 
 def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runtime) -> None:
@@ -329,7 +330,7 @@ def write_run(run: Run, parameters: int) -> None:
     run.folder.write_run(
         run={"name": run.start.name, "id": run.id}, config=asdict(run.args), sources=run.resolved.sources,
         mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh}, backend=run.backend.name,
-        model=run.spec.name, own=run.own.names(), parameters=parameters, total_steps=run.total_steps,
+        model=run.spec.name, inputs=run.inputs.names(), parameters=parameters, total_steps=run.total_steps,
         samples=run.train_data.sizes(), streams=getattr(run.train_data, "streams", 0),
         **({"auto": run.choice} if run.choice else {}),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from smp_train.arguments.own import named
+from smp_train.arguments.program_inputs import qualified_name
 from smp_train.distributed.device_profile import DeviceProfile, profile_of
 from smp_train.errors import ConfigError, SmpTrainError, one_line
 
@@ -59,7 +59,7 @@ def check_sum(loss: Loss, vocab_size: int, device: torch.device, *, split: bool 
     targets = torch.randint(vocab_size, (2, 6), generator=generator).to(device)
     targets[:, -1], targets[0, :2] = IGNORE_INDEX, IGNORE_INDEX
     uncounted_changed = torch.where(targets.unsqueeze(2) == IGNORE_INDEX, 1 - 2 * logits.detach(), logits)
-    name, rows, tokens = f"loss: {named(loss)}", slice(0, 2), slice(None)
+    name, rows, tokens = f"loss: {qualified_name(loss)}", slice(0, 2), slice(None)
 
     def value(rows: slice = rows, tokens: slice = tokens, logits: Tensor = logits, *, counted: bool = True) -> float:
         expected = targets[rows, tokens] if counted else torch.full_like(targets[rows, tokens], IGNORE_INDEX)

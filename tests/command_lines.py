@@ -96,7 +96,7 @@ LINES: dict[str, Line] = {
         "--cpu_offload 0 --activation_checkpoints --meta_init --train_data data/train --val_data data/val "
         "--max_epochs 3 --lr 3e-4 --dropout 0.1 --batch_size 16",
         {
-            "environment": "pbs", "model_type": "gpt2", "run_name": "shakespeare", "run_dir": "runs/shakespeare",
+            "model_type": "gpt2", "run_name": "shakespeare", "run_dir": "runs/shakespeare",
             "max_context_width": 256, "hidden_width": 512, "resume_from_checkpoint": "ckpt",
             "sharding_strategy": "_hybrid_shard_zero2", "bf16": True, "cpu_offload": False,
             "activation_checkpointing": "full", "training_dir": ["data/train"], "test_dir": "data/val", "epochs": 3,

@@ -1,7 +1,7 @@
 """The settings of a training run: flags, aliases, parsing and validation. Imports no torch.
 
-`parse` reads a command line, SageMaker's environment and a configuration file; `validate` refuses what cannot
-work before anything starts; `ineffective` lists what was given without effect.
+`parse` reads a command line, SageMaker's environment and a configuration file; `validate` refuses settings that cannot
+work before anything starts; `ineffective` lists settings of the user without effect.
 """
 
 from smp_train.arguments.document import help_text, print_config

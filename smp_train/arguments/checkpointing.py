@@ -1,4 +1,4 @@
-"""What ``--activation_checkpointing`` says: which share of the layers is computed again, and how."""
+"""The setting ``--activation_checkpointing``: the share of the layers that is recomputed, and how."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PREFIX = "selective:"
 
 
 def read(setting: str) -> tuple[Fraction, bool]:
-    """Return (the share of the layers that is checkpointed, whether costly operations' results are kept in them).
+    """Return the share of the layers that is checkpointed, and whether these keep the results of costly operations.
 
-    ``none`` is a share of 0, ``full`` and ``selective:op`` of 1, ``selective:N`` of 1/N, and ``selective:p`` with a
-    fraction such as 0.5 or 1/3 of p. Raises `ConfigError` for anything else.
+    The share of ``none`` is 0, of ``full`` and ``selective:op`` 1, of ``selective:N`` 1/N, and of ``selective:p`` with
+    a fraction such as 0.5 or 1/3 p. Raises `ConfigError` for anything else.
     """
     if setting in (NONE, FULL, PER_OPERATION):
         return Fraction(setting != NONE), setting == PER_OPERATION
@@ -31,7 +31,7 @@ def read(setting: str) -> tuple[Fraction, bool]:
 
 
 def of_layers(selective: float) -> str:
-    """Return the setting that ``--selective_checkpointing`` stands for: 0, a share below 1, 1, or every N-th layer."""
+    """Return the setting for ``--selective_checkpointing``: 0, a share below 1, 1, or every N-th layer."""
     if selective in (0, 1):
         return FULL if selective else NONE
     return f"{PREFIX}{Fraction(selective).limit_denominator(1000)}"

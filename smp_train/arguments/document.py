@@ -1,6 +1,6 @@
-"""``--help``, ``--print_config`` and ``docs/flags.md``, all made from the flags themselves.
+"""``--help``, ``--print_config`` and ``docs/flags.md``, made from the flags' rows.
 
-``python -m smp_train.arguments > docs/flags.md`` writes the last.
+``python -m smp_train.arguments > docs/flags.md`` writes the document.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smp_train.arguments.aliases import ALIASES, REFUSED
-from smp_train.arguments.flag import SYSTEMS, Flag, show
+from smp_train.arguments.aliases import ALIASES, WITHOUT_EFFECT
+from smp_train.arguments.flag import Flag, show
 from smp_train.arguments.groups import GROUPS, flags
-from smp_train.arguments.mp_parameters import SMP_KEYS
 
 if TYPE_CHECKING:
     from smp_train.arguments.parse import Resolved
@@ -25,14 +24,18 @@ usage: smp-train train [--flag value ...]
 
 Trains a decoder-only language model."""
 NOTATION = """\
-Flags are written with _ or -, --flag value or --flag=value. A switch takes 0/1, true/false, or nothing; --no-flag is 0.
-SageMaker's forms are read: "1", "True", "None", "", "[1, 2]". Precedence: command line, SM_HP_*, --config file, preset,
-default. Of a flag given twice on a command line, under any name, the last value counts, and the run says so; two names
-in another source must agree. [brackets] hold the default; (= --x) are other systems' names."""
+Flags are written with _ or -, as --flag value or --flag=value. A switch takes 0/1 or true/false, or stands alone for 1;
+--no-flag is 0. SageMaker's forms "1", "True", "None", "" and "[1, 2]" are read. Precedence: command line, SM_HP_*,
+--config file, preset, default. If a command line sets a flag twice, the last value counts. [brackets] hold the default;
+(= --name) are other systems' names."""
 
 
 def _names(names: Iterable[str]) -> str:
     return " ".join(f"--{name}" for name in names)
+
+
+def _fill(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _entry(head: str, text: str) -> str:
@@ -44,23 +47,9 @@ def _entry(head: str, text: str) -> str:
     return "\n".join([head, *(" " * INDENT + line for line in lines)])
 
 
-def _fill(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-
-
 def _placeholder(flag: Flag) -> str:
     kinds = {bool: "0|1", int: "N", float: "X", str: "0|1|TEXT" if flag.switch else "NAME" if flag.choices else "TEXT"}
     return f"{kinds[flag.kind]} ..." if flag.many else kinds[flag.kind]
-
-
-def _limits(flag: Flag) -> str:
-    """Return what this version does not do with a flag; nothing where it does all."""
-    if flag.only_natively:
-        return f" (without SMP only {' or '.join(map(show, flag.only_natively.values))})"
-    if flag.only:
-        values = [show(value) for value in flag.only.values if value is not None]
-        return f" (only {' or '.join(values)})" if values else " (not available)"
-    return " (SMP only)" if flag.no_effect_natively else f" (no effect: {flag.no_effect})" if flag.no_effect else ""
 
 
 def _meaning(flag: Flag) -> str:
@@ -71,8 +60,12 @@ def _meaning(flag: Flag) -> str:
         text += f"; {ours} = {', '.join(theirs for theirs, value in flag.values.items() if value == ours)}"
     if flag.shown_default not in ("-", ""):
         text += f" [{flag.shown_default}]"
-    aliases = [alias.name for alias in ALIASES if flag.name in alias.ours]
-    return text + _limits(flag) + (f" (= {_names(aliases)})" if aliases else "")
+    if flag.only_natively:
+        text += f" (without SMP only {' or '.join(map(show, flag.only_natively[0]))})"
+    elif flag.smp_only:
+        text += " (SMP only)"
+    aliases = [alias.name for alias in ALIASES if flag.name in alias.flags]
+    return text + (f" (= {_names(aliases)})" if aliases else "")
 
 
 def title(group: type) -> str:
@@ -86,51 +79,48 @@ def _sections() -> Iterator[tuple[str, str, str]]:
         name, _, sentence = " ".join(str(group.__doc__).split()).partition(": ")
         members = [flag for flag in flags().values() if flag.group is group]
         yield name, sentence, "\n".join(_entry(f"{flag.name} {_placeholder(flag)}", _meaning(flag)) for flag in members)
-    notes = [
-        _entry(alias.name, f"{_names(alias.ours)}: {alias.help}" if alias.ours else alias.help)
-        for alias in ALIASES if alias.help and alias.help != REFUSED
+    refused = [name for name, (accepted, _) in WITHOUT_EFFECT.items() if accepted == ()]
+    idle = [name for name in WITHOUT_EFFECT if name not in refused]
+    body = [
+        *(_entry(each.name, f"{_names(each.flags)}: {each.help}") for each in ALIASES if each.flags and each.help),
+        _fill(f"No effect; the log gives the reason: {_names(idle)}", "  "),
+        _fill(f"Refused, with the flags to give instead: {_names(refused)}", "  "),
     ]
-    lists = {
-        about: _names(alias.name for alias in ALIASES if system in alias.systems and not alias.help)
-        for system, about in SYSTEMS.items()
-    }
-    lists["Refused, with what to give instead"] = _names(alias.name for alias in ALIASES if alias.help == REFUSED)
-    body = "\n".join([*notes, *(_fill(f"{about}: {names}", "  ") for about, names in lists.items())])
-    yield "Names from other systems", "first those with a note, then the others by system.", body
-    yield "SMP's parameter set", "--mp_parameters key=value,key=value (or JSON) sets", _fill(", ".join(SMP_KEYS), "  ")
+    yield "Names from other systems", "names with translated values, and names without effect.", "\n".join(body)
 
 
 def help_text() -> str:
-    """Return what ``smp-train train --help`` prints."""
+    """Return the output of ``smp-train train --help``."""
     parts = [f"{_fill(f'{name}: {sentence}')}\n{body}" for name, sentence, body in _sections()]
     return "\n\n".join([USAGE, _fill(NOTATION), *parts]) + "\n"
 
 
 def markdown() -> str:
     """Return ``docs/flags.md``."""
-    made = "Made from the program by `python -m smp_train.arguments > docs/flags.md`; do not edit."
+    origin = "Made from the program by `python -m smp_train.arguments > docs/flags.md`; do not edit."
     parts = [
         f"## {name}\n\n{sentence[0].upper()}{sentence[1:]}\n\n```text\n{textwrap.dedent(body)}\n```"
         for name, sentence, body in _sections()
     ]
-    return "\n\n".join(["# Training flags", made, NOTATION.replace("SM_HP_*", "`SM_HP_*`"), *parts]) + "\n"
+    return "\n\n".join(["# Training flags", origin, NOTATION.replace("SM_HP_*", "`SM_HP_*`"), *parts]) + "\n"
 
 
-def print_config(resolved: Resolved, settled: Mapping[str, tuple[Any, str]] | None = None) -> str:
-    """Return every setting with its value and where that came from, grouped and aligned.
+def print_config(resolved: Resolved, model_values: Mapping[str, tuple[Any, str]] | None = None) -> str:
+    """Return every setting with its value and its source, grouped and aligned.
 
-    ``settled`` says what flags that were not given come to, such as a preset's widths, and where that is from.
+    ``model_values`` are values and sources of flags that the user did not set, such as a preset's widths.
     """
-    table, known = flags(), settled or {}
-    values = {name: show(known[name][0] if name in known else getattr(resolved.args, name)) or "-" for name in table}
-    name_width, value_width = max(map(len, table)), min(40, max(map(len, values.values())))
+    table = {name: (getattr(resolved.args, name), resolved.sources[name]) for name in flags()}
+    table |= model_values or {}
+    shown = {name: show(value) or "-" for name, (value, _) in table.items()}
+    name_width, value_width = max(map(len, table)), min(40, max(map(len, shown.values())))
     lines = []
     for group in GROUPS:
         lines += ["", f"# {title(group)}"]
-        for name, flag in table.items():
+        for name, flag in flags().items():
             if flag.group is group:
-                source = known[name][1] if name in known else resolved.sources[name]
-                if source == "default" and values[name] == "-" and flag.shown_default != "-":
+                source = table[name][1]
+                if source == "default" and shown[name] == "-" and flag.shown_default != "-":
                     source = f"default: {flag.shown_default}"
-                lines.append(f"{name:<{name_width}}  {values[name]:<{value_width}}  {source}")
+                lines.append(f"{name:<{name_width}}  {shown[name]:<{value_width}}  {source}")
     return "\n".join(lines[1:]) + "\n"

@@ -1,4 +1,4 @@
-"""One flag: a row with everything that is known of it, which a field of a dataclass declares."""
+"""`Flag`, the row that describes one flag. A field of a dataclass declares it."""
 
 from __future__ import annotations
 
@@ -7,68 +7,55 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-SYSTEMS = {
-    "smp": "SMP v2 samples (17.SM-modelparallelv2)", "fsdp": "AWS FSDP sample (10.FSDP)",
-    "profiling": "AWS FSDP profiling sample (19.FSDP-llama2-profiling)", "minimal": "minimal_fsdp",
-    "fsdp2": "FSDP2 LLM Training", "trainer": "Hugging Face Trainer",
-}  # fmt: skip
-"""Systems whose names for our flags are accepted, by the keyword under which `flag` takes these names."""
-
-
-class Rule(NamedTuple):
-    """What each value of a flag must be."""
-
-    says: str
-    holds: Callable[[Any], bool]
-
-
-RULES = {
-    ">=0": Rule("must be at least 0", lambda number: number >= 0),
-    ">=1": Rule("must be at least 1", lambda number: number >= 1),
-    ">=2": Rule("must be at least 2, to have a next token", lambda number: number >= 2),
-    ">0": Rule("must be above 0", lambda number: number > 0),
-    ">0 <=1": Rule("must be above 0 and at most 1", lambda number: 0 < number <= 1),
-    ">=0 <1": Rule("must be from 0 up to, not including, 1", lambda number: 0 <= number < 1),
-    ">=0 <=1": Rule("must be a fraction, at least 0 and at most 1, as 0.1%", lambda number: 0 <= number <= 1),
-    "share or count": Rule(
-        "must be a share of at least 0 and below 1, or a whole number from 1 on",
-        lambda number: 0 <= number < 1 or (number >= 1 and number == int(number)),
+RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    ">=0": ("must be at least 0", lambda value: value >= 0),
+    ">=1": ("must be at least 1", lambda value: value >= 1),
+    ">=2": ("must be at least 2, to have a next token", lambda value: value >= 2),
+    ">0": ("must be above 0", lambda value: value > 0),
+    ">0 <=1": ("must be above 0 and at most 1", lambda value: 0 < value <= 1),
+    ">=0 <1": ("must be at least 0 and below 1", lambda value: 0 <= value < 1),
+    ">=0 <=1": ("must be a fraction, at least 0 and at most 1, as 0.1%", lambda value: 0 <= value <= 1),
+    "share or count": (
+        "must be a share of at least 0 and below 1, or a whole number of at least 1",
+        lambda value: 0 <= value < 1 or (value >= 1 and value == int(value)),
     ),
-    "folder": Rule("is appended to, which S3 cannot do; give a folder", lambda place: not place.startswith("s3://")),
+    "folder": ("is appended to, which S3 cannot do; give a folder", lambda path: not path.startswith("s3://")),
 }
-
-
-class Only(NamedTuple):
-    """The values that are accepted where others are not available, and why, or what to do."""
-
-    values: tuple[Any, ...]
-    why: str
+"""Rules for the values of flags: the complaint, and whether a value obeys the rule."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. `flag` declares a row; `flags_of` adds the fields after ``aka``, which the dataclass knows."""
+    """The description of one flag. `flag` declares a row; `flags_of` adds the fields after ``aliases``."""
 
     help: str
     default: Any
-    choices: tuple[Any, ...] = ()  # the only values it takes; empty for any
-    shown: str = ""  # stands for the default in help where that is found out at start
-    values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other systems' spellings of a value, and ours
+    choices: tuple[Any, ...] = ()
+    """The accepted values; empty: any."""
+    shown: str = ""
+    """Text in place of the default in the help, for a default that depends on something else."""
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other systems' values, and ours for each."""
     switch: bool = False
-    """It may stand alone, for 1, and after ``--no-``, for 0. Text that may has those under 1 and 0 in ``values``."""
-    must: str = ""  # the key of its rule in `RULES`
-    needs: str = ""  # the flag without which it is refused
-    idle_without: str = ""  # the flag without which it has no effect
-    only: Only | None = None  # the values that this version accepts
-    only_natively: Only | None = None  # the values that the native backend accepts; SMP takes all
-    no_effect: str = ""  # why any value is accepted and none changes anything
-    no_effect_natively: str = ""  # the same on the native backend; SMP reads it
-    smp_key: bool = False  # SMP's configuration has a key of this name
-    variable: str = ""  # SageMaker's variable that holds the default
-    aka: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """System to its names for this flag, separated by spaces. `aliases` has those whose values are translated."""
+    """The flag may stand alone, for 1, and as ``--no-flag``, for 0. A text flag maps 1 and 0 in ``values``."""
+    must: str = ""
+    """The key of the flag's rule in `RULES`."""
+    needs: str = ""
+    """The flag without which this one is refused."""
+    idle_without: str = ""
+    """The flag without which this one has no effect."""
+    only_natively: tuple[tuple[Any, ...], str] | None = None
+    """The values that the native backend accepts, and the reason or the remedy; SMP accepts all."""
+    smp_only: str = ""
+    """Why the flag has no effect on the native backend; empty if it has one."""
+    smp_key: bool = False
+    """SMP's configuration has a key of this name."""
+    variable: str = ""
+    """SageMaker's environment variable with the default."""
+    aliases: str = ""
+    """Other systems' names for the flag, separated by spaces. `aliases` has the names whose values are translated."""
     name: str = ""
     group: type = object
     kind: type = str
@@ -77,19 +64,13 @@ class Flag:
 
     @property
     def shown_default(self) -> str:
-        """The default as a reader of help wants it."""
+        """The default as the help shows it."""
         return self.shown or self.variable or show(self.default)
 
-    @property
-    def idle(self) -> str:
-        """Why it has no effect on the native backend; empty where it has one."""
-        return self.no_effect or self.no_effect_natively
 
-
-def flag(default: Any, help: str, **known: Any) -> Any:
-    """Declare one flag; ``known`` are fields of `Flag`, and other systems' names for it by the key of `SYSTEMS`."""
-    aka = {system: known.pop(system) for system in SYSTEMS if system in known}
-    metadata = {"flag": Flag(help, default, aka=aka, **known)}
+def flag(default: Any, help: str, **fields: Any) -> Any:
+    """Declare one flag; ``fields`` are fields of `Flag`."""
+    metadata = {"flag": Flag(help, default, **fields)}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -98,27 +79,33 @@ def flag(default: Any, help: str, **known: Any) -> Any:
 def flags_of(group: type) -> Iterator[Flag]:
     """Yield the flags that a dataclass declares, in its order."""
     hints = typing.get_type_hints(group)
-    for item in dataclasses.fields(group):
-        row: Flag = item.metadata["flag"]
-        hint, many = hints[item.name], False
+    for field in dataclasses.fields(group):
+        hint, many = hints[field.name], False
         optional = isinstance(hint, types.UnionType)
         if optional:
             (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
         if typing.get_origin(hint) is list:
             (hint,), many = typing.get_args(hint), True
+        row: Flag = field.metadata["flag"]
+        switch = row.switch or hint is bool
         yield dataclasses.replace(
-            row, name=item.name, group=group, kind=hint, many=many, optional=optional, switch=row.switch or hint is bool
+            row, name=field.name, group=group, kind=hint, many=many, optional=optional, switch=switch
         )
 
 
 def show(value: Any) -> str:
-    """Return a value as it would be typed on a command line; ``-`` for None."""
+    """Return a value as it is typed on a command line; ``-`` for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, list):
-        return " ".join(show(item) for item in value)
+        return " ".join(map(show, value))
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return str(value)
+
+
+def command_line(values: Mapping[str, Any]) -> str:
+    """Return flags with their values as a command line."""
+    return " ".join(f"--{name} {show(value)}" for name, value in values.items())

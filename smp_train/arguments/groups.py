@@ -1,7 +1,7 @@
 """All training flags, combined in one flat `Arguments`.
 
-A field's name is the flag's name; its type says how text is read; its `Flag` is everything else that is known of it.
-``None`` means "not given": for a model's shape that leaves the value to the preset, or to the architecture's default.
+A field's name is the flag's name, its type says how text is read, and its `Flag` describes the rest. ``None`` means
+"not set": a model's shape then has the preset's value, or the architecture's default.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from smp_train.arguments.run_name import RUNS
 GROUPS: tuple[type, ...] = (
     model.ModelArguments, model.ParallelArguments, training.OptimizerArguments, training.DataArguments,
     training.CheckpointArguments, model.FinetuneArguments, running.LoggingArguments, running.RuntimeArguments,
-    running.LegacyArguments,
 )  # fmt: skip
+FOLLOWING = {
+    "model_type": "--from_scratch", "model_size": "--from_scratch", "sharding_strategy": "--hybrid_shard_degree",
+    "activation_checkpointing": "--selective_checkpointing", "run_dir": "--run_name",
+}  # fmt: skip
+"""Settings that may follow from another setting, and that setting's flag; `Arguments` has the rules."""
 
 
 @dataclass(frozen=True)
 class Arguments(
-    running.LegacyArguments, running.RuntimeArguments, running.LoggingArguments, model.FinetuneArguments,
-    training.CheckpointArguments, training.DataArguments, training.OptimizerArguments, model.ParallelArguments,
-    model.ModelArguments,
+    running.RuntimeArguments, running.LoggingArguments, model.FinetuneArguments, training.CheckpointArguments,
+    training.DataArguments, training.OptimizerArguments, model.ParallelArguments, model.ModelArguments,
 ):  # fmt: skip
-    """All settings of a training run, flat and immutable. `smp_train.arguments.parse` makes one from a command line."""
+    """All settings of a training run, flat and immutable. `smp_train.arguments.parse` makes them of a command line."""
 
     def __post_init__(self) -> None:
         """Set the settings that follow from other settings."""
@@ -64,12 +67,12 @@ class Arguments(
         }  # fmt: skip
 
     def computes_in_bf16(self, *, gpu: bool) -> bool:
-        """Return whether to compute in bfloat16, as given or by default: most CPUs emulate it, several times slower."""
+        """Return whether to compute in bfloat16: by default on a GPU only, because most CPUs emulate it slowly."""
         return gpu if self.bf16 is None else self.bf16
 
     @property
     def label(self) -> str:
-        """The model's type and size: what a launcher calls a run without a name, and how a fresh name begins."""
+        """The model's type and size: the launchers' name for a run without a name, and the start of a fresh name."""
         pretrained = self.hf_pretrained_model_name_or_dir or (self.finetune and self.pretrained_model_name)
         if pretrained:
             return PurePosixPath(pretrained.removesuffix("/best")).name or "model"
@@ -80,4 +83,4 @@ class Arguments(
 @functools.cache
 def flags() -> dict[str, Flag]:
     """Return every flag by name, in the order of the groups."""
-    return {found.name: found for group in GROUPS for found in flags_of(group)}
+    return {flag.name: flag for group in GROUPS for flag in flags_of(group)}

@@ -1,9 +1,9 @@
-"""From a command line, SageMaker's environment and a configuration file to `Arguments`.
+"""Reads a command line, SageMaker's environment, configuration files or a program's keywords into `Arguments`.
 
-Precedence: command line > ``SM_HP_*`` > ``--config`` file > (preset, applied where the model is built) >
-default. On a command line the last value of a setting counts, under whatever name it is given, as launch
-scripts that append ``"$@"`` rely on, and a note says so. In the other sources, which have no order, and where
-SMP's own configuration is one side, names that disagree are refused.
+Precedence: command line > ``SM_HP_*`` > ``--config`` file > (preset, applied where the model is built) > default. On a
+command line the last value of a flag counts, under any of its names, because launch scripts append ``"$@"``; a note
+reports it. Entries of the other sources have no order, so names that disagree are refused; and so is SMP's parameter
+set, in any source, if it disagrees with a flag.
 """
 
 from __future__ import annotations
@@ -11,44 +11,38 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from smp_train.arguments.aliases import NAMES, Implied
+from smp_train.arguments.aliases import MP_PARAMETERS, NAMES
 from smp_train.arguments.flag import show
-from smp_train.arguments.groups import Arguments, flags
-from smp_train.arguments.mp_parameters import MP_PARAMETERS, read_mp_parameters
-from smp_train.arguments.own import Own
-from smp_train.arguments.values import NOT_GIVEN, convert, is_bool, nearest
+from smp_train.arguments.groups import FOLLOWING, Arguments, flags
+from smp_train.arguments.program_inputs import ProgramInputs
+from smp_train.arguments.values import NOT_GIVEN, convert, nearest
 from smp_train.distributed import is_sagemaker
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, one_line
 
 COMMAND_LINE, KEYWORD, DEFAULT = "command line", "keyword", "default"
-CAUSES = {
-    "model_type": "--from_scratch", "model_size": "--from_scratch", "sharding_strategy": "--hybrid_shard_degree",
-    "run_dir": "--run_name", "activation_checkpointing": "--selective_checkpointing",
-}  # fmt: skip
-"""Settings that may follow from another one, and that one; see `Arguments`."""
 NUMBER = re.compile(r"-(\d|\.\d)")
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Arguments, the source of each value, notes for the user about them, and a program's own inputs; immutable."""
+    """Arguments, the source of each value, notes for the user about them, and the program's inputs; immutable."""
 
     args: Arguments
     sources: Mapping[str, str]
     notes: Sequence[str] = ()
-    own: Own = field(default_factory=Own)
+    inputs: ProgramInputs = field(default_factory=ProgramInputs)
 
     def with_values(self, source: str, **values: Any) -> Resolved:
-        """Return the settings with other values, which come from ``source``, and with what follows from them."""
+        """Return the settings with other values from ``source``, and with the settings that follow from them."""
         args = replace(self.args, **values)
         following = {
-            name: f"follows from {cause}" for name, cause in CAUSES.items()
-            if getattr(args, name) != getattr(self.args, name)
+            name: f"follows from {flag}"
+            for name, flag in FOLLOWING.items() if getattr(args, name) != getattr(self.args, name)
         }  # fmt: skip
         return replace(self, args=args, sources={**self.sources, **following, **dict.fromkeys(values, source)})
 
@@ -57,23 +51,59 @@ class Resolved:
         return self.sources[name].startswith((COMMAND_LINE, KEYWORD, "SM_HP_", "config file"))
 
     def given_here(self, name: str) -> bool:
-        """Return whether the command line or the program itself sets ``name``, and no file that serves other runs."""
+        """Return whether the command line or the program itself sets ``name``, not a file that serves other runs."""
         return self.sources[name].startswith((COMMAND_LINE, KEYWORD))
 
     @property
     def by_keywords(self) -> bool:
-        """Whether a Python program gave the settings, rather than a command."""
+        """Whether a Python program set the settings, rather than a command."""
         return KEYWORD in self.sources.values()
 
 
 @dataclass(frozen=True)
-class Given:
-    """One setting as a source gives it: the name it was given under, and its value as written."""
+class Entry:
+    """A name and its value in a source."""
 
     name: str
+    """The name with underscores: a flag or an alias."""
     value: Any
-    spelling: str  # how a message names it: --lr, SM_HP_LR, lr in run.yaml
+    spelling: str
+    """The name in messages: --lr, SM_HP_LR, lr in run.yaml."""
     source: str
+
+
+Values = dict[str, tuple[Any, str]]
+"""Value and source by the flag's name."""
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Resolved:
+    """Read a command line, ``SM_HP_*`` and ``--config`` into `Arguments`.
+
+    ``environ`` defaults to ``os.environ``. Raises `ConfigError` for unknown flags (with the nearest known flag), values
+    of the wrong kind, and names that disagree in a source without an order.
+    """
+    environ = os.environ if environ is None else environ
+    notes: list[str] = []
+    return _resolve([read_command_line(argv, notes), read_environment(environ)], environ, notes)
+
+
+def from_keywords(
+    settings: Mapping[str, Any], inputs: ProgramInputs | None = None, environ: Mapping[str, str] | None = None
+) -> Resolved:  # fmt: skip
+    """Read settings by name as `parse` reads flags, and ``--config``; SageMaker's channels are defaults.
+
+    ``SM_HP_*`` are not read, because they belong to the program. Raises `ConfigError` as `parse` does.
+    """
+    inputs = inputs or ProgramInputs()
+    entries = [
+        Entry(name, os.fspath(value) if isinstance(value, os.PathLike) else value, f"--{name}", KEYWORD)
+        for name, value in settings.items()
+    ]
+    resolved = _resolve([entries], os.environ if environ is None else environ, [])
+    # A program's rows replace a channel.
+    rows = {"training_dir": inputs.training_data, "test_dir": inputs.validation_data}
+    channels = [flag for flag, data in rows.items() if data is not None and not resolved.given(flag)]
+    return replace(resolved.with_values(DEFAULT, **dict.fromkeys(channels)), inputs=inputs)
 
 
 def canonical(name: str) -> str:
@@ -81,34 +111,8 @@ def canonical(name: str) -> str:
     return name.replace("-", "_")
 
 
-def _unknown(name: str, spelling: str) -> ConfigError:
-    hint = nearest(canonical(name), NAMES).replace("mean ", "mean --" if spelling.startswith("-") else "mean ")
-    return ConfigError(f"unknown flag {spelling}{hint or '; `smp-train train --help` lists all'}")
-
-
-def _one_flag(written: str, equals: str, attached: str, words: list[str]) -> Given:
-    if not written.startswith("--"):
-        raise ConfigError(f"unknown flag {written}: flags begin with two dashes, as in --lr 1e-4")
-    name = canonical(written[2:])
-    if name not in NAMES:
-        switch = NAMES.get(name.removeprefix("no_"))
-        if switch is None or not switch.is_switch:
-            raise _unknown(name, written)
-        if equals or words:
-            raise ConfigError(f"{written} takes no value; write --{switch.name} {attached or words[0]}")
-        return Given(switch.name, "0", written, COMMAND_LINE)
-    known = NAMES[name]
-    values = [attached, *words] if equals else words or (["1"] if known.is_switch else [])
-    if not values:
-        raise ConfigError(f"{written} expects a value")
-    if len(values) > 1 and not known.takes_many:
-        extra = values[1] if not known.is_switch or is_bool(values[0]) else values[0]
-        raise ConfigError(f"unexpected argument {extra!r} after {written}")
-    return Given(name, values if known.takes_many else values[0], written, COMMAND_LINE)
-
-
-def read_command_line(argv: Sequence[str], notes: list[str]) -> list[Given]:
-    """Read flags in order; of a name given twice the last one stays, and ``notes`` says so."""
+def read_command_line(argv: Sequence[str], notes: list[str]) -> list[Entry]:
+    """Return the flags of a command line in order; of repeated flags only the last, with a note."""
     groups: list[tuple[str, list[str]]] = []  # a flag as written, and the words after it
     for token in map(str, argv):
         if token.startswith("-") and token != "-" and not NUMBER.match(token):
@@ -117,203 +121,108 @@ def read_command_line(argv: Sequence[str], notes: list[str]) -> list[Given]:
             raise ConfigError(f"unexpected argument {token!r}: values follow a flag, as in --lr 1e-4")
         else:
             groups[-1][1].append(token)
-    found: dict[str, Given] = {}
+    entries: dict[str, Entry] = {}
     for token, words in groups:
-        one = _one_flag(*token.partition("="), words)
-        if one.name in found and found.pop(one.name).value != one.value:
-            notes.append(f"{one.spelling} is given more than once on the command line; the last one counts")
-        found[one.name] = one
-    return list(found.values())
+        entry = _flag_entry(token, words)
+        if entry.name in entries and entries.pop(entry.name).value != entry.value:
+            notes.append(f"{entry.spelling} is given more than once on the command line; the last one counts")
+        entries[entry.name] = entry
+    return list(entries.values())
 
 
-def read_environment(environ: Mapping[str, str]) -> list[Given]:
-    """Read SageMaker's hyperparameters; its own (``SM_HP_SAGEMAKER_*``) are not ours to judge."""
-    variables = {name: canonical(name[6:].lower()) for name in sorted(environ) if name.startswith("SM_HP_")}
-    variables = {variable: name for variable, name in variables.items() if not name.startswith("sagemaker_")}
-    for variable, name in variables.items():
-        if name not in NAMES:
-            raise _unknown(name, variable)
-    return [Given(name, environ[variable], variable, variable) for variable, name in variables.items()]
+def _flag_entry(token: str, words: list[str]) -> Entry:
+    """Return the entry of a flag, written ``--name`` or ``--name=value``, and the words after it."""
+    spelling, equals, attached = token.partition("=")
+    if not spelling.startswith("--"):
+        raise ConfigError(f"unknown flag {spelling}: flags begin with two dashes, as in --lr 1e-4")
+    name, values = canonical(spelling[2:]), [attached, *words] if equals else words
+    alias = NAMES.get(name)
+    if alias is None:
+        switch = NAMES.get(name.removeprefix("no_"))
+        if switch is None or not switch.is_switch:
+            raise _unknown(name, spelling)
+        if values:
+            raise ConfigError(f"{spelling} takes no value; write --{switch.name} {values[0]}")
+        return Entry(switch.name, "0", spelling, COMMAND_LINE)
+    if not values and alias.is_switch:
+        values = ["1"]
+    if not values:
+        raise ConfigError(f"{spelling} expects a value")
+    if len(values) > 1 and not alias.takes_many:
+        raise ConfigError(f"unexpected argument {values[1]!r} after {spelling}")
+    return Entry(name, values if alias.takes_many else values[0], spelling, COMMAND_LINE)
 
 
-def read_config(path: str) -> list[Given]:
-    """Read a YAML or JSON mapping of flag to value."""
+def _unknown(name: str, spelling: str) -> ConfigError:
+    hint = nearest(name, NAMES).replace("mean ", "mean --" if spelling.startswith("-") else "mean ")
+    return ConfigError(f"unknown flag {spelling}{hint or '; `smp-train train --help` lists all'}")
+
+
+def read_environment(environ: Mapping[str, str]) -> list[Entry]:
+    """Return SageMaker's hyperparameters, without SageMaker's own (``SM_HP_SAGEMAKER_*``)."""
+    names = {variable: canonical(variable[6:].lower()) for variable in sorted(environ) if variable.startswith("SM_HP_")}
+    return [
+        Entry(name, environ[variable], variable, variable)
+        for variable, name in names.items() if not name.startswith("sagemaker_")
+    ]  # fmt: skip
+
+
+def read_config(path: str) -> list[Entry]:
+    """Return the flags in a YAML or JSON mapping."""
+    entries = []
+    for key, value in _mapping("config", path).items():
+        name = canonical(str(key))
+        if name == "config":
+            raise ConfigError(f"--config {path}: a configuration file cannot name another")
+        if isinstance(value, dict) and name != MP_PARAMETERS:
+            raise ConfigError(f"--config {path}: {key} holds a mapping; write its flags at the top level")
+        entries.append(Entry(name, value, f"{key} in {path}", f"config file {path}"))
+    return entries
+
+
+def read_smp_config(path: str) -> list[Entry]:
+    """Return the parameter set in SMP's own configuration file, a JSON object for ``torch.sagemaker.init``."""
+    return [Entry(MP_PARAMETERS, _mapping("smp_config", path), f"--smp_config {path}", f"config file {path}")]
+
+
+def _mapping(flag: str, path: str) -> dict[Any, Any]:
+    """Return the mapping in the YAML or JSON file that a flag names."""
     import yaml
 
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
-        raise ConfigError(f"--config {path}: {problem.strerror or problem}") from None
+        raise ConfigError(f"--{flag} {path}: {problem.strerror or problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as problem:
-        line = getattr(getattr(problem, "problem_mark", None), "line", None)
-        where = f" line {line + 1}" if line is not None else ""
-        raise ConfigError(f"--config {path}{where}: not YAML: {' '.join(str(problem).split())[:160]}") from None
-    if content is None:
-        return []
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: expected a mapping of flag: value, found {type(content).__name__}")
-    found = []
-    for key, value in content.items():
-        name = canonical(str(key))
-        if name not in NAMES:
-            raise _unknown(name, f"{key} in {path}")
-        if name == "config":
-            raise ConfigError(f"--config {path}: a configuration file cannot name another")
-        if isinstance(value, dict) and name != MP_PARAMETERS:
-            raise ConfigError(f"--config {path}: {key} holds a mapping; write its flags at the top level")
-        found.append(Given(name, value, f"{key} in {path}", f"config file {path}"))
-    return found
-
-
-def read_smp_config(path: str) -> list[Given]:
-    """Read SMP's own configuration file, a JSON object of the keys that ``torch.sagemaker.init`` takes."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"--smp_config {path}: {problem}; give a JSON file of SMP's configuration keys") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--smp_config {path}: expected an object of SMP's configuration keys")
-    return [Given(MP_PARAMETERS, content, f"--smp_config {path}", f"config file {path}")]
+        mark = getattr(problem, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"--{flag} {path}{line}: not YAML: {one_line(problem):.160}") from None
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"--{flag} {path}: expected a mapping of flag: value, found {type(content).__name__}")
+    return content or {}
 
 
 def launched_by_smp(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return SMP's configuration as the launcher gives it, by key; what has no effect or no value is left out."""
+    """Return SMP's configuration from the launcher, by key, without keys that have no effect or no value."""
     variable = "SM_HP_MP_PARAMETERS"
-    given = Given(MP_PARAMETERS, environ.get(variable), variable, variable)
-    return {name: value for name, value, _ in _settings(given, [])}
+    entry = Entry(MP_PARAMETERS, environ.get(variable), variable, variable)
+    return {name: value for name, (value, _) in _merge([entry], []).items()}
 
 
-def _settings(given: Given, notes: list[str]) -> Iterator[tuple[str, Any, str]]:
-    """Yield (our flag, its value, source) for a setting under any name; empty ones are dropped."""
-    via = given.source
-    if given.name not in flags() and via == COMMAND_LINE:
-        via = f"{COMMAND_LINE}, {given.spelling}"
-    for ours, value in _values(given, notes).items():
-        implied = isinstance(value, Implied)
-        key = f"{given.spelling} {ours}" if given.name == MP_PARAMETERS else given.spelling
-        converted = convert(flags()[ours], value.value if implied else value, key)
-        if converted is not NOT_GIVEN:
-            yield ours, Implied(converted) if implied else converted, via
-
-
-def _values(given: Given, notes: list[str]) -> dict[str, Any]:
-    """Return what a setting gives our flags, as text or as the source holds it."""
-    if given.name == MP_PARAMETERS:
-        values, tolerated = read_mp_parameters(given.value, given.spelling)
-        notes.extend(f"{given.spelling}: {key} has no effect" for key in tolerated)
-        return values
-    known = NAMES[given.name]
-    if known.read is None:
-        return dict.fromkeys(known.ours, given.value)
-    if given.value in (None, "", "None"):
-        return {}
-    try:
-        values = known.read(str(given.value))
-    except ValueError as problem:
-        raise ConfigError(f"{given.spelling} {given.value!r}: {problem}") from None
-    if not known.ours:
-        notes.append(f"{given.spelling} {given.value} has no effect ({known.help})")
-    return values
-
-
-def _merge(layer: list[Given], notes: list[str]) -> dict[str, tuple[Any, str]]:
-    """Return value and source by our flag's name; where two names disagree, `_settle` decides."""
-    merged: dict[str, tuple[Any, str]] = {}
-    spellings: dict[str, Given] = {}
-    implied: dict[str, tuple[Any, str]] = {}
-    for given in layer:
-        for name, value, source in _settings(given, notes):
-            if isinstance(value, Implied):
-                implied[name] = (value.value, source)
-                continue
-            differs = name in merged and merged[name][0] != value
-            if differs:
-                _settle(name, spellings[name], given, show(merged[name][0]), show(value), notes)
-            # Our own name is the better source to show when an alias says the same.
-            if differs or name not in merged or given.name == name:
-                merged[name] = (value, source)
-                spellings[name] = given
-    return implied | merged
-
-
-def _settle(name: str, first: Given, second: Given, before: str, after: str, notes: list[str]) -> None:
-    """Note that ``second`` overrides ``first``; refuse where they have no order, or SMP's configuration says other."""
-    both = f"{first.spelling} and {second.spelling} both set {name}, to {before} and {after}"
-    ordered = first.source == second.source == COMMAND_LINE
-    if not ordered or MP_PARAMETERS in (first.name, second.name):
-        raise ConfigError(f"{both}; give one of them")
-    notes.append(f"{both}; the last one counts")
-
-
-def read_keywords(settings: Mapping[str, Any]) -> list[Given]:
-    """Read what a Python program gives by name; messages name it as a command line would."""
-    unknown = next((name for name in settings if name not in NAMES), None)
-    if unknown is not None:
-        raise _unknown(unknown, f"--{unknown}")
-    return [
-        Given(name, os.fspath(value) if isinstance(value, os.PathLike) else value, f"--{name}", KEYWORD)
-        for name, value in settings.items()
-    ]
-
-
-def _platform_defaults(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Defaults that SageMaker's environment gives."""
-    found: dict[str, tuple[Any, str]] = {
-        name: ([value] if flag.many else value, flag.variable)
-        for name, flag in flags().items()
-        if (value := environ.get(flag.variable))
-    }
-    if is_sagemaker(environ):
-        found["checkpoint_dir"] = (["/opt/ml/checkpoints"], "SageMaker")
-    return found
-
-
-def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Resolved:
-    """Read a command line, ``SM_HP_*`` and ``--config`` into `Arguments`.
-
-    ``environ`` defaults to ``os.environ``. Raises `ConfigError` for unknown flags (with the nearest
-    known one), values of the wrong kind, and names that contradict each other without one of them being the last.
-    """
-    environ = os.environ if environ is None else environ
-    notes: list[str] = []
-    return _resolved([read_command_line(argv, notes), read_environment(environ)], environ, notes)
-
-
-def from_keywords(
-    settings: Mapping[str, Any], own: Own | None = None, environ: Mapping[str, str] | None = None
-) -> Resolved:  # fmt: skip
-    """Read settings by name, as `parse` reads flags, and ``--config``; SageMaker's channels are defaults.
-
-    ``SM_HP_*`` are not read: they are the program's, which gives the settings. Raises `ConfigError` as `parse` does.
-    """
-    own = own or Own()
-    resolved = _resolved([read_keywords(settings)], os.environ if environ is None else environ, [])
-    # A program's rows take the place of a channel.
-    rows = {"training_dir": own.training_data, "test_dir": own.validation_data}
-    replaced = [flag for flag, data in rows.items() if data is not None and not resolved.given(flag)]
-    return replace(resolved.with_values(DEFAULT, **dict.fromkeys(replaced)), own=own)
-
-
-def _resolved(given: list[list[Given]], environ: Mapping[str, str], notes: list[str]) -> Resolved:
-    layers = [_merge(layer, notes) for layer in given]
-    for name, read in (("config", read_config), ("smp_config", read_smp_config)):
-        path = next((layer[name][0] for layer in layers if name in layer), None)
+def _resolve(sources: list[list[Entry]], environ: Mapping[str, str], notes: list[str]) -> Resolved:
+    layers = [_merge(entries, notes) for entries in sources]
+    for flag, read in (("config", read_config), ("smp_config", read_smp_config)):
+        path = next((layer[flag][0] for layer in layers if flag in layer), None)
         if path:
             layers.append(_merge(read(path), notes))
-    layers.append(_platform_defaults(environ))
-    values: dict[str, Any] = {}
-    sources = dict.fromkeys(flags(), DEFAULT)
+    values = _platform_defaults(environ)
     for layer in reversed(layers):
-        for name, (value, source) in layer.items():
-            values[name] = value
-            sources[name] = source
-    if sources["training_dir"] == flags()["training_dir"].variable and sources["dataset"] != DEFAULT:
-        notes.append(f"{sources['training_dir']} is not read: --dataset names the training data")
-        del values["training_dir"]
-        sources["training_dir"] = DEFAULT
-    args = Arguments(**values)
-    _explain_following(args, values, sources, notes)
-    resolved = Resolved(args, sources)
+        values |= layer
+    if values.get("training_dir", ("", ""))[1] == flags()["training_dir"].variable and "dataset" in values:
+        _, variable = values.pop("training_dir")
+        notes.append(f"{variable} is not read: --dataset names the training data")
+    args = Arguments(**{name: value for name, (value, _) in values.items()})
+    resolved = Resolved(args, _sources(args, values, notes))
     # A validation that never comes due needs no data.
     never = args.validation_freq is not None and args.validation_freq > args.max_steps
     if never and not (
@@ -327,12 +236,72 @@ def _resolved(given: list[list[Given]], environ: Mapping[str, str], notes: list[
     return replace(resolved, notes=list(dict.fromkeys(notes)))
 
 
-def _explain_following(args: Arguments, values: dict[str, Any], sources: dict[str, str], notes: list[str]) -> None:
-    """Give a setting that follows from another its source, and a note if it overrides the user's value."""
-    for name, cause in CAUSES.items():
-        settled, asked = getattr(args, name), values.get(name, flags()[name].default)
-        if settled == asked or (isinstance(asked, str) and asked.lower() == settled):
+def _merge(entries: list[Entry], notes: list[str]) -> Values:
+    """Return the values of a source's entries. Raises `ConfigError` for entries that disagree and have no order."""
+    values: Values = {}
+    yielding: Values = {}
+    setters: dict[str, Entry] = {}
+    for entry in entries:
+        source = entry.source
+        if source == COMMAND_LINE and entry.name not in flags():
+            source = f"{COMMAND_LINE}, {entry.spelling}"
+        for name, value in _flag_values(entry, notes).items():
+            if name in NAMES[entry.name].yields:
+                yielding[name] = value, source
+                continue
+            disagrees = name in values and values[name][0] != value
+            if disagrees:
+                earlier, both = setters[name], f"{show(values[name][0])} and {show(value)}"
+                message = f"{earlier.spelling} and {entry.spelling} both set {name}, to {both}"
+                if entry.source != COMMAND_LINE or MP_PARAMETERS in (earlier.name, entry.name):
+                    raise ConfigError(f"{message}; give one of them")
+                notes.append(f"{message}; the last one counts")
+            # If an alias and the flag agree, the flag is the better source to show.
+            if disagrees or name not in values or entry.name == name:
+                values[name], setters[name] = (value, source), entry
+    return yielding | values
+
+
+def _flag_values(entry: Entry, notes: list[str]) -> dict[str, Any]:
+    """Return the values of an entry by flag, without empty values of flags that cannot be empty."""
+    alias, spelling = NAMES.get(entry.name), entry.spelling
+    if alias is None:
+        raise _unknown(entry.name, spelling)
+    if alias.read is None:
+        values = {name: convert(flags()[name], entry.value, spelling) for name in alias.flags}
+    elif entry.value in (None, "", "None"):
+        return {}
+    else:
+        try:
+            texts = alias.read(json.dumps(entry.value) if isinstance(entry.value, dict) else str(entry.value))
+        except ValueError as problem:
+            raise ConfigError(f"{spelling} {entry.value!r}: {problem}") from None
+        if not alias.flags:
+            notes.append(f"{spelling} {entry.value} has no effect: {alias.help}")
+        values = {name: convert(flags()[name], text, f"{spelling} {name}") for name, text in texts.items()}
+    return {name: value for name, value in values.items() if value is not NOT_GIVEN}
+
+
+def _platform_defaults(environ: Mapping[str, str]) -> Values:
+    """Return the defaults in SageMaker's environment."""
+    values: Values = {
+        name: ([value] if flag.many else value, flag.variable)
+        for name, flag in flags().items() if (value := environ.get(flag.variable))
+    }  # fmt: skip
+    if is_sagemaker(environ):
+        values["checkpoint_dir"] = (["/opt/ml/checkpoints"], "SageMaker")
+    return values
+
+
+def _sources(args: Arguments, values: Values, notes: list[str]) -> dict[str, str]:
+    """Return the source of every setting, and note a setting that another one overrides."""
+    sources = {name: values[name][1] if name in values else DEFAULT for name in flags()}
+    for name, cause in FOLLOWING.items():
+        final = getattr(args, name)
+        value = values[name][0] if name in values else flags()[name].default
+        if final == value or (isinstance(value, str) and value.lower() == final):
             continue
         if name == "sharding_strategy" and name in values:
-            notes.append(f"{cause} {args.hybrid_shard_degree} turns --sharding_strategy {asked} into {settled}")
+            notes.append(f"{cause} {args.hybrid_shard_degree} turns --sharding_strategy {value} into {final}")
         sources[name] = f"follows from {cause}"
+    return sources

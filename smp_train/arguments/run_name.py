@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from smp_train.arguments.parse import Resolved
 
 RUNS, CHECKPOINTS = "runs", "checkpoints"
-"""Default parents: of run folders, and of the runs' folders of checkpoints."""
+"""Default parents of run folders, and of the runs' folders of checkpoints."""
 CHECKPOINT_NAME = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps(-(?P<attempt>[0-9a-f]+))?")
 """Names of the checkpoints in a run's folder of checkpoints."""
 
@@ -22,9 +22,9 @@ def is_run_name(text: str) -> bool:
     return text.isprintable() and text.rpartition("/")[2] != "best" and not {"", ".", ".."} & set(text.split("/"))
 
 
-def named(resolved: Resolved, name: str, source: str) -> Resolved:
-    """Return the settings with the run's name, which is from ``source`` if no flag gave one, and its run folder."""
-    follows = resolved.args.run_dir in ("", f"{RUNS}/{resolved.args.run_name}") and not resolved.given("run_dir")
-    if follows:
+def with_run_name(resolved: Resolved, name: str, source: str) -> Resolved:
+    """Return the settings with the run's name and run folder; ``source`` counts if no flag gave a name."""
+    args, sources = resolved.args, resolved.sources
+    if args.run_dir in ("", f"{RUNS}/{args.run_name}") and not resolved.given("run_dir"):
         resolved = resolved.with_values("follows from --run_name", run_dir=f"{RUNS}/{name}")
-    return resolved.with_values(resolved.sources["run_name"] if resolved.args.run_name else source, run_name=name)
+    return resolved.with_values(sources["run_name"] if args.run_name else source, run_name=name)

@@ -1,4 +1,4 @@
-"""The sources of a run's data, as its flags name them."""
+"""The sources of a run's data: locations and weights, from the flags."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FILE_SUFFIXES = (
     ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".md", ".rst", ".py", ".tok", ".idx", ".csv", ".tsv",
     ".html", ".htm", ".xml", ".pdf", ".docx", ".zip", ".tar", ".gz", ".zst", ".bz2", ".xz",
 )  # fmt: skip
-"""Suffixes of file names: a missing file with one of these is not looked for on the hub."""
+"""Suffixes of files, which are not on the hub even if they do not exist here."""
 HELD_OUT = ("validation", "valid", "val", "dev", "test")
-"""Splits to validate on, the first that exists."""
+"""Names of splits to validate on, in order of preference."""
 
 
 def is_hub_name(location: str) -> bool:
@@ -30,13 +30,13 @@ def is_hub_name(location: str) -> bool:
 
 
 def may_be_held_out(location: str) -> bool:
-    """Return whether a location may have a split to validate on: in a file system, a folder of that name."""
-    elsewhere = location.startswith("s3://") or is_hub_name(location)
-    return elsewhere or any(os.path.isdir(os.path.join(location, split)) for split in HELD_OUT)
+    """Return whether a location may have a split to validate on; a local folder has it as a folder of that name."""
+    remote = location.startswith("s3://") or is_hub_name(location)
+    return remote or any(os.path.isdir(os.path.join(location, split)) for split in HELD_OUT)
 
 
 def read_weights(sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Split ``a:0.7 b:0.3`` into locations and weights; the weights are None when no location has one."""
+    """Split ``a:0.7 b:0.3`` into locations and weights; the weights are None if no source has a weight."""
     locations, weights = [], []
     for source in sources:
         location, colon, number = source.rpartition(":")
@@ -51,21 +51,21 @@ def read_weights(sources: Sequence[str]) -> tuple[list[str], list[float] | None]
         return locations, None
     if len(numbers) < len(weights):
         bare = locations[weights.index(None)]
-        raise ConfigError(f"{bare}: has no weight; give all sources one, as {bare}:0.5, or none of them")
+        raise ConfigError(f"{bare}: has no weight; give all sources a weight, as {bare}:0.5, or leave out all weights")
     if not all(0 < weight < float("inf") for weight in numbers):
         raise ConfigError(f"{' '.join(sources)}: weights must be above 0")
     return locations, numbers
 
 
 def training_sources(args: Arguments) -> tuple[list[str], list[float] | None]:
-    """Return the locations of --training_dir and --dataset, one list, and their weights."""
+    """Return the locations of --training_dir and --dataset in one list, and their weights."""
     return read_weights([*(args.training_dir or []), *(args.dataset or [])])
 
 
 def is_streamed(args: Arguments, locations: Sequence[str]) -> bool:
     """Return --streaming, or its default for these locations: names on the hub are streamed, files are not.
 
-    Raises `ConfigError` where the default differs between the locations.
+    Raises `ConfigError` if the default differs between the locations.
     """
     if args.streaming is not None:
         return args.streaming

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from smp_train.arguments import checkpointing
 from smp_train.arguments.flag import RULES, show
 from smp_train.arguments.groups import Arguments, flags
-from smp_train.arguments.own import Own
 from smp_train.arguments.parse import Resolved
+from smp_train.arguments.program_inputs import ProgramInputs
 from smp_train.arguments.run_name import CHECKPOINT_NAME, is_run_name
 from smp_train.arguments.sources import is_streamed, may_be_held_out, training_sources
 from smp_train.arguments.training_flags import NODE_LOCAL
@@ -17,24 +17,36 @@ from smp_train.distributed import smp_installed
 from smp_train.distributed.degrees import divisors, plan
 from smp_train.errors import ConfigError
 
-OF_DATA = (
-    "training_dir", "dataset", "streaming", "test_dir", "dataset_type", "zipped_data", "data_num_workers",
-    "data_cache_dir", "bad_rows", "long", "short",
-)  # fmt: skip
-"""Flags of data that is read."""
-OF_CACHE = ("data_num_workers", "data_cache_dir")
+CACHE_FLAGS = ("data_num_workers", "data_cache_dir")
 """Flags of the conversion to a token cache."""
+DATA_FLAGS = (
+    "training_dir", "dataset", "streaming", "test_dir", "dataset_type", "zipped_data", *CACHE_FLAGS, "bad_rows", "long",
+    "short",
+)  # fmt: skip
+"""Flags of data that is read, not made up."""
+VALIDATION_FLAGS = ("test_dir", "validation_batches", "val_batch_size", "fast_validation")
+EXCLUSIVE = (
+    ("choose the model", "hf_pretrained_model_name_or_dir", "from_scratch"),
+    ("choose the model", "hf_pretrained_model_name_or_dir", "model_size"),
+    ("choose the model", "hf_pretrained_model_name_or_dir", "pretrained_model_name"),
+    ("choose the weights", "pretrained_checkpoint_file", "finetune_checkpoint_load_dir"),
+    ("name the training data", "training_dir", "training_data"),
+    ("name the training data", "dataset", "training_data"),
+    ("name the training data", "use_synthetic_data", "training_data"),
+    ("name the validation data", "test_dir", "validation_data"),
+)
+"""Pairs of flags, or of a flag and a program's input, that set the same thing."""
 
 
 def validate(
-    args: Arguments, world_size: int, local_world_size: int | None = None, own: Own | None = None
-) -> None:  # fmt: skip
-    """Raise `ConfigError`, in one line with the way out, for what cannot work on ``world_size`` processes.
+    args: Arguments, world_size: int, local_world_size: int | None = None, inputs: ProgramInputs | None = None
+) -> None:
+    """Raise `ConfigError`, in one line with the remedy, for settings that cannot work on ``world_size`` processes.
 
-    ``local_world_size`` of them are on a node; by default all. ``own`` is what a program gives besides flags.
+    ``local_world_size`` is the number of processes per node, by default all. ``inputs`` are a Python program's.
     """
-    own = own or Own()
-    own.check()
+    inputs = inputs or ProgramInputs()
+    inputs.check()
     natively = runs_natively(args)
     check_values(args)
     if natively:
@@ -42,38 +54,56 @@ def validate(
     elif args.auto != "off" and not args.evaluate_only:
         raise ConfigError(f"--auto {args.auto} plans the native backend; give --backend native, or leave it out")
     plan(args, world_size, local_world_size or world_size, smp=not natively)
-    check_together(args)
-    for problems in (_checkpoints(args), _data(args, own)):
-        _refuse(problems)
+    check_together(args, inputs)
+    _refuse(_checkpoints(args))
+    if not prompts_only(args):
+        _refuse(_data(args, inputs))
 
 
 def runs_natively(args: Arguments) -> bool:
-    """Return whether the native backend will run: as asked, or because this torch has no SMP."""
+    """Return whether the native backend will run: the user chose it, or this torch has no SMP."""
     return args.backend == "native" or (args.backend == "auto" and not smp_installed())
 
 
+def prompts_only(args: Arguments) -> bool:
+    """Return whether the run only continues a prompt with a checkpoint, without training or validation."""
+    return bool(args.evaluate_only and args.prompt and not args.test_dir)
+
+
 def refuse_natively(args: Arguments) -> None:
-    """Raise `ConfigError` for what only SMP can do."""
-    _refuse(
-        f"--{name} {show(getattr(args, name))}: {flag.only_natively.why}"
-        for name, flag in flags().items()
-        if flag.only_natively
-        and getattr(args, name) not in flag.only_natively.values
-        and (not flag.idle_without or getattr(args, flag.idle_without))
-    )
+    """Raise `ConfigError` for settings that only SMP supports."""
+    for name, flag in flags().items():
+        values, reason = flag.only_natively or ((), "")
+        idle = flag.idle_without and not getattr(args, flag.idle_without)
+        if values and getattr(args, name) not in values and not idle:
+            raise ConfigError(f"--{name} {show(getattr(args, name))}: {reason}")
     if args.fp8 and args.tensor_parallel_degree > 1:
         raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
 
 
 def check_values(args: Arguments) -> None:
     """Raise `ConfigError` for a value that its flag does not allow."""
-    _refuse(_values(args))
+    for flag in flags().values():
+        value = getattr(args, flag.name)
+        if value and flag.needs and not getattr(args, flag.needs):
+            raise ConfigError(f"--{flag.name} {show(value)} needs {_turned_on(flag.needs)}")
+        complaint, accepts = RULES.get(flag.must, ("", None))
+        for item in value if isinstance(value, list) else [] if value is None else [value]:
+            if flag.choices and item not in flag.choices:
+                raise ConfigError(f"--{flag.name} {item}: is not one of {', '.join(flag.choices)}")
+            if accepts is not None and not accepts(item):
+                raise ConfigError(f"--{flag.name} {show(item)}: {complaint}")
 
 
-def check_together(args: Arguments) -> None:
-    """Raise `ConfigError` for flags of the model and of what it computes that contradict each other."""
-    for problems in (_model(args), _finetuning(args), _computation(args)):
-        _refuse(problems)
+def check_together(args: Arguments, inputs: ProgramInputs | None = None) -> None:
+    """Raise `ConfigError` for settings of the model, its data and its computation that contradict each other."""
+    values = vars(args) | vars(inputs or ProgramInputs())
+    for task, first, second in EXCLUSIVE:
+        if values[first] and values[second] is not None and values[second] is not False:
+            name = f"--{second}" if second in flags() else second
+            raise ConfigError(f"--{first} and {name} both {task}; give one of them")
+    _refuse(_model(args))
+    _refuse(_computation(args))
 
 
 def _refuse(problems: Iterator[str]) -> None:
@@ -85,72 +115,36 @@ def _turned_on(name: str) -> str:
     return f"--{name} 1" if flags()[name].switch else f"--{name}"
 
 
-def _both(what: str, *given: tuple[str, object]) -> Iterator[str]:
-    """Yield a problem where two flags, each a name and whether it is given, set the same thing."""
-    names = [name for name, value in given if value]
-    if len(names) > 1:
-        yield f"{' and '.join(names)} both {what}; give one of them"
-
-
-def _values(args: Arguments) -> Iterator[str]:
-    """Hold each flag's value against its row."""
-    for flag in flags().values():
-        value = getattr(args, flag.name)
-        given = f"--{flag.name} {show(value)}"
-        if flag.only and value not in flag.only.values:
-            yield f"{given}: {flag.only.why}"
-        if value and flag.needs and not getattr(args, flag.needs):
-            yield f"{given} needs {_turned_on(flag.needs)}"
-        for each in value if isinstance(value, list) else [] if value is None else [value]:
-            if flag.choices and each not in flag.choices:
-                yield f"--{flag.name} {show(each)}: is not one of {', '.join(map(str, flag.choices))}"
-            if flag.must and not RULES[flag.must].holds(each):
-                yield f"--{flag.name} {show(each)}: {RULES[flag.must].says}"
-
-
 def _model(args: Arguments) -> Iterator[str]:
     shard = args.hybrid_shard_degree or 1
     if args.sharding_strategy == "no_shard" and shard > 1:
         yield f"--sharding_strategy no_shard and --hybrid_shard_degree {shard} contradict each other; give one of them"
-    other = "--from_scratch" if args.from_scratch else f"--model_size {args.model_size}"
-    hub = ("--hf_pretrained_model_name_or_dir (--hf_model)", args.hf_pretrained_model_name_or_dir)
-    yield from _both("choose the model", hub, (other, args.from_scratch or args.model_size))
     width, heads, kv = args.hidden_width, args.num_heads, args.num_key_value_heads
     if width and heads and width % heads:
         yield f"--hidden_width {width} is not a multiple of --num_heads {heads}"
     if heads and kv and heads % kv:
-        would = ", ".join(map(str, divisors(heads)))
-        yield f"--num_key_value_heads {kv} does not divide --num_heads {heads}; {would} would"
+        divide = ", ".join(map(str, divisors(heads)))
+        yield f"--num_key_value_heads {kv} does not divide --num_heads {heads}; {divide} would"
     experts, used = args.num_local_experts, args.num_experts_per_tok
     if experts and used and used > experts:
         yield f"--num_experts_per_tok {used} is above --num_local_experts {experts}"
-
-
-def _finetuning(args: Arguments) -> Iterator[str]:
-    model, hub = args.pretrained_model_name, args.hf_pretrained_model_name_or_dir
-    file, folder = args.pretrained_checkpoint_file, args.finetune_checkpoint_load_dir
-    if args.finetune and not (model or file or hub):
+    model = args.pretrained_model_name or args.hf_pretrained_model_name_or_dir
+    if args.finetune and not (model or args.pretrained_checkpoint_file):
         yield (
-            "--finetune 1 needs weights: give --pretrained_model_name (with --finetune_checkpoint_load_dir where they "
-            "lie elsewhere) or --pretrained_checkpoint_file"
+            "--finetune 1 needs weights: give --pretrained_model_name (with --finetune_checkpoint_load_dir if they are "
+            "elsewhere) or --pretrained_checkpoint_file"
         )
-    yield from _both(
-        "choose the model", ("--pretrained_model_name", model), ("--hf_pretrained_model_name_or_dir", hub)
-    )
-    yield from _both(
-        "choose the weights", ("--pretrained_checkpoint_file", file), ("--finetune_checkpoint_load_dir", folder)
-    )
-    if folder and not (model or hub):
+    if args.finetune_checkpoint_load_dir and not model:
         yield "--finetune_checkpoint_load_dir needs --pretrained_model_name, to know the model's shape"
 
 
 def _computation(args: Arguments) -> Iterator[str]:
-    setting, selective = args.activation_checkpointing, args.selective_checkpointing
     for name, value in (("fp8", args.fp8), ("attn_implementation", args.attn_implementation.startswith("flash"))):
         if value and args.bf16 is False:
             yield f"--{name} {show(getattr(args, name))} does not compute in float32; give --bf16 1"
-    asked = checkpointing.read(setting)
-    if selective != 1 and asked[0] and asked != checkpointing.read(checkpointing.of_layers(selective)):
+    setting, selective = args.activation_checkpointing, args.selective_checkpointing
+    share, per_operation = checkpointing.read(setting)
+    if selective != 1 and share and (share, per_operation) != checkpointing.read(checkpointing.of_layers(selective)):
         yield (
             f"--activation_checkpointing {setting} and --selective_checkpointing {show(selective)} contradict each "
             "other; give one of them"
@@ -163,159 +157,124 @@ def _computation(args: Arguments) -> Iterator[str]:
     if args.min_lr > args.lr and args.lr_decay_style != "constant":
         yield f"--min_lr {show(args.min_lr)} is above --lr {show(args.lr)}; give a lower --min_lr"
     if args.warmup < 1 and args.warmup + args.plateau > 1:
-        yield (
-            f"--warmup {show(args.warmup)} and --plateau {show(args.plateau)} are fractions of one run: "
-            "together at most 1"
-        )
+        fractions = f"--warmup {show(args.warmup)} and --plateau {show(args.plateau)}"
+        yield f"{fractions} are fractions of one run: together at most 1"
 
 
 def _checkpoints(args: Arguments) -> Iterator[str]:
+    if args.run_name and (not is_run_name(args.run_name) or CHECKPOINT_NAME.fullmatch(args.run_name)):
+        yield f"--run_name {args.run_name!r}: is a checkpoint's name, or no folder's; give a name such as llama-7b"
     folders, resume = args.checkpoint_dir, args.resume_from_checkpoint or ""
-    if args.run_name and not is_run_name(args.run_name):
-        yield f"--run_name {args.run_name!r}: is no name for a folder; give one such as llama-7b"
-    if CHECKPOINT_NAME.fullmatch(args.run_name):
-        yield f"--run_name {args.run_name}: is the name of a checkpoint; give another name, such as llama-7b"
-    entries = "1 entry" if len(folders) == 1 else f"{len(folders)} entries"
     for name in ("checkpoint_freq", "num_kept_checkpoints"):
-        length = len(getattr(args, name))
-        if length != len(folders):
-            yield f"--checkpoint_dir has {entries} and --{name} {length}: give one value per folder"
+        policies = len(getattr(args, name))
+        if policies != len(folders):
+            yield f"--checkpoint_dir and --{name} have {len(folders)} and {policies} values; give one value per folder"
     if len(set(folders)) != len(folders):
         yield "--checkpoint_dir names one folder twice; give each policy a folder of its own"
     if all(folder.startswith(NODE_LOCAL) for folder in folders):
         yield f"--checkpoint_dir {folders[0]} is lost with its node; add a folder that all nodes share, or s3://"
     if resume.startswith(NODE_LOCAL):
         yield (
-            f"--resume_from_checkpoint {resume}: give the folder that all nodes share; those of --checkpoint_dir that "
-            "begin with local: are searched with it"
+            f"--resume_from_checkpoint {resume}: give the folder that all nodes share; the local: folders of "
+            "--checkpoint_dir are searched, too"
         )
     if resume.lower() in ("true", "1", "false", "0"):
         yield (
             f"--resume_from_checkpoint {resume}: give the folder to resume from, here {folders[0]}; leave it out to "
             "begin anew"
         )
-    if args.save_final_model:
-        yield from _final_model(args)
-
-
-def _final_model(args: Arguments) -> Iterator[str]:
-    """Refuse to write the final model over the one that the run starts from."""
-    if not args.model_dir:
+    if args.save_final_model and not args.model_dir:
         yield "--save_final_model 1 needs --model_dir (or SM_MODEL_DIR), the folder to write it to"
+    if args.save_final_model and (origin := _origin_in_model_dir(args)):
+        yield (
+            f"--model_dir {args.model_dir} holds the weights that the run starts from ({origin}), which would be "
+            "replaced; give another folder"
+        )
+
+
+def _origin_in_model_dir(args: Arguments) -> str | None:
+    """Return the flag of the weights that the run starts from, if they are in ``--model_dir``."""
     folder, name = args.finetune_checkpoint_load_dir, args.pretrained_model_name
     file = args.pretrained_checkpoint_file
-    is_file = file and (file.endswith((".safetensors", ".bin", ".pt", ".pth")) or os.path.isfile(file))
-    read = [
-        ("hf_pretrained_model_name_or_dir", args.hf_pretrained_model_name_or_dir),
-        ("pretrained_model_name", name),
-        ("finetune_checkpoint_load_dir", folder),
-        ("finetune_checkpoint_load_dir", os.path.join(folder, name) if folder and name else None),  # models by name
-        ("pretrained_checkpoint_file", file),
-        ("pretrained_checkpoint_file", os.path.dirname(file) if file and is_file else None),
-    ]
-    for flag, place in read:
-        if place is not None and _real(place) == _real(args.model_dir or ""):
-            yield (
-                f"--model_dir {args.model_dir} holds what the run starts from (--{flag} {getattr(args, flag)}), which "
-                "would be replaced; give another folder"
-            )
+    locations = {
+        "hf_pretrained_model_name_or_dir": [args.hf_pretrained_model_name_or_dir],
+        "pretrained_model_name": [name],
+        "finetune_checkpoint_load_dir": [folder, os.path.join(folder, name) if folder and name else None],
+        "pretrained_checkpoint_file": [file],
+    }
+    if file and (file.endswith((".safetensors", ".bin", ".pt", ".pth")) or os.path.isfile(file)):
+        locations["pretrained_checkpoint_file"].append(os.path.dirname(file))
+    for flag, paths in locations.items():
+        if any(path is not None and _real_path(path) == _real_path(args.model_dir or "") for path in paths):
+            return f"--{flag} {getattr(args, flag)}"
+    return None
 
 
-def _real(path: str) -> str:
+def _real_path(path: str) -> str:
     """Return a path in a form that is equal for two names of one folder."""
     return path.rstrip("/") if path.startswith("s3://") else os.path.realpath(os.path.expanduser(path))
 
 
-def prompts_only(args: Arguments) -> bool:
-    """Return whether a checkpoint is only to continue a prompt: nothing is trained or validated."""
-    return bool(args.evaluate_only and args.prompt and not args.test_dir)
-
-
-def _data(args: Arguments, own: Own) -> Iterator[str]:
-    if args.shuffle.startswith("window"):
-        yield f"--shuffle {args.shuffle} is no longer available; for data larger than the disk, give --streaming 1"
-    if args.shuffle not in ("global", "none"):
-        yield f"--shuffle {args.shuffle}: is not one of global, none"
+def _data(args: Arguments, inputs: ProgramInputs) -> Iterator[str]:
     if args.short in ("concat", "pack") and args.long == "crop":
         yield f"--long crop leaves tokens out, --short {args.short} keeps all; use --long split"
     if args.short == "concat" and args.long not in (None, "split"):
         yield f"--short concat joins whole rows, --long {args.long} cuts them before; use --long split"
-    if prompts_only(args):
-        return
-    yield from _own_data(args, own)
     if args.use_synthetic_data:
         return
     locations, weights = training_sources(args)
     if is_streamed(args, locations):
-        yield from _streamed(args, own, weights)
-    if not (locations or own.training_data is not None or args.evaluate_only):
+        if inputs.training_data is not None:
+            yield "--streaming 1: training_data has random access; leave it out"
+        if weights is not None:
+            yield "--streaming 1 reads all sources alike; leave out the weights, or give --streaming 0"
+        if args.steps_per_epoch is not None:
+            yield "--steps_per_epoch does not go with streamed data; give --max_steps"
+    if not (locations or inputs.training_data is not None or args.evaluate_only):
         yield "no training data: give --training_dir (or the SageMaker channel train), or --use_synthetic_data 1"
-    held_out = args.test_dir or own.validation_data is not None or any(map(may_be_held_out, locations))
+    held_out = args.test_dir or inputs.validation_data is not None or any(map(may_be_held_out, locations))
     if (args.validation_freq or args.evaluate_only) and not held_out:
         cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
         yield f"{cause} needs --test_dir (or the SageMaker channel test) to validate on"
 
 
-def _own_data(args: Arguments, own: Own) -> Iterator[str]:
-    """Refuse a program's rows, or synthetic ones, together with a flag that names other data."""
-    read = [("--training_dir (or the SageMaker channel train)", args.training_dir), ("--dataset", args.dataset)]
-    synthetic = ("--use_synthetic_data", args.use_synthetic_data)
-    if own.training_data is not None:
-        yield from _both("name the training data", ("training_data", True), *read, synthetic)
-    if own.validation_data is not None:
-        yield from _both("name the validation data", ("validation_data", True), ("--test_dir", args.test_dir))
-
-
-def _streamed(args: Arguments, own: Own, weights: list[float] | None) -> Iterator[str]:
-    """Refuse flags that do not go with streams, whose length is unknown."""
-    if own.training_data is not None:
-        yield "--streaming 1: training_data has random access; leave it out"
-    if weights is not None:
-        yield "--streaming 1 reads all sources alike; leave out the weights, or give --streaming 0"
-    if args.steps_per_epoch is not None:
-        yield "--steps_per_epoch does not go with streamed data; give --max_steps"
-
-
 def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
-    """Return one line per setting that was given and changes nothing on ``backend``, and the notes of parsing.
+    """Return the notes of parsing, and a line for each setting of the user that has no effect on ``backend``.
 
-    Without ``backend``: on the one that is asked for, which is the native one when left open.
+    ``backend`` is by default the one of --backend, or the native backend for ``auto``.
     """
-    args = resolved.args
-    backend = backend or args.backend
-    lines = list(resolved.notes)
-    idle: dict[str, str] = {}
+    args, reasons = resolved.args, _idle_flags(resolved, backend or resolved.args.backend)
+    lines = [
+        f"--{name} {show(getattr(args, name))} has no effect: {reason}"
+        for name, reason in reasons.items() if resolved.given(name)
+    ]  # fmt: skip
+    return [*resolved.notes, *lines]
+
+
+def _idle_flags(resolved: Resolved, backend: str) -> dict[str, str]:
+    """Return the flags that have no effect with the other settings, and the reasons."""
+    args, reasons = resolved.args, {}
     for name, flag in flags().items():
-        why = flag.no_effect if backend == "smp" else flag.idle
-        if not why and flag.idle_without and _is_off(args, flag.idle_without):
-            why = f"it needs {_turned_on(flag.idle_without)}"
-        if why:
-            idle[name] = why
-    idle |= _idle_data(args)
-    if resolved.own.training_data is not None and not args.test_dir:
-        idle |= dict.fromkeys(("dataset_type", "zipped_data", *OF_CACHE), "training_data gives its rows itself")
+        if flag.smp_only and backend != "smp":
+            reasons[name] = flag.smp_only
+        elif flag.idle_without and _is_off(args, flag.idle_without):
+            reasons[name] = f"it needs {_turned_on(flag.idle_without)}"
     if args.activation_checkpointing == checkpointing.NONE and args.selective_checkpointing not in (0, 1):
-        idle["selective_checkpointing"] = "--activation_checkpointing is none"
-    given = {name: show(getattr(args, name)) for name in idle if resolved.given(name)}
-    return lines + [f"--{name} {value} has no effect: {idle[name]}" for name, value in given.items()]
+        reasons["selective_checkpointing"] = "--activation_checkpointing is none"
+    if args.use_synthetic_data:
+        reasons |= dict.fromkeys(DATA_FLAGS, "--use_synthetic_data 1 trains on random tokens")
+    elif is_streamed(args, training_sources(args)[0]):
+        reasons |= dict.fromkeys(CACHE_FLAGS, "streamed data is not cached")
+    if args.bad_rows != "skip":
+        reasons["max_bad"] = "it needs --bad_rows skip"
+    if not (args.validation_freq or args.evaluate_only):
+        reasons |= dict.fromkeys(VALIDATION_FLAGS, "nothing is validated without --validation_freq")
+    if resolved.inputs.training_data is not None and not args.test_dir:
+        reasons |= dict.fromkeys(("dataset_type", "zipped_data", *CACHE_FLAGS), "training_data gives its rows itself")
+    return reasons
 
 
 def _is_off(args: Arguments, name: str) -> bool:
-    """Return whether a flag is off; a switch that is not given may be settled at start."""
+    """Return whether a flag is off; a switch without a value may be turned on at start."""
     value = getattr(args, name)
     return not value and not (value is None and flags()[name].kind is bool)
-
-
-def _idle_data(args: Arguments) -> dict[str, str]:
-    """Return the flags of the data that change nothing beside the others, and why."""
-    idle: dict[str, str] = {}
-    if args.use_synthetic_data:
-        idle |= dict.fromkeys(OF_DATA, "--use_synthetic_data 1 trains on random tokens")
-    elif is_streamed(args, training_sources(args)[0]):
-        idle |= dict.fromkeys(OF_CACHE, "streamed data is not cached")
-    if args.bad_rows != "skip":
-        idle["max_bad"] = "it needs --bad_rows skip"
-    if not (args.validation_freq or args.evaluate_only):
-        of_validation = ("test_dir", "validation_batches", "val_batch_size", "fast_validation")
-        idle |= dict.fromkeys(of_validation, "nothing is validated without --validation_freq")
-    return idle

@@ -1,4 +1,4 @@
-"""Text to values: the forms that command lines, SageMaker hyperparameters and configuration files write."""
+"""Text to values: the spellings of command lines, SageMaker hyperparameters and configuration files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from smp_train.errors import ConfigError
 TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 FALSE = frozenset({"0", "false", "no", "off", "n", "f"})
 NOT_GIVEN = object()
-"""The value of a flag that was named without one: ``--lr ''`` from SageMaker."""
+"""The value of a flag without a value, such as ``--lr ''`` from SageMaker."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return ``; did you mean X?`` for the closest of ``names``, or nothing when none is close."""
+    """Return ``; did you mean X?`` for the closest of ``names``; empty if no name is close."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def is_bool(text: str) -> bool:
-    """Return whether ``text`` is one of the spellings of a boolean."""
+    """Return whether ``text`` spells a boolean."""
     return text.strip().lower() in TRUE | FALSE
 
 
@@ -38,7 +38,7 @@ def read_bool(text: str) -> bool:
 
 
 def read_int(text: str) -> int:
-    """Read an integer; ``1e5`` and ``32.0`` count as the integers they are."""
+    """Read an integer, also when written as ``1e5`` or ``32.0``; ValueError otherwise."""
     try:
         return int(text)
     except ValueError:
@@ -49,7 +49,7 @@ def read_int(text: str) -> int:
 
 
 def read_float(text: str, complaint: str = "expects a number") -> float:
-    """Read a finite number, a fraction such as ``1/3``, or a percentage such as ``0.1%``."""
+    """Read a finite number, a fraction such as ``1/3``, or a percentage such as ``0.1%``; ValueError otherwise."""
     if text.strip().endswith("%"):
         return read_float(text.strip()[:-1], complaint) / 100
     try:
@@ -62,7 +62,7 @@ def read_float(text: str, complaint: str = "expects a number") -> float:
 
 
 def unquote(text: str) -> str:
-    """Take the quotes off a string that SageMaker has JSON-encoded."""
+    """Return a string that SageMaker has JSON-encoded without its quotes."""
     if len(text) >= 2 and text[0] == text[-1] == '"':
         try:
             return str(json.loads(text))
@@ -74,40 +74,49 @@ def unquote(text: str) -> str:
 READERS: dict[type, Callable[[str], Any]] = {bool: read_bool, int: read_int, float: read_float, str: unquote}
 
 
-def _is_none(flag: Flag, value: Any) -> bool:
-    if flag.many and value in ([], [""], ["None"]):
-        return True
-    if not isinstance(value, str) or value in flag.choices:
+def convert(flag: Flag, value: Any, spelling: str) -> Any:
+    """Return ``value`` (text, or a value of a configuration file) as the type of ``flag``.
+
+    The result is ``NOT_GIVEN`` for an empty value of a flag that cannot be empty. A `ConfigError` begins with
+    ``spelling``, the flag as the user wrote it.
+    """
+    if isinstance(value, list | tuple) and len(value) == 1:
+        (value,) = value
+    empty = None if flag.optional else NOT_GIVEN
+    if _is_empty(flag, value):
+        return empty
+    try:
+        return [_scalar(flag, item) for item in _items(flag, value)] or empty if flag.many else _scalar(flag, value)
+    except ValueError as problem:
+        raise ConfigError(f"{spelling} {value!r}: {problem}") from None
+
+
+def _is_empty(flag: Flag, value: Any) -> bool:
+    if not isinstance(value, str):
         return value is None
-    word = unquote(value).strip()
-    # "none" in lower case may be meant as text where text is expected.
-    return word in {"", "None", "null"} or (flag.kind is not str and word.lower() == "none")
+    text = unquote(value).strip()
+    # "none" in lower case may be the value of a text flag.
+    return text in {"", "None", "null"} or (flag.kind is not str and text.lower() == "none")
 
 
 def _items(flag: Flag, value: Any) -> list[Any]:
-    """Take a list apart: several words, ``[1, 2]`` as JSON or Python writes it, or ``1,2`` for numbers."""
+    """Return the items of a list: several words, ``[1, 2]`` as JSON or Python writes it, or ``1,2`` for numbers."""
     if isinstance(value, list | tuple):
-        words = list(value)
-        return _items(flag, words[0]) if len(words) == 1 and isinstance(words[0], str) else words
+        return list(value)
     if isinstance(value, str) and value.strip().startswith("["):
-        for read in (json.loads, ast.literal_eval):
-            try:
-                parsed = read(value.strip())
-            except (ValueError, SyntaxError):
-                continue
-            if isinstance(parsed, list):
-                return parsed
-        raise ValueError("is not a list such as [1, 2]")
-    if isinstance(value, str) and flag.kind is not str and "," in value:
-        return value.split(",")
-    return [value]
+        try:
+            items = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            items = None
+        if not isinstance(items, list):
+            raise ValueError("is not a list such as [1, 2]")
+        return items
+    return value.split(",") if isinstance(value, str) and flag.kind is not str else [value]
 
 
 def _scalar(flag: Flag, value: Any) -> Any:
     if isinstance(value, list | tuple):
-        if len(value) != 1:
-            raise ValueError("expects one value")
-        value = value[0]
+        raise ValueError("expects one value")
     if isinstance(value, dict) or (isinstance(value, bool) and not flag.switch):
         raise ValueError(f"expects {'text' if flag.kind is str else 'a number'}")
     text = str(value)
@@ -120,19 +129,3 @@ def _scalar(flag: Flag, value: Any) -> Any:
     if flag.choices and result not in flag.choices:
         raise ValueError(f"is not one of {', '.join(map(str, flag.choices))}")
     return result
-
-
-def convert(flag: Flag, value: Any, spelling: str) -> Any:
-    """Return ``value`` (text, or what a configuration file holds) as the type of ``flag``.
-
-    ``NOT_GIVEN`` stands for an empty value of a flag that cannot be empty. ``spelling`` is how the user wrote
-    the flag; a `ConfigError` begins with it.
-    """
-    empty = None if flag.optional else NOT_GIVEN
-    if _is_none(flag, value):
-        return empty
-    try:
-        return [_scalar(flag, item) for item in _items(flag, value)] or empty if flag.many else _scalar(flag, value)
-    except ValueError as problem:
-        written = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
-        raise ConfigError(f"{spelling} {written!r}: {problem}") from None

@@ -1,4 +1,4 @@
-"""The parser of a verb that has flags of its own beside those of a run."""
+"""The parser of a verb's own flags, for verbs other than ``train``."""
 
 from __future__ import annotations
 
@@ -19,34 +19,31 @@ def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text}: must be at least {least}{limit}")
         return int(text)
 
-    read.__name__ = "int"  # argparse names it where the text is no number
+    read.__name__ = "int"  # argparse shows it if the text is no number
     return read
 
 
 def positive(text: str) -> float:
-    """Be the ``type`` of an argument that is a finite number above 0."""
+    """Read an argument that is a finite number above 0."""
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: must be above 0, and finite")
     return float(text)
 
 
-def beside_train(verb: str, about: str, such_as: str) -> VerbParser:
-    """Return a parser of the own flags of a verb that also takes those of ``train``, ``such_as`` some of them."""
+def parser_with_train_flags(verb: str, about: str, examples: str) -> VerbParser:
+    """Return a parser of a verb's own flags; the verb also takes those of ``train``, such as the examples."""
     return VerbParser(
         prog=f"smp-train {verb}", description=about, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"all other flags are those of `smp-train train`, such as {such_as}",
+        epilog=f"all other flags are those of `smp-train train`, such as {examples}",
     )  # fmt: skip
 
 
 class VerbParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` whose errors are `ConfigError`: one line and exit code 2, as for any other mistake."""
+    """`argparse.ArgumentParser` that raises `ConfigError`, so that a mistake is one line with exit code 2."""
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Add an argument.
-
-        A switch, whose choices are 0 and 1, is 1 where nothing follows it. A list that is given twice has all values.
-        """
+        """Add an argument. A switch, whose choices are 0 and 1, may stand alone for 1. A repeated list is extended."""
         if options.get("nargs") == "+":
             options = {"action": "extend", **options}
         if options.get("choices") == (0, 1):
@@ -54,7 +51,7 @@ class VerbParser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def format_help(self) -> str:
-        """Return the help, in which docstrings are without the markup of the source."""
+        """Return the help without the double backquotes of docstrings."""
         return super().format_help().replace("``", "`")
 
     def error(self, message: str) -> NoReturn:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
-from smp_train.arguments.own import Own, Rows
+from smp_train.arguments.program_inputs import ProgramInputs, Rows
 from smp_train.arguments.sources import HELD_OUT, is_streamed, training_sources
 from smp_train.data.bad_records import BadRecords
 from smp_train.data.blend import BlendOrder, Joined
@@ -144,19 +144,19 @@ class Opener:
 
 def open_data(
     args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime, dp_rank: int, dp_size: int,
-    pin_memory: bool = False, own: Own | None = None, tokenizer: Callable[[], str | None] = lambda: None,
+    pin_memory: bool = False, inputs: ProgramInputs | None = None, tokenizer: Callable[[], str | None] = lambda: None,
 ) -> tuple[Loader, ValidationData | None]:  # fmt: skip
     """Return the training data and the validation data for this rank; collective.
 
-    ``dp_rank`` is one of ``dp_size`` data-parallel ranks, which share the samples; ``own`` has a program's rows; the
+    ``dp_rank`` is one of ``dp_size`` data-parallel ranks, which share the samples; ``inputs`` has a program's rows; the
     other arguments are the fields of `Opener`.
     """
-    own = own or Own()
+    inputs = inputs or ProgramInputs()
     opener = Opener(args, vocab_size, seq_len, ranks, tokenizer)
     share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
 
     def read_flags() -> tuple[list[str], list[float] | None, bool]:
-        if own.training_data is not None or args.use_synthetic_data:
+        if inputs.training_data is not None or args.use_synthetic_data:
             return [], None, False
         locations, weights = training_sources(args)
         return locations, weights, bool(locations) and is_streamed(args, locations)
@@ -166,8 +166,8 @@ def open_data(
     filesets = opener.list(locations, "--training_dir" if args.training_dir else "--dataset") if locations else []
     training: Loader | None = opener.streams(filesets, **share) if streamed else None
     samples: Samples | Joined | None = None
-    if own.training_data is not None:
-        samples = opener.program_rows(own.training_data, "training_data")
+    if inputs.training_data is not None:
+        samples = opener.program_rows(inputs.training_data, "training_data")
     elif args.use_synthetic_data:
         samples = Samples(Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed), seq_len)
     elif filesets and not streamed:
@@ -175,7 +175,7 @@ def open_data(
         samples = sources[0] if len(sources) == 1 else Joined(sources, locations)
     held_out = None
     if args.validation_freq or args.evaluate_only:
-        held_out = _open_held_out(opener, own, locations, args.validation_batches * args.val_batch_size * dp_size)
+        held_out = _open_held_out(opener, inputs, locations, args.validation_batches * args.val_batch_size * dp_size)
     if training is None and samples is None:
         samples = held_out  # only with --evaluate_only, which trains on no batch
     with distributed.together("preparing the data"):
@@ -197,11 +197,11 @@ def open_data(
         )  # fmt: skip
 
 
-def _open_held_out(opener: Opener, own: Own, locations: Sequence[str], most: int) -> Samples:
+def _open_held_out(opener: Opener, inputs: ProgramInputs, locations: Sequence[str], most: int) -> Samples:
     """Return the validation samples of a run; collective."""
     args = opener.args
-    if own.validation_data is not None:
-        return opener.program_rows(own.validation_data, "validation_data")
+    if inputs.validation_data is not None:
+        return opener.program_rows(inputs.validation_data, "validation_data")
     if args.use_synthetic_data:
         # Use another seed: synthetic rows have no end, so no rows can be held out of them.
         source = Synthetic(seq_len=opener.seq_len, vocab_size=opener.vocab_size, seed=args.seed + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from smp_train.arguments.own import Rows
+from smp_train.arguments.program_inputs import Rows
 from smp_train.data.kinds import IDS, LABELS
 from smp_train.data.source import Row, Source
 from smp_train.data.token_rows import checked_row, integers

@@ -21,7 +21,7 @@ from smp_train.arguments.groups import flags
 from smp_train.arguments.model_flags import ParallelArguments
 from smp_train.arguments.parse import from_keywords
 from smp_train.arguments.validation import check_values, refuse_natively
-from smp_train.arguments.verb_parser import beside_train
+from smp_train.arguments.verb_parser import parser_with_train_flags
 from smp_train.data.indexed import ValidationData
 from smp_train.data.open_data import Opener, open_evaluation
 from smp_train.data.source import Source
@@ -79,7 +79,7 @@ class Evaluation:
 
 def options() -> argparse.ArgumentParser:
     """Return the parser of the flags that `smp-train train` lacks."""
-    parser = beside_train("evaluate", __doc__ or "", "--hybrid_shard_degree, --val_batch_size")
+    parser = parser_with_train_flags("evaluate", __doc__ or "", "--hybrid_shard_degree, --val_batch_size")
     add = parser.add_argument
     add("--checkpoint", required=True, help="checkpoint, a run's folder of checkpoints, or Hugging Face model; also s3://")
     add("--data", nargs="+", required=True, help="token shards, Arrow data sets or text; each is evaluated by itself")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from smp_train.arguments import Arguments
-from smp_train.arguments.chosen import words
+from smp_train.arguments.flag import command_line
 from smp_train.distributed import child
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import instances
@@ -79,7 +79,7 @@ def described(space: Space, plan: Plan, device_bytes: int) -> dict[str, Any]:
     """Return one plan, sizes in bytes."""
     flags = space.flags(plan.setting)
     report: dict[str, Any] = {
-        "flags": flags, "words": words(flags), "needed": plan.memory.needed,
+        "flags": flags, "words": command_line(flags), "needed": plan.memory.needed,
         "tight": plan.memory.is_tight(device_bytes), "host": plan.memory.host,
     }  # fmt: skip
     if plan.time is not None:

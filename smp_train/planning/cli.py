@@ -9,8 +9,8 @@ from contextlib import redirect_stdout
 from dataclasses import asdict
 from typing import Any
 
-from smp_train.arguments.chosen import given, words
-from smp_train.arguments.remedies import MORE_DEVICES, Uses, remedies
+from smp_train.arguments.flag import command_line
+from smp_train.arguments.tuning import MORE_DEVICES, Uses, fixed_flags, remedies
 from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.traits import number_of_experts
@@ -50,7 +50,7 @@ def _print_plan(argv: Sequence[str]) -> int:
     if options.search or args.auto != "off":
         count = count_of_devices(run.devices)
         print(f"smp-train: searching settings for {count}; a minute or more", file=sys.stderr, flush=True)
-        space = Space(run, given(resolved), host=devices.host)
+        space = Space(run, fixed_flags(resolved), host=devices.host)
         result = best.search(space, devices.memory, rates, cautious=args.auto == "plan")
         report, complaint = result.report, result.complaint
         if result.plans and rates is not None and (time := result.plans[0].time) is not None:
@@ -120,7 +120,7 @@ def lower(run: PlannedRun, memory: Memory, devices: Devices) -> dict[str, int | 
             fits_host = devices.host is None or changed.host_needed <= devices.host
             if changed.needed < memory.needed and fits_host:
                 host = f" with {gib(changed.host_needed)} of host memory" if flags.keys() & OFFLOADING else ""
-                sizes[words(flags) + host] = changed.needed
+                sizes[command_line(flags) + host] = changed.needed
                 fits = devices.memory is not None and changed.needed <= devices.memory
     return sizes
 

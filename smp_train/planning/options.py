@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.validation import check_together, check_values, refuse_natively
-from smp_train.arguments.verb_parser import beside_train
+from smp_train.arguments.verb_parser import parser_with_train_flags
 from smp_train.distributed.host import check_native_releases
 from smp_train.errors import ConfigError
 from smp_train.launch import instances
@@ -32,7 +32,7 @@ UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 def options() -> argparse.ArgumentParser:
     """Return the parser of this verb's own flags."""
-    parser = beside_train("plan", ABOUT, "--model_type, --hybrid_shard_degree")
+    parser = parser_with_train_flags("plan", ABOUT, "--model_type, --hybrid_shard_degree")
     add = parser.add_argument
     add("--devices", type=int, help="GPUs of the whole run, or with --distributed_backend gloo processes")
     add("--memory_gib", type=float, help="memory of each, in GiB; without it the plan says what is needed")

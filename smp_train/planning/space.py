@@ -12,7 +12,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from smp_train.arguments import Arguments, checkpointing
-from smp_train.arguments.chosen import CHECKPOINTING, CHOSEN, SHARDING
+from smp_train.arguments.tuning import CHECKPOINTING, SEARCHED, SHARDING
 from smp_train.distributed.degrees import divisors, plan
 from smp_train.errors import ConfigError
 from smp_train.parallel import context_parallel, tensor_parallel
@@ -55,7 +55,7 @@ class Space:
 
     run: PlannedRun
     fixed: frozenset[str]
-    """Flags in `CHOSEN` that the user gives; no setting changes them."""
+    """Flags in `SEARCHED` that the user gives; no setting changes them."""
     batch: int | None = None
     """Rows per step, over all devices; if None, computed from the flags and the number of devices."""
     host: int | None = None
@@ -149,13 +149,13 @@ class Space:
     def flags(self, setting: Setting) -> dict[str, Any]:
         """Return the flags to add to the user's command for a setting."""
         args = self.applied(setting).args
-        names = {*CHOSEN} - self.fixed - {"selective_checkpointing"}
+        names = {*SEARCHED} - self.fixed - {"selective_checkpointing"}
         if {*SHARDING} & self.fixed:
             names -= {*SHARDING}
         elif args.hybrid_shard_degree is not None:  # the strategy follows from it
             names -= {"sharding_strategy"}
         defaults = {"tensor_parallel_degree": 1, "context_parallel_degree": 1, "sm_activation_offloading": False}
-        values = {name: getattr(args, name) for name in CHOSEN if name in names}
+        values = {name: getattr(args, name) for name in SEARCHED if name in names}
         return {name: value for name, value in values.items() if value not in (None, defaults.get(name))}
 
 

@@ -12,9 +12,10 @@ import torch
 
 from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved, validate
-from smp_train.arguments.chosen import CHOSEN, given, words
+from smp_train.arguments.flag import command_line
 from smp_train.arguments.groups import flags
 from smp_train.arguments.model_flags import FinetuneArguments, ModelArguments, ParallelArguments
+from smp_train.arguments.tuning import SEARCHED, fixed_flags
 from smp_train.distributed import Runtime, child
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import ConfigError, redacted
@@ -44,19 +45,19 @@ def choose(
     if args.auto == OFF or args.evaluate_only:
         return resolved, None
     # A program's own loss takes all logits.
-    planned = args if resolved.own.loss is None else replace(args, chunked_loss=False)
+    planned = args if resolved.inputs.loss is None else replace(args, chunked_loss=False)
     task = f"choosing settings (--auto {args.auto})"
     device_bytes, host_bytes = zip(*distributed.gather(task, lambda: free_memory(device, ranks)), strict=True)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     memory, host = min(device_bytes), min(host_bytes) if gpu else None
-    asked = question(planned, given(resolved), ranks, gpu, memory)
+    asked = question(planned, fixed_flags(resolved), ranks, gpu, memory)
     choice = distributed.on_main(
         task, lambda: earlier_choice(folder, asked) or search(planned, asked, memory, host, folder)
     )  # fmt: skip
     resolved = resolved.with_values("--auto", **choice["flags"])
-    validate(resolved.args, ranks.world_size, ranks.local_world_size, resolved.own)
+    validate(resolved.args, ranks.world_size, ranks.local_world_size, resolved.inputs)
     how = "as at the start before" if choice.get("kept") else f"of {memory / 2**30:.2f} GiB"
-    log.info("--auto %s, on %d devices, %s: %s", args.auto, ranks.world_size, how, words(choice["flags"]))
+    log.info("--auto %s, on %d devices, %s: %s", args.auto, ranks.world_size, how, command_line(choice["flags"]))
     return resolved, choice
 
 
@@ -78,7 +79,7 @@ def question(
     """
     settings = {
         name: getattr(args, name) for name, flag in flags().items()
-        if flag.group in PLANNED and name not in CHOSEN and getattr(args, name) != flag.default
+        if flag.group in PLANNED and name not in SEARCHED and getattr(args, name) != flag.default
     }  # fmt: skip
     asked = {
         "given": {name: getattr(args, name) for name in sorted(fixed)}, "settings": settings,

@@ -115,15 +115,15 @@ def call_back(run: Run, event: str, record: Mapping[str, Any]) -> None:
     If it raises, the failure goes to ``run.callback_failure`` on every rank, and no callback is called any more. The
     loop then ends after the step in progress, the step is saved, and `train` raises the failure.
     """
-    if getattr(run.own, event) is None:
+    if getattr(run.inputs, event) is None:
         return
     heartbeat.enter(heartbeat.CALLBACK)
     try:
         with distributed.together(f"calling {event}"):
             if run.runtime.is_main:
-                run.own.call(event, record)
+                run.inputs.call(event, record)
     except SmpTrainError as failure:
-        run.own, run.callback_failure = run.own.without_callbacks(), failure
+        run.inputs, run.callback_failure = run.inputs.without_callbacks(), failure
 
 
 def end_saves(run: Run) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
-from smp_train.arguments.run_name import RUNS, named
+from smp_train.arguments.run_name import RUNS, with_run_name
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened
 from smp_train.checkpoints.collective import root_cause
 from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint
@@ -119,7 +119,7 @@ def choose_start(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
     start = distributed.on_main("choosing the run's name", choose)
     if owners:
         start = replace(start, owner=owners[0])
-    resolved = named(resolved, start.name, "the model's type and parameters")
+    resolved = with_run_name(resolved, start.name, "the model's type and parameters")
     return replace(resolved, args=_with_pretrained(resolved.args, start.pretrained)), start
 
 

@@ -9,7 +9,7 @@ import torch
 
 from smp_train import distributed, train_utils
 from smp_train.arguments import Arguments, Resolved
-from smp_train.arguments.own import Own
+from smp_train.arguments.program_inputs import ProgramInputs
 from smp_train.backends.base import Backend
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.save import CheckpointManager
@@ -69,7 +69,7 @@ class Run:
     """The checkpoint to resume from; None for a fresh start."""
     progress: Position = field(default_factory=Position)
     best: Best = field(default_factory=Best)
-    own: Own = field(default_factory=Own)
+    inputs: ProgramInputs = field(default_factory=ProgramInputs)
     """What a program gave besides flags; without callbacks once one has failed."""
     callback_failure: SmpTrainError | None = None
     """The failure of a callback, which ends the run after the step in progress; the same on all ranks."""

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from smp_train.arguments import Arguments
-from smp_train.arguments.chosen import words
-from smp_train.arguments.remedies import MORE_DEVICES, Uses, remedies
+from smp_train.arguments.flag import command_line
+from smp_train.arguments.tuning import MORE_DEVICES, Uses, remedies
 from smp_train.distributed import ALL_RANKS, Runtime, heartbeat
 from smp_train.distributed.degrees import Degrees
 from smp_train.distributed.dtensor import local_tensor
@@ -113,7 +113,7 @@ def changes(
     named = []
     for flags in filter(None, found):
         sizes = [f" (with at least {host[name]:.3g} GiB of host memory per rank)" for name in flags if name in host]
-        named.append(words(flags) + "".join(sizes))
+        named.append(command_line(flags) + "".join(sizes))
     last = ["a smaller --max_context_width", MORE_DEVICES]
     named += last if activations >= state else last[::-1]
     return [*["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"] * pieces, *named][:FLAGS]

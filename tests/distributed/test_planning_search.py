@@ -38,7 +38,8 @@ def test_the_best_is_that_of_all_settings(tmp_path: Path) -> None:
 def all_settings() -> dict[str, Any]:
     """Return of each setting, by its flags, the bytes needed and the seconds of a step."""
     from smp_train.arguments import parse
-    from smp_train.arguments.chosen import given, words
+    from smp_train.arguments.flag import command_line
+    from smp_train.arguments.tuning import fixed_flags
     from smp_train.launch import instances
     from smp_train.planning.best import planned_run
     from smp_train.planning.estimate import estimate
@@ -47,11 +48,11 @@ def all_settings() -> dict[str, Any]:
     from smp_train.planning.step_time import machine_of
 
     resolved = parse(FLAGS, {})
-    space = Space(planned_run(resolved.args, 4, 4, gpu=True), given(resolved))
+    space = Space(planned_run(resolved.args, 4, 4, gpu=True), fixed_flags(resolved))
     search = Search(space, 0, machine_of(instances.find(MACHINE)))
     found = {}
     for setting in space.settings()[0]:
         plan = search.plan(setting, estimate(space.applied(setting)))
         assert plan.time is not None
-        found[words(space.flags(setting))] = (plan.memory.needed, plan.time.step_seconds)
+        found[command_line(space.flags(setting))] = (plan.memory.needed, plan.time.step_seconds)
     return found

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from smp_train.arguments import parse, validate
-from smp_train.arguments.chosen import given
-from smp_train.arguments.own import Own
+from smp_train.arguments.program_inputs import ProgramInputs
+from smp_train.arguments.tuning import fixed_flags
 from smp_train.distributed import Runtime, detect
 from smp_train.errors import ConfigError
 from smp_train.planning import best
@@ -28,7 +28,7 @@ RANKS = Runtime("torchrun", 0, 4, 0, 4, 0, 1, "localhost", 0, "localhost", False
 
 def asked(*words: str, ranks: Runtime = RANKS, gpu: str = H100, memory: float = 79.2) -> dict[str, Any]:
     resolved = parse([*LLAMA, "--auto", *words], {})
-    return auto.question(resolved.args, given(resolved), ranks, gpu, int(memory * GIB))
+    return auto.question(resolved.args, fixed_flags(resolved), ranks, gpu, int(memory * GIB))
 
 
 def started(folder: Path, asked: dict[str, Any]) -> RunFolder:
@@ -73,7 +73,8 @@ def test_a_plan_takes_all_logits_for_a_programs_own_loss(
 
     monkeypatch.setattr(auto, "search", seen)
     for loss in (None, lambda logits, targets: logits.sum()):
-        resolved = dataclasses.replace(parse([*LLAMA, "--auto", "--use_synthetic_data"], {}), own=Own(loss=loss))
+        resolved = parse([*LLAMA, "--auto", "--use_synthetic_data"], {})
+        resolved = dataclasses.replace(resolved, inputs=ProgramInputs(loss=loss))
         chosen, _ = auto.choose(resolved, detect({}), torch.device("cpu"), RunFolder(tmp_path))
         assert chosen.args.chunked_loss
     assert found == [True, False]

@@ -151,7 +151,7 @@ def test_train_refuses_before_importing_anything(capsys: pytest.CaptureFixture[s
     for words, complaint in (
         (["--max_step", "7"], "unknown flag --max_step; did you mean --max_steps?"),
         (["--use_synthetic_data", "1", "--hybrid_shard_degree", "2"], "does not divide the 1 process"),
-        (["--use_synthetic_data", "1", "--data_type", "bert"], "--data_type bert: only decoder-only"),
+        (["--use_synthetic_data", "1", "--data_type", "bert"], "only decoder-only"),
         ([], "no training data"),
     ):
         assert cli.main(["train", *words]) == 2

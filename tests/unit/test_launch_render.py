@@ -166,7 +166,7 @@ SAGEMAKER = {"role": ROLE, "instance_type": "ml.p5.48xlarge", "train": "s3://buc
         ({"max_run": "1 day"}, {}, "--max_run '1 day': expects a number"),
         ({}, {"hybrid_shard_degre": 8}, "unknown flag --hybrid_shard_degre; did you mean --hybrid_shard_degree?"),
         ({}, {"hybrid_shard_degree": 3}, "does not divide the 8 processes"),
-        ({}, {"mp_parameters": {"hybrid_shard_degre": 8}}, "unknown SMP parameter 'hybrid_shard_degre'"),
+        ({}, {"mp_parameters": {"hybrid_shard_degre": 8}}, "'hybrid_shard_degre' is no parameter of SMP v2"),
         ({"instance_typ": 1}, {}, "unknown option instance_typ; did you mean instance_type?"),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smp_train.arguments import Arguments, parse, validate
-from smp_train.arguments.remedies import MORE_DEVICES, Uses, remedies
+from smp_train.arguments.tuning import MORE_DEVICES, Uses, remedies
 from smp_train.distributed import heartbeat
 from smp_train.distributed.degrees import plan
 from smp_train.errors import ConfigError, no_memory

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from smp_train.arguments import parse
-from smp_train.arguments.chosen import given, words
-from smp_train.arguments.flag import show
+from smp_train.arguments.flag import command_line, show
+from smp_train.arguments.tuning import fixed_flags
 from smp_train.distributed.degrees import plan
 from smp_train.launch import instances
 from smp_train.models.state_memory import GIB
@@ -32,7 +32,7 @@ OPERATIONS = {"none": 6.0, "selective:op": 6.3, "full": 8.0}
 
 def space_of(*flags: str, devices: int = 16, per_node: int = 8, gpu: bool = True, **known: Any) -> Space:
     resolved = parse([*LLAMA, *flags], {})
-    return Space(planned_run(resolved.args, devices, per_node, gpu=gpu), given(resolved), **known)
+    return Space(planned_run(resolved.args, devices, per_node, gpu=gpu), fixed_flags(resolved), **known)
 
 
 def test_all_settings_have_the_same_global_batch() -> None:
@@ -46,7 +46,7 @@ def test_all_settings_have_the_same_global_batch() -> None:
         degrees = plan(args, 16, 8, smp=False)
         assert (degrees.tensor, degrees.context, degrees.sharded) == (setting.tensor, setting.context, setting.shard)
         assert args.train_batch_size * args.gradient_accumulation_steps * degrees.data_parallel == 64
-        again = parse([*LLAMA, "--train_batch_size=4", *words(with_less.flags(setting)).split()], {}).args
+        again = parse([*LLAMA, "--train_batch_size=4", *command_line(with_less.flags(setting)).split()], {}).args
         assert dataclasses.replace(again, backend=args.backend, use_torch_compile=False) == args
 
 

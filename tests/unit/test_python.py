@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 import smp_train
 from smp_train import arguments, losses
-from smp_train.arguments.own import Own
 from smp_train.arguments.parse import from_keywords
+from smp_train.arguments.program_inputs import ProgramInputs
 from smp_train.data.source import Row, Source
 from smp_train.errors import ConfigError
 
@@ -76,9 +76,9 @@ class Rows(Source):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"training_data": Rows(), "training_dir": "x"}, "training_data and --training_dir"),
+        ({"training_data": Rows(), "training_dir": "x"}, "--training_dir and training_data"),
         ({"training_data": Rows(), "use_synthetic_data": True}, "--use_synthetic_data"),
-        ({"use_synthetic_data": True, "validation_data": Rows(), "test_dir": "x"}, "validation_data and --test_dir"),
+        ({"use_synthetic_data": True, "validation_data": Rows(), "test_dir": "x"}, "--test_dir and validation_data"),
         ({"training_data": Rows(), "on_step": "print"}, "on_step"),
         ({"training_data": Rows(), "print_config": True}, "--print_config"),
         ({"training_data": Rows(), "evaluate_only": True}, "--test_dir"),
@@ -93,9 +93,9 @@ def test_contradictions_are_refused_by_name(given: dict[str, Any], named: str) -
 def test_a_channel_gives_way_to_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SM_CHANNEL_TRAIN", "/channel")
     assert from_keywords({}).args.training_dir == ["/channel"]
-    resolved = from_keywords({}, Own(training_data=Rows()))
+    resolved = from_keywords({}, ProgramInputs(training_data=Rows()))
     assert resolved.args.training_dir is None
-    arguments.validate(resolved.args, 1, own=resolved.own)
+    arguments.validate(resolved.args, 1, inputs=resolved.inputs)
 
 
 def reduced(reduction: str) -> Any:

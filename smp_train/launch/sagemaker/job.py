@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved, parse
-from smp_train.arguments.aliases import NAMES
-from smp_train.arguments.mp_parameters import SMP_KEYS
+from smp_train.arguments.aliases import NAMES, SMP_KEYS
 from smp_train.arguments.parse import canonical, read_command_line
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.arguments.values import nearest
