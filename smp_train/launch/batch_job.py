@@ -294,7 +294,7 @@ def run(job: Job, *, asked: str = "", dry_run: bool = False) -> int:
         # With GRES, Slurm chooses GPUs; otherwise the variable comes from the shell that submitted this job.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         by_slurm = os.environ.get("SLURM_JOB_GPUS") or os.environ.get("SLURM_GPUS_ON_NODE")
-        if visible is not None and not by_slurm and not any(word.startswith("--nproc=") for word in job.agent):
+        if visible is not None and not by_slurm and not any(option.startswith("--nproc=") for option in job.agent):
             say(f"warning: CUDA_VISIBLE_DEVICES={visible} is left out: each node has its own GPUs; NPROC keeps it")
             del os.environ["CUDA_VISIBLE_DEVICES"]
         if dry_run:

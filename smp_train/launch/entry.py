@@ -11,10 +11,10 @@ from smp_train.launch.flags import complete
 
 def main() -> int:
     """Train with the given flags; the run resumes from its checkpoints when the platform starts it again."""
-    words = sys.argv[1:]
+    arguments = sys.argv[1:]
     with suppress(ConfigError):  # training reports it, once per node
-        words, _ = complete(words, os.environ)
-    return cli.main(["train", *words])
+        arguments, _ = complete(arguments, os.environ)
+    return cli.main(["train", *arguments])
 
 
 if __name__ == "__main__":

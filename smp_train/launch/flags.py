@@ -15,47 +15,47 @@ from smp_train.checkpoints.folder import folder_of_run
 from smp_train.errors import CheckpointError, SmpTrainError
 
 
-def flag_name(word: str) -> str:
+def flag_name(argument: str) -> str:
     """Return the name of a flag as a command line has it, with underscores."""
-    return canonical(word[2:].partition("=")[0])
+    return canonical(argument[2:].partition("=")[0])
 
 
-def without(words: Sequence[str], names: set[str]) -> list[str]:
+def without(arguments: Sequence[str], names: set[str]) -> list[str]:
     """Return a command line without the flags ``names`` and their values."""
     remaining: list[str] = []
     dropping = False
-    for word in words:
-        dropping = flag_name(word) in names if word.startswith("--") else dropping
-        remaining += [] if dropping else [word]
+    for argument in arguments:
+        dropping = flag_name(argument) in names if argument.startswith("--") else dropping
+        remaining += [] if dropping else [argument]
     return remaining
 
 
-def as_words(name: str, value: Any) -> list[str]:
-    """Return a flag and its value, of any type from a file or a mapping, as words of a command line."""
+def as_arguments(name: str, value: Any) -> list[str]:
+    """Return a flag and its value, of any type from a file or a mapping, as arguments of a command line."""
     if isinstance(value, list | tuple):
         return [f"--{name}", *map(str, value)]
     return [] if value is None else [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
-def inline_files(words: Sequence[str]) -> list[str]:
-    """Return ``words`` with ``--config`` and ``--smp_config`` expanded to flags, for a container without these files.
+def inline_files(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with ``--config`` and ``--smp_config`` expanded to flags: a container lacks these files.
 
     The command line's flags come last, and so take precedence.
     """
-    args = parse(words, {}).args
-    settings = [
-        *(read_config(args.config) if args.config else []),
-        *(read_smp_config(args.smp_config) if args.smp_config else []),
-    ]
-    overridden = {flag_name(word) for word in words if word.startswith("--")}
-    flags = [word for one in settings if one.name not in overridden for word in as_words(one.name, one.value)]
-    return [*flags, *without(words, {"config", "smp_config"})]
+    args = parse(arguments, {}).args
+    settings = read_config(args.config) if args.config else []
+    settings += read_smp_config(args.smp_config) if args.smp_config else []
+    overridden = {flag_name(argument) for argument in arguments if argument.startswith("--")}
+    flags: list[str] = []
+    for setting in settings:
+        flags += as_arguments(setting.name, setting.value) if setting.name not in overridden else []
+    return [*flags, *without(arguments, {"config", "smp_config"})]
 
 
 def complete(
-    words: Sequence[str], environ: Mapping[str, str] | None = None, *, base: str = ""
+    arguments: Sequence[str], environ: Mapping[str, str] | None = None, *, base: str = ""
 ) -> tuple[list[str], Resolved]:
-    """Return training flags completed so that a restarted run resumes, as words and parsed; idempotent.
+    """Return training flags completed so that a restarted run resumes, as arguments and parsed; idempotent.
 
     - A run without a name takes the name of its run folder, else of its model.
     - A relative run folder and the default --checkpoint_dir are placed below ``base``, an absolute path.
@@ -65,7 +65,7 @@ def complete(
     Raises `ConfigError` as `smp_train.arguments.parse` does.
     """
     environ = {} if environ is None else environ
-    completed, resolved = list(words), parse(words, environ)
+    completed, resolved = list(arguments), parse(arguments, environ)
     if not resolved.args.run_name:
         name = os.path.basename(os.path.normpath(resolved.args.run_dir)) if resolved.given("run_dir") else ""
         completed.append(f"--run_name={name or resolved.args.label}")
@@ -85,6 +85,11 @@ def durable_folders(args: Arguments) -> list[str]:
     return [folder for folder in args.checkpoint_dir if not folder.startswith(NODE_LOCAL)]
 
 
+def shared_folders(args: Arguments) -> list[str]:
+    """Return the run's --checkpoint_dir on file systems that its nodes share."""
+    return [folder for folder in durable_folders(args) if "://" not in folder]
+
+
 def newest_step(args: Arguments, *, in_s3: bool) -> int:
     """Return the step of the run's newest committed checkpoint that outlives a node, 0 without a checkpoint.
 
@@ -92,7 +97,7 @@ def newest_step(args: Arguments, *, in_s3: bool) -> int:
 
     Raises `SmpTrainError` if S3 does not answer, and never `CheckpointError`, which would end the job for good.
     """
-    parents = [folder for folder in durable_folders(args) if in_s3 or "://" not in folder]
+    parents = durable_folders(args) if in_s3 else shared_folders(args)
     try:
         folders = [folder_of_run(parent, args.run_name) for parent in parents]
         newest = [checkpoint[:2] for folder in folders for checkpoint in folder.committed()[:1]]

@@ -46,9 +46,9 @@ def parser() -> LaunchParser:
     return options
 
 
-def prepare(words: Sequence[str]) -> tuple[Spec, argparse.Namespace]:
+def prepare(arguments: Sequence[str]) -> tuple[Spec, argparse.Namespace]:
     """Return the run and its launch options, both checked, with claims, host_paths and secrets as tuples."""
-    options, training = split(words, parser())
+    options, training = split(arguments, parser())
     for name in ("claims", "host_paths"):
         setattr(options, name, [_pair(name, text) for text in getattr(options, name)])
     if not options.claims:
@@ -145,9 +145,9 @@ def warnings(options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def kubectl(*words: str, text: str = "") -> None:
+def kubectl(*arguments: str, text: str = "") -> None:
     """Run kubectl; `ConfigError` with its own error and the remedy."""
-    call("kubectl", *words, text=text, absent="install it, or add --dry_run to see the manifest", advice=ADVICE)
+    call("kubectl", *arguments, text=text, absent="install it, or add --dry_run to see the manifest", advice=ADVICE)
 
 
 def check(text: str, options: argparse.Namespace) -> None:
@@ -159,9 +159,9 @@ def check(text: str, options: argparse.Namespace) -> None:
         kubectl("get", "secrets", secret, "-n", options.namespace, "-o", "name")
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run ``smp-train launch k8s`` and return its exit code."""
-    spec, options = prepare(words)
+    spec, options = prepare(arguments)
     text, job = text_of(spec, options), f"{resource(options)}/{options.job_name}"
     lines = [*warnings(options), *timing.save_warnings(spec.resolved, spec.machines, None, GRACE_SECONDS)]
     if options.dry_run:

@@ -26,9 +26,9 @@ def parser() -> LaunchParser:
     return options
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run ``smp-train launch local`` and return its exit code: that of the first process that failed, or 0."""
-    options, training = split(words, parser())
+    options, training = split(arguments, parser())
     meeting = {name.upper(): str(value) for name in VARIABLES if (value := getattr(options, name)) is not None}
     processes = options.nproc or node_agent.count_gpus() or 1
     # Also in an allocation of Slurm the run has this machine alone, or as many machines as the options name.

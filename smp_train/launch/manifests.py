@@ -109,7 +109,7 @@ def _template(spec: Spec, options: argparse.Namespace) -> dict[str, Any]:
         "name": CONTAINER,
         "image": options.image,
         "imagePullPolicy": "Always",
-        "command": [_literal(word) for word in command(spec, options)],
+        "command": [_literal(part) for part in command(spec, options)],
         "env": _environment(spec, options),
         "volumeMounts": mounts,
     }
@@ -144,17 +144,17 @@ def command(spec: Spec, options: argparse.Namespace) -> list[str]:
             "hyperpodrun", *agent[1:], "--tee=3", "--log_dir=/tmp/hyperpod", "--shutdown-signal=SIGTERM",
             f"--shutdown-timeout={SHUTDOWN_SECONDS}",
         ]  # fmt: skip
-    words = [*agent, "--module", "smp_train.launch.entry", *spec.train_flags]
+    run = [*agent, "--module", "smp_train.launch.entry", *spec.train_flags]
     if options.profile == "nsys":
         folder = f"{spec.run_dir}/profile"
         make = ["/bin/bash", "-c", 'mkdir -p "$0" && exec "$@"', folder]
-        words = [*make, *recording("nsys", f"{folder}/{options.job_name}_%h", words)]
-    return words
+        run = [*make, *recording("nsys", f"{folder}/{options.job_name}_%h", run)]
+    return run
 
 
-def _literal(word: str) -> str:
+def _literal(text: str) -> str:
     """Return a word in which Kubernetes expands no ``$(NAME)``: it reads ``$$`` as ``$``."""
-    return word.replace("$", "$$")
+    return text.replace("$", "$$")
 
 
 def _environment(spec: Spec, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -180,61 +180,50 @@ class NetworkCheck:
         """Return the verdict, after rank 0 has passed it to ``report``; RuntimeError if rank 0 cannot be reached."""
         import torch.distributed as dist
 
-        world, size, nodes = self.runtime.world_size, self.runtime.local_world_size, self.runtime.num_nodes
         self.store = dist.TCPStore(
-            self.runtime.master_addr, self.runtime.master_port, world, self.runtime.is_main,
+            self.runtime.master_addr, self.runtime.master_port, self.runtime.world_size, self.runtime.is_main,
             timedelta(seconds=self.seconds), wait_for_workers=False,
         )  # fmt: skip
         self.store.set(f"here/{self.runtime.rank}", self.runtime.hostname)
+        everyone = list(range(self.runtime.world_size))
+        missing = self.missing([f"here/{rank}" for rank in everyone], self.seconds / 2)
+        # Time limits begin when all ranks are here, so that they end together.
+        steps = [] if missing else [*self.node_steps(), [everyone]]
+        for number, groups in enumerate(steps):
+            self.step(f"step{number}", groups, self.seconds / 2 / len(steps))
+        if not self.runtime.is_main:
+            self.store.wait(["verdict"], timedelta(seconds=self.seconds + SLACK_SECONDS))
+            return Verdict(**json.loads(self.store.get("verdict")))
+        verdict = self.judge_steps(missing, steps)
+        # Report first: ranks leave once they have the verdict, and a launcher may then end rank 0's node.
+        report(verdict)
+        self.store.set("verdict", json.dumps(asdict(verdict)))
+        return verdict
 
-        def decide(name: str, verdict_of: Callable[[], Verdict], *, last: bool = False) -> Verdict:
-            """Let rank 0 decide and send its verdict to all ranks."""
-            if not self.runtime.is_main:
-                self.store.wait([name], timedelta(seconds=self.seconds + SLACK_SECONDS))
-                return Verdict(**json.loads(self.store.get(name)))
-            verdict = verdict_of()
-            if verdict.message or last:
-                # Report first: ranks leave once they know of a fault, and a launcher may then end rank 0's node.
-                report(verdict)
-            self.store.set(name, json.dumps(asdict(verdict)))
-            return verdict
+    def node_steps(self) -> list[list[list[int]]]:
+        """Return the groups of ranks of each step: all ranks of each node, then the first ranks of pairs of nodes."""
+        size = self.runtime.local_world_size
+        firsts = range(0, self.runtime.world_size, size)
+        of_nodes = [list(range(first, first + size)) for first in firsts if size > 1]
+        pairs_of_nodes = [[[node * size for node in pair] for pair in pairs] for pairs in links(self.runtime.num_nodes)]
+        return [of_nodes, *pairs_of_nodes]
 
-        def judge_reports() -> Verdict:
-            missing = self.missing([f"here/{rank}" for rank in range(world)], self.seconds / 2)
-            return judge(self._names(), sorted({rank // size for rank in missing}), [], [])
-
-        verdict = decide("absent", judge_reports)
+    def judge_steps(self, missing: list[int], steps: list[list[list[int]]]) -> Verdict:
+        """Return rank 0's verdict from the reports of all ranks."""
+        size = self.runtime.local_world_size
+        failed = [
+            [[rank // size for rank in ranks] for ranks in groups if self.rate(f"step{number}", ranks) is None]
+            for number, groups in enumerate(steps)
+        ]
+        alone = [nodes[0] for nodes in failed[0]] if failed else []
+        pairs = [(first, second) for step in failed[1:-1] for first, second in step]
+        verdict = judge(self._names(), sorted({rank // size for rank in missing}), alone, pairs)
         if verdict.message:
             return verdict
-        # All ranks are known to be here, so that the time limits of the steps begin together.
-        stages = [[list(range(first, first + size)) for first in range(0, world, size) if size > 1]]
-        stages += [[[node * size for node in pair] for pair in pairs] for pairs in links(nodes)]
-        share = self.seconds / 2 / (len(stages) + 1)
-        for number, groups in enumerate(stages):
-            self.step(f"stage{number}", groups, share)
-
-        def judge_links() -> Verdict:
-            alone, *pairs = (
-                [[rank // size for rank in ranks] for ranks in groups if self.rate(f"stage{number}", ranks) is None]
-                for number, groups in enumerate(stages)
-            )
-            return judge(
-                self._names(), [], [nodes[0] for nodes in alone], [(a, b) for stage in pairs for a, b in stage]
-            )
-
-        verdict = decide("links", judge_links)
-        if verdict.message:
-            return verdict
-        everyone = list(range(world))
-        self.step("all", [everyone], share)
-
-        def judge_all() -> Verdict:
-            rate = self.rate("all", everyone)
-            if rate is None:
-                return Verdict([], "every node reaches its neighbours, but an all-reduce over all of them does not end")
-            return Verdict([], "", rate)
-
-        return decide("verdict", judge_all, last=True)
+        if failed[-1]:
+            return Verdict([], "every node reaches its neighbours, but an all-reduce over all of them does not end")
+        (everyone,) = steps[-1]
+        return Verdict([], "", self.rate(f"step{len(steps) - 1}", everyone) or 0.0)
 
     def step(self, name: str, groups: list[list[int]], seconds: float) -> None:
         """All-reduce over this rank's group, report its rate, and wait for the reports of all ranks."""

@@ -25,7 +25,7 @@ from smp_train.distributed import expand_hostlist
 from smp_train.distributed.group import RENDEZVOUS_SECONDS
 from smp_train.distributed.host import free_port
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import container, environment, instances, network_check, nsys, preflight, supervisor, timing
+from smp_train.launch import environment, instances, network_check, nsys, preflight, supervisor, timing
 from smp_train.launch import flags as launch_flags
 from smp_train.launch.command import ask, node_name, say
 from smp_train.launch.instances import Instance, Machines
@@ -123,11 +123,11 @@ def count_efa() -> int:
 
 
 def check_node(
-    instance: Instance | None, nproc: int | None, gpus: int, *, nodes: int = 1, given: bool = True
+    instance: Instance | None, nproc: int | None, gpus: int, *, nodes: int = 1, stated: bool = True
 ) -> int:  # fmt: skip
     """Return how many processes to start, after comparing this node with its instance type.
 
-    If the user has not ``given`` the type, it is the machine's, and a choice of GPUs, or no EFA at all, is accepted.
+    If the user has not ``stated`` the type, it is the machine's, and a choice of GPUs, or no EFA at all, is accepted.
 
     Raises:
         BadNodeError: GPUs or network adapters are missing.
@@ -142,7 +142,7 @@ def check_node(
             "the nodes have"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if gpus < (nproc or instance.gpus) and (given or (nproc is None and visible is None)):
+    if gpus < (nproc or instance.gpus) and (stated or (nproc is None and visible is None)):
         # A choice by the environment is not the node's fault: every node would be called bad.
         raise (BadNodeError if visible is None else ConfigError)(
             f"{host}: {gpus} of {nproc or instance.gpus} GPUs are visible on this {instance.name}"
@@ -151,7 +151,7 @@ def check_node(
             + ("replace the node" if visible is None else "unset it")
         )
     efa = count_efa()
-    if 0 < efa < instance.efa or (not efa and instance.efa and nodes > 1 and given):
+    if 0 < efa < instance.efa or (not efa and instance.efa and nodes > 1 and stated):
         raise BadNodeError(
             f"{host}: {efa} of {instance.efa} EFA adapters are there; replace the node"
             + ("" if efa else ", or leave the instance type out where nodes are to do without EFA")
@@ -205,10 +205,10 @@ def record_failure(folder: Path, node_rank: int, failure: Failure) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check this node and run its processes; return the exit code, and record the first failure."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    middle = words.index("--") if "--" in words else len(words)
-    option_words, training = words[:middle], words[middle + 1 :]
-    options = parser().parse_args(option_words)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    middle = arguments.index("--") if "--" in arguments else len(arguments)
+    option_arguments, training = arguments[:middle], arguments[middle + 1 :]
+    options = parser().parse_args(option_arguments)
     attempt = attempt_name(os.environ)
     node_rank = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
     outside = options.inside and not os.path.exists(INSIDE)  # packages that S3 needs may be missing outside
@@ -227,8 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "installed on this compute node"
             )
         if options.inside:
-            container.refuse_lost(resolved.args.checkpoint_dir)
-        code, failure = start(options, option_words, training, resolved, logs)
+            preflight.refuse_lost(resolved.args)
+        code, failure = start(options, option_arguments, training, resolved, logs)
     except SmpTrainError as error:
         say(f"error: {' '.join(str(error).split())}")
         code = error.exit_code
@@ -246,15 +246,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(
-    options: argparse.Namespace, option_words: Sequence[str], training: Sequence[str], resolved: Resolved, logs: Path
+    options: argparse.Namespace,
+    option_arguments: Sequence[str],
+    training: Sequence[str],
+    resolved: Resolved,
+    logs: Path,
 ) -> tuple[int, Failure | None]:
     """Check this node's hardware against its type and the other nodes, then run its processes to their end."""
-    given = bool(options.instance_type)
-    instance = instances.find(options.instance_type) if given else instances.this_machine()
+    stated = bool(options.instance_type)
+    instance = instances.find(options.instance_type) if stated else instances.this_machine()
     node = find_node(os.environ, 1)
-    processes = check_node(instance, options.nproc, count_gpus(), nodes=node.nodes, given=given)
+    processes = check_node(instance, options.nproc, count_gpus(), nodes=node.nodes, stated=stated)
     node, machines = replace(node, processes=processes), Machines(instance, node.nodes, processes)
-    if given or options.nproc is None:
+    if stated or options.nproc is None:
         preflight.check(resolved, machines)
     if node.nodes > 1 and "SLURM_STEP_NODELIST" in os.environ:
         efa = count_efa() if options.nproc is None else 0
@@ -268,7 +272,7 @@ def start(
     if options.profile == "nsys" and NSYS not in os.environ:
         profiles = logs.parents[1] / "profile"
         _make(profiles)
-        again = [sys.executable, "-m", "smp_train.launch.node_agent", *option_words, "--", *training]
+        again = [sys.executable, "-m", "smp_train.launch.node_agent", *option_arguments, "--", *training]
         again = nsys.command(profiles / f"{logs.name}_node{node.node_rank}_{socket.gethostname()}", again)
         os.execve(again[0], again, {**os.environ, NSYS: "1"})
     environ = {

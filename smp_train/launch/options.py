@@ -27,7 +27,7 @@ class LaunchParser(VerbParser):
     def add(
         self, name: str, about: str, kind: type = str, default: Any = None, *, many: bool = False, metavar: str = "X"
     ) -> None:
-        """Add an option: ``kind`` is str, int (from 1 on) or bool; ``many`` takes several words, also repeatedly."""
+        """Add an option: ``kind`` is str, int (from 1 on) or bool; ``many`` takes several values, also repeatedly."""
         if default not in (None, False):
             about += f" (default {default})"
         settings: dict[str, Any] = {"type": _reader(f"--{name}", kind), "default": default, "metavar": metavar}
@@ -79,7 +79,7 @@ def _reader(flag: str, kind: type) -> Callable[[str], Any]:
     return read
 
 
-def split(words: Sequence[str], parser: LaunchParser) -> tuple[argparse.Namespace, list[str]]:
+def split(arguments: Sequence[str], parser: LaunchParser) -> tuple[argparse.Namespace, list[str]]:
     """Return (launch options, training flags in their order).
 
     Raises:
@@ -88,21 +88,21 @@ def split(words: Sequence[str], parser: LaunchParser) -> tuple[argparse.Namespac
     options: list[str] = []
     training: list[str] = []
     group = training
-    remaining = iter([str(word) for word in words])
-    for word in remaining:
-        if word.startswith("--") or word == "-h":
-            name, equals, value = word[2:].partition("=")
+    remaining = iter([str(argument) for argument in arguments])
+    for argument in remaining:
+        if argument.startswith("--") or argument == "-h":
+            name, equals, value = argument[2:].partition("=")
             name = canonical(name)
-            is_option = name in parser.names or word in ("-h", "--help")
+            is_option = name in parser.names or argument in ("-h", "--help")
             if not is_option and name not in NAMES and name.removeprefix("no_") not in NAMES:
                 hint = nearest(name, [*parser.names, *NAMES]).replace("mean ", "mean --")
-                raise ConfigError(f"unknown flag {word.partition('=')[0]}{hint or '; see --help'}")
+                raise ConfigError(f"unknown flag {argument.partition('=')[0]}{hint or '; see --help'}")
             group = options if is_option else training
             if name in parser.names:
-                word = f"--{name}{equals}{value}"
+                argument = f"--{name}{equals}{value}"
             if name == "sbatch" and not equals:  # its value is an option too, which argparse would not take
-                word = f"--sbatch={next(remaining, '')}"
-        group.append(word)
+                argument = f"--sbatch={next(remaining, '')}"
+        group.append(argument)
     values = parser.parse_args(options)
     if getattr(values, "dry_run", False) and values.check:
         raise ConfigError(

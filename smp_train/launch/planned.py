@@ -31,8 +31,8 @@ def note_unplanned(args: Arguments, machines: Machines) -> None:
         say(f"{planned} in this dry run; --check does it")
 
 
-def check(resolved: Resolved, words: Sequence[str], machines: Machines) -> list[str]:
-    """Return a warning if the run with flags ``words`` is planned to run out of memory; nothing without a plan.
+def check(resolved: Resolved, flags: Sequence[str], machines: Machines) -> list[str]:
+    """Return a warning if the run with these ``flags`` is planned to run out of memory; nothing without a plan.
 
     With ``--auto`` the settings are searched as the run will search them, and printed. The plan is made by a process of
     its own: launchers do without torch, and this machine may have no torch.
@@ -48,8 +48,8 @@ def check(resolved: Resolved, words: Sequence[str], machines: Machines) -> list[
     if search:
         say(f"searching settings for {machines.world_size} GPUs (--auto); a minute or more")
     plan = [sys.executable, "-m", "smp_train", "plan", "--json", "--instance_type", instance.name]
-    code, output = ask(*plan, "--nodes", str(machines.nodes), *search, *words, seconds=SECONDS)
-    first, _, after = output.partition("\n")
+    code, output = ask(*plan, "--nodes", str(machines.nodes), *search, *flags, seconds=SECONDS)
+    first, _, more = output.partition("\n")
     error = output.splitlines()[-1].partition("error: ")[2] if output else ""
     refused, has_json = code == ConfigError.exit_code, first.startswith("{")
     if search and code == 0:
@@ -58,7 +58,7 @@ def check(resolved: Resolved, words: Sequence[str], machines: Machines) -> list[
         raise ConfigError(f"--auto: {'the plan ' * has_json}{error}")
     elif search and not has_json:
         return [f"--auto was not planned here ({error or f'exit code {code}'}); the run will plan when it starts"]
-    if not (refused and has_json and after):
+    if not (refused and has_json and more):
         return []
     if args.backend == "native" and json.loads(first)["least"] > instance.most_gpu_bytes:
         raise ConfigError(f"the plan {error}; --memory_check 0 launches all the same")

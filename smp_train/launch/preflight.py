@@ -9,18 +9,19 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smp_train.arguments import Resolved
+from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.sources import is_hub_name, read_weights
 from smp_train.arguments.validation import prompts_only, runs_natively
 from smp_train.distributed.degrees import before_launch, check_model, check_model_on_smp
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import ConfigError
 from smp_train.launch.command import ask
-from smp_train.launch.flags import durable_folders
+from smp_train.launch.flags import shared_folders
 from smp_train.launch.instances import Instance, Machines
 from smp_train.models.resolve import preset_of, settled_flags
 from smp_train.models.state_memory import (
@@ -35,6 +36,7 @@ from smp_train.models.state_memory import (
 NO_FP8 = ("A100", "A10G")  # before compute capability 8.9
 GATED = ("meta-llama/", "mistralai/Mixtral", "mistralai/Mistral-7B-v0.3", "google/gemma")
 PLUGIN_PLACES = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/opt/amazon/aws-ofi-nccl", "/opt/aws-ofi-nccl/install")
+MOUNTS = Path("/proc/self/mountinfo")
 LOCAL_DISKS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs")
 
 
@@ -175,7 +177,7 @@ def check_degrees(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) ->
 def data_folders(args: Any) -> list[tuple[str, str]]:
     """Return (flag, folder) of the data that flags name on a file system, without the weights of a blend."""
     sources = {"training_dir": args.training_dir, "dataset": args.dataset, "test_dir": [args.test_dir or ""]}
-    folders = [(flag, read_weights([word])[0][0]) for flag, words in sources.items() for word in words or () if word]
+    folders = [(flag, read_weights([text])[0][0]) for flag, texts in sources.items() for text in texts or () if text]
     return [(flag, folder) for flag, folder in folders if "://" not in folder and not is_hub_name(folder)]
 
 
@@ -188,12 +190,29 @@ def check_data(args: Any) -> None:
             raise ConfigError(f"--{flag} {folder}: is empty; `smp-train prepare` makes shards")
 
 
+def refuse_lost(args: Arguments) -> None:
+    """Refuse folders of checkpoints on the root file system of the container that this process runs in."""
+    points: list[str] = []
+    with suppress(OSError):
+        # proc(5): the fifth field is the mount point, a space in it written in octal.
+        points = [line.split()[4].replace("\\040", " ") for line in MOUNTS.read_text(encoding="utf-8").splitlines()]
+    if "/" not in points:
+        return  # unknown
+    mounted = tuple(point.rstrip("/") + "/" for point in points if point != "/")
+    for folder in shared_folders(args):
+        if not (os.path.realpath(folder) + "/").startswith(mounted):
+            raise ConfigError(
+                f"--checkpoint_dir {folder} is in the container alone, and its checkpoints are lost with it; give a "
+                "folder on a file system that all nodes mount (FSX_MOUNT of the scripts, --mounts)"
+            )
+
+
 def disk_warnings(resolved: Resolved, nodes: int, needed: Sequence[str] = ()) -> list[str]:
     """Warn of disks that are too small for a run's checkpoints, or that its nodes do not share.
 
     ``needed`` are further files and folders that every node must see.
     """
-    folders = [folder for folder in durable_folders(resolved.args) if "://" not in folder]
+    folders = shared_folders(resolved.args)
     size = 2 * CHECKPOINT_BYTES * fewest_parameters(resolved.args)
     free = {folder: shutil.disk_usage(existing(folder)).free for folder in folders}
     warnings = [

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved
-from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import cluster, planned, preflight, timing
 from smp_train.launch.command import ask, call
+from smp_train.launch.flags import shared_folders
 from smp_train.launch.images import check_image
 from smp_train.launch.options import LaunchParser, split
 from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, describe
@@ -51,7 +51,7 @@ READ_FLAGS = (
     "config", "smp_config", "resume_from_checkpoint", "hf_pretrained_model_name_or_dir", "pretrained_model_name",
     "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "tokenizer", "chat_template",
 )  # fmt: skip
-WRITTEN_FLAGS = ("checkpoint_dir", "data_cache_dir", "tensorboard_dir", "model_dir")
+WRITTEN_FLAGS = ("data_cache_dir", "tensorboard_dir", "model_dir")
 AGENT_OPTIONS = ("nproc", "instance_type", "preflight", "profile")
 ADVICE = (
     ("generic resource", "leave --gpus_per_node out: this cluster has no GRES"),
@@ -135,7 +135,7 @@ def render(spec: Spec, options: argparse.Namespace, job: Job) -> str:
     lines = [
         "#!/bin/bash", "#SBATCH --exclusive", "#SBATCH --requeue",
         *(f"#SBATCH --{key}={_header_value(key, value)}" for key, value in header.items()),
-        *(f"#SBATCH {_header_value('sbatch', word)}" for word in options.sbatch),
+        *(f"#SBATCH {_header_value('sbatch', option)}" for option in options.sbatch),
         "", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}",
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())),
     ]  # fmt: skip
@@ -155,22 +155,17 @@ def named_paths(resolved: Resolved, run_dir: str) -> dict[str, Any]:
     """Return the fields of a job for the files and folders that its flags name."""
     args = resolved.args
     read_paths = [path for name in READ_FLAGS if (path := getattr(args, name)) and os.path.exists(path)]
-    written: list[str] = []
-    for name in filter(resolved.given, WRITTEN_FLAGS):
+    written = shared_folders(args)
+    for name in WRITTEN_FLAGS:
         value = getattr(args, name)
-        written += value if isinstance(value, list) else [value or ""]
-    shared = [os.path.abspath(path.replace("{run_dir}", run_dir)) for path in written if path and _is_shared(path)]
+        paths = value if isinstance(value, list) else [value]
+        written += [path for path in paths if path and "://" not in path]
     return {
         "read": list(map(os.path.abspath, [*(folder for _, folder in preflight.data_folders(args)), *read_paths])),
-        "written": shared,
-        "checkpoints": [os.path.abspath(f"{one}/{args.run_name}") for one in args.checkpoint_dir if _is_shared(one)],
+        "written": [os.path.abspath(path.replace("{run_dir}", run_dir)) for path in written],
+        "checkpoints": [os.path.abspath(f"{folder}/{args.run_name}") for folder in shared_folders(args)],
         "checkpoints_in_s3": any("://" in folder for folder in args.checkpoint_dir),
     }
-
-
-def _is_shared(path: str) -> bool:
-    """Return whether a path is on a file system that the nodes share."""
-    return "://" not in path and not path.startswith(NODE_LOCAL)
 
 
 def code_dir(spec: Spec) -> Path:

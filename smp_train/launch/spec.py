@@ -78,8 +78,8 @@ def build(
     if options.profile not in PROFILE_FLAGS:
         raise ConfigError(f"--profile {options.profile}: is not torch or nsys")
     # Absolute: batch script, task and training may each start in another folder.
-    words = [*training, *PROFILE_FLAGS[options.profile]]
-    completed, resolved = launch_flags.complete(words, base=base or os.getcwd())
+    flags = [*training, *PROFILE_FLAGS[options.profile]]
+    completed, resolved = launch_flags.complete(flags, base=base or os.getcwd())
     backend = check_run(resolved, image, machines)
     added = read_env(options.env)
     all_variables = {**(os.environ if environ is None else environ), **added}
@@ -126,10 +126,10 @@ def describe(spec: Spec, more_warnings: Sequence[str] = ()) -> None:
     """Print a description of the run and its warnings on stderr."""
     instance, nodes, processes = spec.machines.instance, spec.machines.nodes, spec.machines.processes
     machines = f"{nodes} x {instance.name}" if instance else f"{nodes} node{'s' * (nodes > 1)}"
-    each = f"{processes} process{'es' * (processes > 1)} each, {spec.machines.world_size} in all"
+    per_node = f"{processes} process{'es' * (processes > 1)} each, {spec.machines.world_size} in all"
     args = spec.resolved.args
     checkpoints = ", ".join(f"{folder}/{spec.name}" for folder in args.checkpoint_dir)
-    say(f"{spec.name}: {machines}, {each if processes else 'a process for each GPU'}")
+    say(f"{spec.name}: {machines}, {per_node if processes else 'a process for each GPU'}")
     say(f"run folder {args.run_dir}; checkpoints {checkpoints}")
     say(launch_flags.start_line(args))
     for line in preflight.memory(spec.resolved, spec.machines):

@@ -83,10 +83,10 @@ def srun_command(job: Job, *, dry_run: bool = False) -> list[str]:
     return [*srun, *command, *agent, "--", *job.flags]
 
 
-def check_pyxis(srun_help: str, where: str = "this cluster's srun") -> None:
+def check_pyxis(srun_help: str, subject: str = "this cluster's srun") -> None:
     """Raise `ConfigError` if srun's help has no option of pyxis."""
     if "--container-image" not in srun_help:
-        raise ConfigError(f"{where} knows no --container-image; install pyxis, or use --python instead of --image")
+        raise ConfigError(f"{subject} knows no --container-image; install pyxis, or use --python instead of --image")
 
 
 def check_start(job: Job) -> None:

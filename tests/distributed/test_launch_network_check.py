@@ -45,26 +45,26 @@ def test_verdicts(
     assert verdict.message.startswith(said)
 
 
-@pytest.mark.parametrize("nodes", range(1, 10))
-def test_each_node_meets_its_two_neighbours(nodes: int) -> None:
-    rounds = net.links(nodes)
-    pairs = [frozenset(pair) for one in rounds for pair in one]
-    assert len(set(pairs)) == len(pairs) == {1: 0, 2: 1}.get(nodes, nodes)
-    for one in rounds:
-        taking_part = [node for pair in one for node in pair]
-        assert len(set(taking_part)) == len(taking_part), "nobody is in two places at once"
+def test_each_node_meets_its_two_neighbours() -> None:
+    for nodes in range(1, 10):
+        rounds = net.links(nodes)
+        pairs = [frozenset(pair) for one in rounds for pair in one]
+        assert len(set(pairs)) == len(pairs) == {1: 0, 2: 1}.get(nodes, nodes)
+        for one in rounds:
+            taking_part = [node for pair in one for node in pair]
+            assert len(set(taking_part)) == len(taking_part), "nobody is in two places at once"
 
 
 def test_what_nccl_goes_through() -> None:
     efa = "ip-1:7:7 [0] NCCL INFO NET/OFI Selected provider is efa, fabric is efa (found 32 nics)\n"
     sockets = "NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\nNCCL INFO Using network Socket\n"
-    assert (net.transport(efa), net.transport(sockets), net.transport("")) == ("efa", "sockets", "")
-    place = Runtime("torchrun", 0, 16, 0, 8, 0, 2, "n1", 1, "n1", False)
+    runtime = Runtime("torchrun", 0, 16, 0, 8, 0, 2, "n1", 1, "n1", False)
     fine = net.Verdict([], "", 181.257)
-    assert net.describe(fine, place, "cuda", efa, 32) == [
+    assert net.describe(fine, runtime, "cuda", efa, 32) == [
         "preflight: 16 ranks on 2 nodes reach each other: all-reduce of 256 MiB at 181.26 GB/s through efa"
     ]
-    assert "warning: preflight: NCCL goes through sockets" in net.describe(fine, place, "cuda", sockets, 32)[1]
+    assert "warning: preflight: NCCL goes through sockets" in net.describe(fine, runtime, "cuda", sockets, 32)[1]
+    assert "through" not in net.describe(fine, runtime, "cuda", "", 32)[0]
 
 
 class Impatient(net.NetworkCheck):
@@ -81,7 +81,7 @@ class Late(net.NetworkCheck):
     """
 
     def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
-        if name != "all" and 1 in ranks:
+        if len(ranks) == 2 and 1 in ranks:
             raise RuntimeError("no route to host")
         return super().reduce(name, ranks, seconds)
 
@@ -93,7 +93,7 @@ class Late(net.NetworkCheck):
 
         def read_late(store: Any, keys: list[str], *words: Any) -> None:
             wait(store, keys, *words)
-            if keys == ["links"]:
+            if keys == ["verdict"]:
                 assert (folder / "verdict.json").exists(), "a launcher may end rank 0 from now on"
                 os.kill(int((folder / "pid-0").read_text()), signal.SIGTERM)
                 time.sleep(0.3)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import pytest
 
 from smp_train.launch import batch_job, srun_step
 from smp_train.launch.batch_job import REQUEUED
-from tests.tiers import slow
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launchers/hyperpod_slurm"
@@ -128,20 +127,17 @@ until [ "$marker" -nt "$RUN/logs/starts-77" ]; do date >"$marker"; done
 """
 
 
-@pytest.mark.parametrize("limit", slow([1, 2, 3], lambda limit: limit != 2))
-def test_a_job_starts_so_often_without_a_checkpoint(cluster: Cluster, limit: int) -> None:
+def test_a_job_starts_so_often_without_a_checkpoint(cluster: Cluster) -> None:
     """Whatever they fail of; a checkpoint begins the count anew, also one of a start whose node was lost."""
-    steps = [UNPACK, fails("error") + "exit 1", "exit 1"]
-    for end in ("exit 1", "kill -9 $PPID"):
-        for step in steps[: limit - 1]:
-            assert cluster.start(step, MAX_ATTEMPTS=str(limit))[0] == 143
-        code, said = cluster.start(COMMIT.format("mine") + end, MAX_ATTEMPTS=str(limit))
-        assert (code, "not trying again" in said) == (143 if end == "exit 1" else -9, False), said
-    *ends, (last, said) = [cluster.start(step, MAX_ATTEMPTS=str(limit)) for step in steps[:limit]]
-    assert ([code for code, _ in ends], last) == ([143] * (limit - 1), 1)
-    assert f"{limit} starts of job 77 brought no new checkpoint: not trying again" in said
-    assert cluster.start(UNPACK, MAX_ATTEMPTS=str(limit))[0] == 1, "put back by hand"
-    assert (len(cluster.calls("srun")), cluster.calls("scontrol")) == (3 * limit, ["requeue 77"] * (3 * limit - 2))
+    for end, code in (("exit 1", 143), ("kill -9 $PPID", -9)):
+        assert cluster.start(UNPACK, MAX_ATTEMPTS="2")[0] == 143
+        ended, said = cluster.start(COMMIT.format("mine") + end, MAX_ATTEMPTS="2")
+        assert (ended, "not trying again" in said) == (code, False), said
+    assert cluster.start(UNPACK, MAX_ATTEMPTS="2")[0] == 143
+    code, said = cluster.start(fails("error") + "exit 1", MAX_ATTEMPTS="2")
+    assert (code, "2 starts of job 77 brought no new checkpoint: not trying again" in said) == (1, True)
+    assert cluster.start(UNPACK, MAX_ATTEMPTS="2")[0] == 1, "put back by hand"
+    assert (len(cluster.calls("srun")), cluster.calls("scontrol")) == (6, ["requeue 77"] * 4)
 
 
 def test_a_commit_of_another_run_does_not_count(cluster: Cluster) -> None:
@@ -258,61 +254,48 @@ def test_how_a_start_ends(cluster: Cluster, end: str) -> None:
     assert ("could not be requeued" in output) == ("NO_REQUEUE" in environ)
 
 
+@pytest.fixture
+def start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[batch_job.Start]:
+    """A start in this process, whose handlers of signals are taken back."""
+    cluster.run.mkdir()
+    monkeypatch.setattr(os, "environ", os.environ | {"SLURM_JOB_ID": JOB})
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    yield batch_job.Start(srun_step.Job([], str(ROOT), str(cluster.run), sys.executable))
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 def test_interrupts_that_come_before_python_has_started_the_step_end_it(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    start: batch_job.Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step runs before `subprocess.Popen` returns: a busy machine leaves time for ^C twice."""
-    terminated: list[bool] = []
+    popen = subprocess.Popen
 
-    class Interrupted:
-        def __init__(self, *args: Any, **more: Any) -> None:
+    def interrupted(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        for _ in "12" if command[0] == "sleep" else "":
             signal.raise_signal(signal.SIGINT)
-            assert (cluster.run / "STOP").exists()
-            signal.raise_signal(signal.SIGINT)
+            assert start.stop.exists()
+        return popen(command, **options)
 
-        def terminate(self) -> None:
-            terminated.append(True)
-
-        def wait(self, timeout: float | None = None) -> int:
-            return -signal.SIGTERM
-
-    cluster.run.mkdir()
-    monkeypatch.setenv("SLURM_JOB_ID", JOB)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(batch_job, "ask_slurm", lambda *words: "")
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
-    try:
-        code = batch_job.Start(srun_step.Job([], str(ROOT), str(cluster.run), sys.executable)).run(["srun"])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert (code, terminated) == (REQUEUED, [True])
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    assert start.run(["sleep", "1000"]) == REQUEUED
 
 
-def test_a_step_that_does_not_end_with_its_run_is_ended(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_end_with_its_run_is_ended(
+    start: batch_job.Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slurm may wait for a node that does not answer until the job's time is up."""
-    cluster.run.mkdir()
-    monkeypatch.setenv("SLURM_JOB_ID", JOB)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(batch_job, "ask_slurm", lambda *words: "")
     monkeypatch.setattr(batch_job, "OVERDUE_SECONDS", 0.2)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
-    start = batch_job.Start(srun_step.Job([], str(ROOT), str(cluster.run), sys.executable))
-    try:
-        code = start.run(["bash", "-c", f"trap '' TERM; echo >{cluster.run}/DONE; while :; do sleep 1; done"])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    code = start.run(["bash", "-c", f"trap '' TERM; echo >{start.run_dir}/DONE; while :; do sleep 1; done"])
     assert (code, start.conclude(code)) == (128 + signal.SIGKILL, 0)
 
 
-@pytest.mark.parametrize("marker", ["DONE", "STOPPED"])
-def test_markers_of_an_earlier_run_do_not_count(cluster: Cluster, marker: str) -> None:
+def test_markers_of_an_earlier_run_do_not_count(cluster: Cluster) -> None:
     cluster.run.mkdir()
-    (cluster.run / marker).write_text("yesterday\n")
-    assert cluster.start("exit 0")[0] == 143
-    assert cluster.start(f'echo today >"$RUN/{marker}"')[0] == 0
+    for marker in ("DONE", "STOPPED"):
+        (cluster.run / marker).write_text("yesterday\n")
+        assert cluster.start("exit 0")[0] == 143
+        assert cluster.start(f'echo today >"$RUN/{marker}"')[0] == 0
 
 
 def test_a_request_of_slurms_is_not_left_to_the_next_start(cluster: Cluster) -> None:
@@ -351,17 +334,11 @@ def test_a_wish_to_stop_holds_for_a_job_that_waits(cluster: Cluster) -> None:
     assert cluster.start("exit 1")[0] == 0, "after the job was submitted"
 
 
-@pytest.mark.parametrize(
-    ("environ", "left"),
-    [({}, "none"), ({"SLURM_JOB_GPUS": "0,1"}, "0"), ({"NPROC": "1"}, "0")],
-    ids=["leaked", "of Slurm", "meant"],
-)
-def test_gpus_of_the_shell_that_submitted_are_not_the_jobs(
-    cluster: Cluster, environ: dict[str, str], left: str
-) -> None:
+def test_gpus_of_the_shell_that_submitted_are_not_the_jobs(cluster: Cluster) -> None:
     seen = 'echo "${CUDA_VISIBLE_DEVICES-none}" >"$CLUSTER/seen"'
-    cluster.start(seen, CUDA_VISIBLE_DEVICES="0", script=CONDA, **environ)
-    assert (cluster.folder / "seen").read_text() == f"{left}\n"
+    for environ, left in (({}, "none"), ({"SLURM_JOB_GPUS": "0,1"}, "0"), ({"NPROC": "1"}, "0")):
+        cluster.start(seen, CUDA_VISIBLE_DEVICES="0", script=CONDA, **environ)
+        assert (cluster.folder / "seen").read_text() == f"{left}\n"
 
 
 def mounted(cluster: Cluster, *flags: str, **environ: str) -> set[str]:
@@ -400,35 +377,6 @@ def test_folders_that_flags_name_are_mounted(cluster: Cluster) -> None:
     assert not [path for path in cluster.folder.iterdir() if path.name.startswith("local:")]
 
 
-@pytest.mark.parametrize("job", [JOB, ""])
-def test_a_mount_that_is_not_there_is_refused(cluster: Cluster, job: str) -> None:
-    environ = {**container(cluster), "FSX_MOUNT": f"{cluster.folder},/nowhere/at/all", "SLURM_JOB_ID": job}
-    code, said = cluster.start("exit 1", script=ENROOT, **environ)
-    assert (code, "/nowhere/at/all" in said, cluster.calls("srun")) == (2, True, [])
-    code, said = cluster.start("exit 1", script=CONDA, DRY_RUN="1", **environ)
-    assert (code, "/nowhere" in said) == (0, False), "a run without a container mounts nothing"
-
-
-@pytest.mark.parametrize(
-    ("flag", "environ", "said"),
-    [
-        ("", {"TRAINING_DIR": "odd,name"}, "odd,name: pyxis cannot mount a path with a comma or a colon in it"),
-        ("--test_dir={}/odd:name", {}, "/odd:name: pyxis cannot mount"),
-        ("--checkpoint_dir={}/a:b", {}, "/a:b: pyxis cannot mount"),
-        ("", {"FSX_MOUNT": "/tmp:/x:ro:y"}, "FSX_MOUNT /tmp:/x:ro:y: is not one mount"),
-    ],
-)
-def test_paths_that_pyxis_cannot_express_are_refused(
-    cluster: Cluster, flag: str, environ: dict[str, str], said: str
-) -> None:
-    for name in ("odd,name", "odd:name"):
-        folder(cluster, name)
-    flags = [flag.format(cluster.folder)] if flag else []
-    code, told = cluster.start("exit 1", *flags, script=ENROOT, **container(cluster), **environ)
-    assert (code, said in told) == (2, True), told
-    assert cluster.start("exit 1", *flags, script=CONDA, **environ)[0] == 143, "no container"
-
-
 def test_what_the_image_must_not_overrule(cluster: Cluster) -> None:
     environ = {"CONTAINER_ENV": "MINE,HF_HOME", "NCCL_DEBUG": "INFO", "HF_HOME": "/fsx/hf", "NCCLX": "y", "MINE": ""}
     mounted(cluster, OMP_NUM_THREADS="3", **environ)
@@ -440,45 +388,37 @@ def test_what_the_image_must_not_overrule(cluster: Cluster) -> None:
 def test_a_dry_run_can_be_a_variable(cluster: Cluster) -> None:
     (cluster.folder / "bin/sbatch").write_text('#!/bin/bash\necho "sbatch $*" >>"$CLUSTER/calls"\n')
     (cluster.folder / "bin/sbatch").chmod(0o755)
-    for value, submitted in (("1", 0), ("0", 1), ("", 2)):
-        code, said = cluster.start("exit 1", "--max_steps", "7", DRY_RUN=value, SLURM_JOB_ID="", script=CONDA)
-        assert (code, len(cluster.calls("sbatch"))) == (0, submitted), said
-        assert ("--max_steps 7" in said) is (submitted == 0)
-    for job in (JOB, "in a shell on its nodes"):
-        code, said = cluster.start("exit 1", "--max_steps", "7", DRY_RUN="1", SLURM_JOB_ID=job, script=CONDA)
-        assert (code, cluster.calls("srun"), cluster.calls("scontrol")) == (0, [], []), said
-        assert "--max_steps 7" in said
+    for value, job, submitted in (("1", "", 0), ("0", "", 1), ("1", JOB, 1)):
+        code, said = cluster.start("exit 1", "--max_steps", "7", DRY_RUN=value, SLURM_JOB_ID=job, script=CONDA)
+        assert (code, len(cluster.calls("sbatch")), cluster.calls("srun")) == (0, submitted, []), said
+        assert ("--max_steps 7" in said) is (value == "1")
 
 
-@pytest.mark.parametrize("script", [ENROOT, CONDA, "launch_slurm.sh"])
-@pytest.mark.parametrize("job", ["", JOB])
-def test_help_starts_nothing(cluster: Cluster, script: str, job: str) -> None:
-    code, said = cluster.start("exit 1", "--help", script=script, SLURM_JOB_ID=job)
-    assert (code, "Submit it as it is" in said, "MAX_ATTEMPTS=3  " in said, "SBATCH" in said) == (0, True, True, False)
+@pytest.mark.parametrize(
+    ("script", "job", "words"),
+    [
+        ("hyperpod_slurm/" + ENROOT, "", ["Submit it as it is", "MAX_ATTEMPTS=3  "]),
+        ("hyperpod_slurm/" + CONDA, JOB, ["Submit it as it is", "NPROC=auto  "]),
+        ("hyperpod_slurm/launch_slurm.sh", "", ["MODEL_SIZE=7B  "]),
+        ("kubernetes/launch_eks.sh", "", ["NAMESPACE=kubeflow"]),
+        ("local/launch_multi_node.sh", "", ["--nproc"]),
+    ],
+)
+def test_help_starts_and_asks_for_nothing(cluster: Cluster, script: str, job: str, words: list[str]) -> None:
+    path = f"{cluster.folder}/bin:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", ROOT / "launchers" / script, "--help"], capture_output=True, text=True, timeout=240, check=False,
+        env={"PATH": path, "PYTHON": sys.executable, "SLURM_JOB_ID": job, "HYPERPOD_PATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, "SBATCH" in done.stdout) == (0, "", False)
+    assert all(word in done.stdout for word in words), done.stdout
     assert not (cluster.folder / "calls").exists()
 
 
 @pytest.mark.parametrize(
-    ("script", "variable"),
-    [("kubernetes/launch_eks.sh", "NAMESPACE=kubeflow"), ("local/launch_multi_node.sh", "--nproc")],
-)
-def test_help_asks_for_nothing(script: str, variable: str) -> None:
-    done = subprocess.run(
-        ["bash", ROOT / "launchers" / script, "--help"], env={"PATH": os.environ["PATH"], "PYTHON": sys.executable},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert variable in done.stdout
-
-
-@pytest.mark.parametrize("stream", ["output", "errors"])
-@pytest.mark.parametrize(
     ("told", "line", "excluded"),
     [
-        (
-            "1: smp-train: error: n2: cannot write\n1: smp-train: LAUNCH-FAIL node=n2 rank=-1 rc=75 cause=node\n",
-            "node=n2 rank=-1 rc=75 cause=node", True,
-        ),
+        ("1: smp-train: LAUNCH-FAIL node=n2 rank=-1 rc=75 cause=node\n", "node=n2 rank=-1 rc=75 cause=node", True),
         (
             "slurmstepd: error: execve(): /fsx/.venv/bin/python: No such file or directory\n"
             "srun: error: n2: task 1: Exited with exit code 2\nsrun: error: n1: task 0: Terminated\n",
@@ -500,12 +440,12 @@ def test_help_asks_for_nothing(script: str, variable: str) -> None:
     ids=["no folder", "no interpreter", "no package", "whatever", "all", "all, one by one"],
 )  # fmt: skip
 def test_a_node_without_the_shared_file_system_is_named(
-    cluster: Cluster, told: str, line: str, excluded: bool, stream: str
+    cluster: Cluster, told: str, line: str, excluded: bool
 ) -> None:
     (cluster.folder / "output").write_text("srun: error: n9: task 1: Exited with exit code 9\n")  # of a start before
     (cluster.folder / "told").write_text(told)
     cluster.environ |= {"NODES": "n1\nn2\nn3", "SLURMD_NODENAME": "n1"}
-    # Where a job's errors go to a file of their own, srun's are there.
+    stream = "errors" if excluded else "output"  # a job's errors may go to a file of their own
     code, said = cluster.start(f'cat "$CLUSTER/told" >>"$CLUSTER/{stream}"; exit 2')
     assert code == 143
     assert (f"first failure of this start: LAUNCH-FAIL {line}\n" in said) is bool(line), said
@@ -522,14 +462,9 @@ def test_a_run_that_stops_in_order_blames_no_node_of_an_earlier_step(cluster: Cl
     assert cluster.calls("scontrol") == ["requeue 77"]
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_the_clusters_own_logs_are_mounted_where_they_are(
-    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_clusters_own_logs_are_mounted_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SMP tells HyperPod by them; elsewhere the mount would fail."""
-    monkeypatch.setattr(srun_step, "SMP_CLUSTER_LOGS", str(tmp_path if there else tmp_path / "none"))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
     job = srun_step.Job(["--lr", "1"], "/code", "/run", "python", image="/x.sqsh")
-    assert batch_job.run(job, dry_run=True) == 0
-    (option,) = [word for word in shlex.split(capsys.readouterr().out) if word.startswith("--container-mounts=")]
-    assert (str(tmp_path) in option.split(",")) is there
+    for folder in (tmp_path, tmp_path / "none"):
+        monkeypatch.setattr(srun_step, "SMP_CLUSTER_LOGS", str(folder))
+        assert (str(folder) in srun_step.mounts(job)) is folder.exists()

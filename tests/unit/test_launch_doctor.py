@@ -98,54 +98,53 @@ def test_no_torch_is_imported(bin_: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, env=environ, cwd=ROOT).returncode == 0
 
 
-def test_gpus_against_the_instance_type(bin_: Path, tmp_path: Path) -> None:
-    assert found("GPUs", machine.gpus()).seen == "none: runs here use the CPU"
-    (tmp_path / "product").write_text("p5.48xlarge\n")
-    assert "no nvidia-smi on this p5.48xlarge, which has 8 GPUs" in found("GPUs", machine.gpus()).seen
-    eight = "\n".join([GPU.format(0)] * 8)
-    has(bin_, "nvidia-smi", f"echo '{eight}'")
-    assert found("GPUs", machine.gpus()) == Finding("GPUs", OK, "8 x NVIDIA H100 80GB HBM3")
-    has(bin_, "nvidia-smi", f"echo '{eight[: len(GPU.format(0))]}'")
-    assert found("GPUs", machine.gpus()).level == FAIL
-    has(bin_, "nvidia-smi", f"echo '{GPU.format(0)}\n{GPU.format(3)}'")
-    assert "errors of memory that could not be corrected on [1]" in found("GPUs", machine.gpus()).seen
-    has(bin_, "nvidia-smi", "echo 'Unable to determine the device handle'; exit 9")
-    assert found("GPUs", machine.gpus()).fix == "replace or reboot this node"
+@pytest.mark.parametrize(
+    ("kind", "smi", "level", "seen"),
+    [
+        ("", "", OK, "none: runs here use the CPU"),
+        ("p5.48xlarge", "", FAIL, "no nvidia-smi on this p5.48xlarge, which has 8 GPUs"),
+        ("p5.48xlarge", f"echo '{(GPU.format(0) + chr(10)) * 8}'", OK, "8 x NVIDIA H100 80GB HBM3"),
+        ("p5.48xlarge", f"echo '{GPU.format(0)}'", FAIL, "1 x NVIDIA H100 80GB HBM3 of the 8 of a p5.48xlarge"),
+        ("", f"echo '{GPU.format(0)}\n{GPU.format(3)}'", FAIL, "errors of memory that could not be corrected on [1]"),
+        ("", "echo 'Unable to determine the device handle'; exit 9", FAIL, "nvidia-smi: Unable to determine"),
+    ],
+)
+def test_gpus_against_the_instance_type(kind: str, smi: str, level: str, seen: str, bin_: Path, tmp_path: Path) -> None:
+    (tmp_path / "product").write_text(f"{kind}\n")
+    if smi:
+        has(bin_, "nvidia-smi", smi)
+    finding = found("GPUs", machine.gpus())
+    assert (finding.level, seen in finding.seen) == (level, True), finding
 
 
 def test_adapters_against_the_instance_type(bin_: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "product").write_text("p5.48xlarge\n")
-    assert found("EFA", machine.adapters()).level == WARN, "a container need not see them"
-    monkeypatch.setattr(machine, "count_efa", lambda: 31)
-    assert found("EFA", machine.adapters()).seen == "31 of the 32 adapters of a p5.48xlarge"
-    monkeypatch.setattr(machine, "count_efa", lambda: 32)
-    monkeypatch.setattr(machine, "nccl_plugin", lambda environ: None)
-    assert "NCCL goes through TCP" in found("EFA", machine.adapters()).fix
-    monkeypatch.setattr(machine, "nccl_plugin", lambda environ: "/opt/libnccl-net.so")
-    assert found("EFA", machine.adapters()).level == OK
-    unlimited = machine.resource.RLIM_INFINITY
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (65536, unlimited))
+    for count, plugin, level in (
+        (0, None, WARN),  # a container need not see them
+        (31, None, FAIL), (32, None, WARN), (32, "/opt/libnccl-net.so", OK),
+    ):  # fmt: skip
+        monkeypatch.setattr(machine, "count_efa", lambda count=count: count)
+        monkeypatch.setattr(machine, "nccl_plugin", lambda environ, plugin=plugin: plugin)
+        assert found("EFA", machine.adapters()).level == level
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (65536, machine.resource.RLIM_INFINITY))
     assert found("locked memory", machine.adapters()).level == FAIL
 
 
-def test_limits_of_processes_and_shared_memory(bin_: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_shared_memory_and_host_name(bin_: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (1024, 2048))
     assert found("open files", machine.limits()).fix == "`ulimit -n 65536` (as root: it is capped)"
     monkeypatch.setattr(machine, "SHARED_MEMORY_LEAST", 1 << 62)
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
     assert "--shm-size" in found("/dev/shm", machine.shared_memory()).fix
+    for address, level in (("10.0.0.1", OK), ("127.0.1.1", WARN), (None, FAIL)):
 
+        def resolve(*_: object, address: str | None = address) -> list[object]:
+            if address is None:
+                raise socket.gaierror(-2, "Name or service not known")
+            return [(0, 0, 0, "", (address, 0))]
 
-def test_host_name(bin_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for address, level in (("10.0.0.1", OK), ("127.0.1.1", WARN)):
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, a=address: [(0, 0, 0, "", (a, 0))])
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
         assert found("host name", machine.host_name()).level == level
-
-    def unknown(*_: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert found("host name", machine.host_name()).level == FAIL
 
 
 @pytest.mark.parametrize(
@@ -207,13 +206,6 @@ def test_what_could_be_installed_besides(bin_: Path, monkeypatch: pytest.MonkeyP
     assert found("SageMaker's SDK", packages.extras()).seen == "v3 1.27.0"
 
 
-def test_variables(bin_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found("variables", services.variables()).level == OK
-    monkeypatch.setenv("FI_PROVIDER", "efa")
-    (told,) = services.variables()
-    assert (told.name, told.level, told.fix) == ("variable FI_PROVIDER=efa", WARN, "unset it")
-
-
 def test_slurm(bin_: Path) -> None:
     assert found("Slurm", services.slurm()).seen == "is not here"
     has(bin_, "sbatch", "")
@@ -222,15 +214,15 @@ def test_slurm(bin_: Path) -> None:
     has(bin_, "scontrol", 'case "$1" in ping) echo "Slurmctld(primary) is UP";; *) echo "JobRequeue = 0";; esac')
     has(bin_, "sinfo", "echo 'dev* up 8 idle'")
     has(bin_, "srun", "echo --auto-resume")
-    told = {one.name: one for one in services.slurm()}
-    assert "dev* up 8 idle" in told["Slurm"].seen
-    assert {name: one.level for name, one in told.items()} == {"Slurm": OK, "pyxis": WARN, "restart": WARN}
+    findings = {one.name: one for one in services.slurm()}
+    assert "dev* up 8 idle" in findings["Slurm"].seen
+    assert {name: one.level for name, one in findings.items()} == {"Slurm": OK, "pyxis": WARN, "restart": WARN}
     has(bin_, "srun", "echo --auto-resume --container-image")
     has(bin_, "scontrol", 'case "$1" in ping) echo "is UP";; *) echo "TaskPlugin = task/none";; esac')
     assert {one.level for one in services.slurm()} == {OK}
 
 
-def test_images_and_clusters(bin_: Path) -> None:
+def test_images_clusters_and_variables(bin_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def levels() -> dict[str, str]:
         return {one.name: one.level for one in (*services.containers(), *services.kubernetes())}
 
@@ -240,6 +232,10 @@ def test_images_and_clusters(bin_: Path) -> None:
         for name in programs:
             has(bin_, name, body)
         assert levels() == dict.fromkeys(programs, level)
+    assert found("variables", services.variables()).level == OK
+    monkeypatch.setenv("FI_PROVIDER", "efa")
+    (harmful,) = services.variables()
+    assert (harmful.name, harmful.level, harmful.fix) == ("variable FI_PROVIDER=efa", WARN, "unset it")
 
 
 def test_aws_and_hugging_face(bin_: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

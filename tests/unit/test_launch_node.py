@@ -1,4 +1,4 @@
-"""What one node of a run does: finds its place, starts its processes, answers signals, and tells what failed."""
+"""What one node of a run does: finds its rank, starts its processes, answers signals, and names what failed."""
 
 from __future__ import annotations
 
@@ -18,26 +18,14 @@ import pytest
 from smp_train.arguments import parse
 from smp_train.checkpoints.format import META, Marker
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import (
-    container,
-    environment,
-    flags,
-    instances,
-    local,
-    network_check,
-    nsys,
-    slurm,
-    supervisor,
-    timing,
-)
+from smp_train.launch import environment, flags, instances, local, network_check, nsys, preflight, slurm, supervisor
 from smp_train.launch import node_agent as agent
-from smp_train.launch.instances import Machines, find
+from smp_train.launch.instances import find
 from smp_train.launch.starts import CrashLoopError, Starts
 from smp_train.launch.supervisor import Failure, Node, supervise
 from smp_train.storage.checksum import FileRecord
 
 ROOT = Path(__file__).parents[2]
-
 
 # One write per line: two workers share the output.
 WORKER = """
@@ -60,42 +48,50 @@ def test_peers_of_a_failed_worker_have_time_to_commit_and_to_leave() -> None:
     assert supervisor.GRACE_SECONDS >= save.ABANDON_SECONDS + 5
 
 
-def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_every_worker_knows_its_rank(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     command = program(
         tmp_path,
         "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT '\n"
         "names += 'TORCHELASTIC_RUN_ID K'\nsay(*(os.environ.get(name, '-') for name in names.split()))",
     )
     stale = {"RANK": "7", "TORCHELASTIC_RUN_ID": "old", "K": "yes", "PATH": os.environ["PATH"]}
-    place = Node(2, nodes=3, node_rank=1, master_addr="a", master_port=5)
-    assert supervise(command, place, environ=stale, log_dir=tmp_path) == (0, None)
+    node = Node(2, nodes=3, node_rank=1, master_addr="a", master_port=5)
+    (tmp_path / "rank-3.log").mkdir()  # a log that cannot be written stops nobody
+    assert supervise(command, node, environ=stale, log_dir=tmp_path) == (0, None)
     assert (tmp_path / "rank-2.log").read_text() == "2 6 0 2 1 a 5 - yes\n"
-    assert (tmp_path / "rank-3.log").read_text() == "3 6 1 2 1 a 5 - yes\n"
     assert sorted(capfdbinary.readouterr().out.splitlines()) == [b"2 6 0 2 1 a 5 - yes", b"3 6 1 2 1 a 5 - yes"]
 
 
 def test_rank_0_has_the_terminal_for_its_progress_line(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     worker = "import os, sys; os.write(1, f\"{os.environ['RANK']} {sys.stderr.isatty()}\\n\".encode())"
-    agent = (
+    code = (
         "import sys; from pathlib import Path; from smp_train.launch.supervisor import Node, supervise; "
-        f"print(supervise([sys.executable, '-c', {worker!r}], Node(2), log_dir=Path({str(tmp_path)!r})))"
+        f"supervise([sys.executable, '-c', {worker!r}], Node(2), log_dir=Path({str(tmp_path)!r}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", agent], stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=-1, stderr=theirs, text=True, timeout=60, check=True)
     os.close(theirs)
     os.close(ours)
-    assert sorted(done.stdout.splitlines()) == ["(0, None)", "0 True", "1 False"]
+    assert sorted(done.stdout.splitlines()) == ["0 True", "1 False"]
+
+
+LOST = """
+from smp_train import cli
+from smp_train.errors import LostPeerError
+def lose(*_):
+    raise LostPeerError("no word from rank 7")
+cli.run_verb = lose
+sys.exit(cli.main([]))
+"""
 
 
 @pytest.mark.parametrize(
     ("ending", "code", "cause"),
     [
         ("sys.exit(3)", 3, "data"),
-        ("sys.exit(1)", 1, "error"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed"),
         ("os.abort()", 134, "aborted"),
+        (f"exec({LOST!r})", 1, "lost-peer"),
     ],
 )
 def test_first_failure_is_named_and_its_code_returned(
@@ -104,26 +100,13 @@ def test_first_failure_is_named_and_its_code_returned(
     # The other worker would stay for ever, whatever it is asked.
     wait = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
     command = program(tmp_path, f"if rank == 1: {ending}\n{wait}")
-    said: list[str] = []
+    lines: list[str] = []
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    assert supervise(command, Node(2), grace_seconds=0.2, say=said.append) == (code, Failure(1, "n2", code, cause))
-    assert said == [f"LAUNCH-FAIL node=n2 rank=1 rc={code} cause={cause}"]
-
-
-def test_a_worker_that_lost_its_peer_is_told_from_one_that_failed(tmp_path: Path) -> None:
-    lost = """
-from smp_train import cli
-from smp_train.errors import LostPeerError
-def lose(*_):
-    raise LostPeerError("no word from rank 7")
-cli.run_verb = lose
-sys.exit(cli.main([]))
-"""
-    command = program(tmp_path, lost)
+    failure = Failure(1, "n2", code, cause)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code, failure = supervise(command, Node(1), environ=environ, log_dir=tmp_path, say=lambda line: None)
-    assert failure is not None
-    assert (code, failure.cause) == (1, "lost-peer")
+    result = supervise(command, Node(2), environ=environ, log_dir=tmp_path, grace_seconds=0.2, say=lines.append)
+    assert result == (code, failure)
+    assert lines == [f"LAUNCH-FAIL node=n2 rank=1 rc={code} cause={cause}"]
 
 
 def test_a_request_during_the_start_reaches_each_worker_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,14 +121,7 @@ def test_a_request_during_the_start_reaches_each_worker_once(monkeypatch: pytest
 
     monkeypatch.setattr(supervisor._Workers, "start", start)
     assert supervise([], Node(2)) == (0, None)
-    for signals in sent.values():
-        assert signals == [signal.SIGTERM, signal.SIGKILL]  # the last one for whatever may be left
-
-
-def test_a_log_that_cannot_be_written_does_not_stop_a_worker(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.log").mkdir()
-    command = program(tmp_path, "for _ in range(4000): say('a line that fills the pipe when nobody reads')")
-    assert supervise(command, Node(1), log_dir=tmp_path) == (0, None)
+    assert [*sent.values()] == [[signal.SIGTERM, signal.SIGKILL]] * 2  # the last one for whatever may be left
 
 
 def test_output_that_a_workers_child_holds_open_is_waited_for_within_a_limit(
@@ -243,86 +219,74 @@ STEP = {
     "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "n[1,3]", "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-2]",
 }  # fmt: skip
-
-
-def test_place_comes_from_the_step_or_by_hand() -> None:
-    assert agent.find_node(STEP, 8) == Node(8, nodes=2, node_rank=1, master_addr="n1", master_port=20174)
-    again = agent.find_node({**STEP, "SLURM_STEP_ID": "4"}, 8)
-    assert again.master_port == 20176, "the ports of the step before, of training and preflight, may be in use"
-    environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
-    assert agent.find_node(environ, 4) == Node(4, 2, 1, "a", 1234)
-    assert agent.find_node({}, 4).nodes == 1
+BY_HAND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "complaint"),
+    ("environ", "found"),
     [
+        (STEP, Node(8, nodes=2, node_rank=1, master_addr="n1", master_port=20174)),
+        # The ports of the step before, of training and preflight, may be in use.
+        ({**STEP, "SLURM_STEP_ID": "4"}, Node(8, nodes=2, node_rank=1, master_addr="n1", master_port=20176)),
+        (BY_HAND, Node(8, 2, 1, "a", 1234)),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "16"}, "one per node: --ntasks-per-node=1"),
         ({"NNODES": "2"}, "needs NODE_RANK (0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK=2 is not from 0 to 1"),
         ({"NNODES": "two"}, "NNODES='two' is not a number"),
     ],
 )
-def test_impossible_places_are_refused(environ: dict[str, str], complaint: str) -> None:
+def test_a_nodes_rank_comes_from_the_step_or_by_hand(environ: dict[str, str], found: Node | str) -> None:
+    if isinstance(found, Node):
+        assert agent.find_node(environ, 8) == found
+        return
     with pytest.raises(ConfigError) as refused:
-        agent.find_node(environ, 1)
-    assert complaint in str(refused.value)
+        agent.find_node(environ, 8)
+    assert found in str(refused.value)
+
+
+P5, GB200 = "p5.48xlarge", "p6e-gb200.36xlarge"
 
 
 @pytest.mark.parametrize(
-    ("kind", "nproc", "gpus", "efa", "nodes", "result"),
+    ("kind", "nproc", "gpus", "efa", "nodes", "given", "visible", "result"),
     [
-        ("p5.48xlarge", None, 8, 32, 1, 8),
-        ("p5.48xlarge", 2, 8, 32, 1, 2),
-        ("p5.48xlarge", None, 8, 0, 1, 8),
-        ("", None, 0, 0, 1, 1),
-        ("", None, 4, 0, 1, 4),
-        ("", 3, 0, 0, 1, 3),
-        ("p6e-gb200.36xlarge", None, 4, 0, 1, "x86_64 processors, and a p6e-gb200.36xlarge has aarch64"),
-        ("p5.48xlarge", None, 7, 32, 1, "7 of 8 GPUs"),
-        ("p5.48xlarge", None, 8, 31, 1, "31 of 32 EFA adapters"),
-        ("p5.48xlarge", None, 8, 0, 2, "0 of 32 EFA adapters"),
+        (P5, None, 8, 32, 1, True, None, 8),
+        (P5, 2, 8, 32, 1, True, None, 2),
+        (P5, None, 8, 0, 1, True, None, 8),
+        ("", None, 0, 0, 1, True, None, 1),
+        ("", None, 4, 0, 1, True, None, 4),
+        ("", 3, 0, 0, 1, True, None, 3),
+        (GB200, None, 4, 0, 1, True, None, "x86_64 processors, and a p6e-gb200.36xlarge has aarch64"),
+        (P5, None, 7, 32, 1, True, None, "7 of 8 GPUs"),
+        (P5, None, 8, 31, 1, True, None, "31 of 32 EFA adapters"),
+        (P5, None, 8, 0, 2, True, None, "0 of 32 EFA adapters"),
+        # The machine's own type does not overrule the user.
+        (P5, 2, 0, 0, 2, False, None, 2),
+        (P5, None, 7, 0, 1, False, None, "7 of 8 GPUs"),
+        (P5, None, 2, 0, 1, False, "0,1", 2),
+        # A choice of the environment is no fault of a node, which would be left out of the next start.
+        (P5, None, 2, 0, 1, True, "0,1", "2 of 8 GPUs .*CUDA_VISIBLE_DEVICES=0,1"),
+        (P5, 8, 2, 0, 1, True, "0,1", "2 of 8 GPUs .*CUDA_VISIBLE_DEVICES=0,1"),
     ],
 )
 def test_node_is_compared_with_its_type(
-    kind: str, nproc: int | None, gpus: int, efa: int, nodes: int, result: int | str,
+    kind: str, nproc: int | None, gpus: int, efa: int, nodes: int, given: bool, visible: str | None, result: int | str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(agent.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(agent, "ADAPTERS", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     for number in range(efa):
         (tmp_path / f"rdmap{number}s0").mkdir()
     instance = find(kind) if kind else None
     if isinstance(result, int):
-        assert agent.check_node(instance, nproc, gpus, nodes=nodes) == result
+        assert agent.check_node(instance, nproc, gpus, nodes=nodes, stated=given) == result
         return
     with pytest.raises(SmpTrainError, match=result) as refused:
-        agent.check_node(instance, nproc, gpus, nodes=nodes)
-    assert isinstance(refused.value, ConfigError if "processors" in result else agent.BadNodeError)
-
-
-def test_what_a_node_says_of_itself_does_not_overrule_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    p5 = find("p5.48xlarge")
-    monkeypatch.setattr(agent, "ADAPTERS", tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert agent.check_node(p5, 2, 0, nodes=2, given=False) == 2, "on the CPU, say"
-    with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs"):
-        agent.check_node(p5, None, 7, given=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert agent.check_node(p5, None, 2, given=False) == 2
-    # Chosen by the environment: no fault of a node, which would be left out of the next start.
-    for nproc in (None, 8):
-        with pytest.raises(ConfigError, match=r"2 of 8 GPUs .*CUDA_VISIBLE_DEVICES=0,1"):
-            agent.check_node(p5, nproc, 2)
-
-
-def test_the_machine_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product_name")
-    assert instances.this_machine() is None
-    for text, name in (("p5.48xlarge\n", "p5.48xlarge"), ("VirtualBox\n", None)):
-        (tmp_path / "product_name").write_text(text)
-        assert getattr(instances.this_machine(), "name", None) == name
+        agent.check_node(instance, nproc, gpus, nodes=nodes, stated=given)
+    assert isinstance(refused.value, ConfigError if "processors" in result or visible else agent.BadNodeError)
 
 
 @pytest.mark.parametrize(
@@ -339,57 +303,59 @@ def test_the_node_that_is_not_as_the_others_is_named_by_all(
     counts: list[tuple[int, int] | None], odd: list[str], tmp_path: Path
 ) -> None:
     hosts = [f"n{number}" for number in range(1, len(counts) + 1)]
-    there = [(number, count) for number, count in enumerate(counts) if count]
-    for number, count in there:  # the first ones see nobody else yet
+    present = [(number, count) for number, count in enumerate(counts) if count]
+    for number, count in present:  # the first ones see nobody else yet
         network_check.compare(tmp_path, hosts, number, *count, seconds=0)
-    for number, count in there:
+    for number, count in present:
         names, message = network_check.compare(tmp_path, hosts, number, *count, seconds=0)
         assert names == odd
-        said = "no word from n2 within 0 s" if None in counts else ".*: . GPUs and .* other nodes have 8 and 32"
-        assert not odd or re.match(said, message), message
+        wanted = "no word from n2 within 0 s" if None in counts else ".*: . GPUs and .* other nodes have 8 and 32"
+        assert not odd or re.match(wanted, message), message
 
 
-def beside(logs: Path, processes: int) -> None:
+def first_node(logs: Path, processes: int) -> None:
     """Leave what the first node of the step leaves."""
     logs.mkdir(parents=True)
     network_check.compare(logs, ["n1", "n3"], 0, processes, 0, seconds=0)
 
 
-P5 = ["--instance_type", "p5.48xlarge", "--"]
 REFUSED: dict[str, tuple[list[str], dict[str, str], int, str, str]] = {
     "nodes differ": (["--nproc=1", "--"], STEP, 75, "node", "n3: 1 GPUs"),
     "no container": (["--inside", "--"], {}, 75, "node", "pyxis is not installed on this compute node"),
     "lost with it": (["--inside", "--", "--checkpoint_dir", "/lost"], {}, 2, "configuration", "--checkpoint_dir /lost"),
-    "too large": ([*P5, "--model_type=llama_v2", "--model_size=70b"], {}, 2, "configuration", "weights, gradients and"),
+    "too large": (
+        [f"--instance_type={P5}", "--", "--model_type=llama_v2", "--model_size=70b"], {}, 2, "configuration",
+        "weights, gradients and",
+    ),
     "a flag": (["--", "--max_stepz", "1"], {}, 2, "configuration", "--max_stepz"),
     # What the first node can write, this one cannot.
     "no folder, node 1": (["--"], STEP, 75, "node", "/file/run/logs/12.0.3"),
     "no folder, node 0": (["--"], STEP | {"SLURM_NODEID": "0"}, 2, "configuration", "/file/run/logs/12.0.3"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_task_names_what_it_refuses(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, environ, code, cause, said = REFUSED[case]
+    words, environ, code, cause, complaint = REFUSED[case]
     run = tmp_path / ("file/run" if "folder" in case else "run")
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "mountinfo").write_text("1 0 0:1 / / rw - overlay overlay rw\n")
     for name, value in {"SLURMD_NODENAME": "n3", **environ}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(agent, "INSIDE", str(tmp_path / ("none" if case == "no container" else "")))
-    monkeypatch.setattr(container, "MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(preflight, "MOUNTS", tmp_path / "mountinfo")
     monkeypatch.setattr(agent, "count_gpus", lambda: 8)
     monkeypatch.setattr(agent, "count_efa", lambda: 32)
     monkeypatch.setattr(agent, "supervise", lambda *_, **__: pytest.fail("started"))
     if case == "nodes differ":
-        beside(run / "logs/12.0.3", 2)
+        first_node(run / "logs/12.0.3", 2)
     failures = tmp_path / "failures"
     words = ["--failures", str(failures), *words, "--use_synthetic_data=1", f"--run_dir={run}"]
     assert agent.main(words) == code
     error, line = capsys.readouterr().err.splitlines()[-2:]
-    assert said in error
+    assert complaint in error
     assert line == f"smp-train: LAUNCH-FAIL node=n3 rank=-1 rc={code} cause={cause}"
     (left,) = failures.glob(f"*/failed-*-node-{environ.get('SLURM_NODEID', 0)}")
     assert f"smp-train: {left.read_text()}" == f"{line}\n"
@@ -397,30 +363,34 @@ def test_a_task_names_what_it_refuses(
         assert (run / "launches.jsonl").exists(), "a start that counts: pyxis will be missing the next time too"
 
 
-def test_a_task_gives_its_processes_what_the_instance_needs(
+def test_a_task_gives_its_processes_what_the_instance_needs_and_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "product_name").write_text("p5.48xlarge\n")
+    (tmp_path / "product_name").write_text(f"{P5}\n")
     monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product_name")
     monkeypatch.setattr(agent, "INSIDE", str(tmp_path))
-    monkeypatch.setattr(container, "MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(preflight, "MOUNTS", tmp_path / "none")
     for name in ("NCCL_DEBUG", "HF_HOME", "HF_HUB_CACHE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("FI_PROVIDER", "efa")
+    for name, value in (("NCCL_DEBUG", "INFO"), ("HOME", str(tmp_path)), ("FI_PROVIDER", "efa")):
+        monkeypatch.setenv(name, value)
     given: dict[str, str] = {}
     monkeypatch.setattr(agent, "supervise", lambda *_, environ, **__: (given.update(environ), (0, None))[1])
     run = tmp_path / "run"
-    assert agent.main(["--nproc", "1", "--inside", "--", "--use_synthetic_data", "1", "--run_dir", str(run)]) == 0
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "step_sec": 100.0}\n')
+    words = ["--nproc=1", "--inside", "--time_left=1:00:00", "--", "--use_synthetic_data=1", f"--run_dir={run}"]
+    assert agent.main(words) == 0
     assert (given["FI_EFA_USE_HUGE_PAGE"], given["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("0", "1")
     assert given["NCCL_DEBUG"] == "INFO", "the user's own"
     assert given["HF_HOME"] == f"{run}/huggingface"
     assert given["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(f"{run}/logs/")
+    err = capsys.readouterr().err
+    assert "smp-train: warning: FI_PROVIDER=efa is set: the NCCL plugin finds EFA by itself" in err
+    assert "warning: --checkpoint_freq 1000: that takes 27.8 h" in err
     (tmp_path / ".cache/huggingface").mkdir(parents=True)
     values = environment.output_places(str(run), "logs", os.environ, inside=True)
     assert "HF_HOME" not in values, "the image has its own"
-    assert "smp-train: warning: FI_PROVIDER=efa is set: the NCCL plugin finds EFA by itself" in capsys.readouterr().err
 
 
 def test_gpus_are_counted_as_the_job_sees_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -438,19 +408,19 @@ def test_gpus_are_counted_as_the_job_sees_them(monkeypatch: pytest.MonkeyPatch, 
         agent.count_gpus()
 
 
-def committed(folder: Path, step: int, name: str = "", generation: int = 1) -> None:
-    place = folder / (name or f"llama_v2-{step}steps")
-    place.mkdir(parents=True)
-    (place / "COMMITTED").write_bytes(marker(step, generation))
-
-
-def marker(step: int, generation: int) -> bytes:
+def marker(step: int, generation: int = 1) -> bytes:
     return Marker(step, "llama_v2", generation, {META: FileRecord(2, "0" * 8)}).to_bytes()
 
 
-def newest(*parents: Path | str, run: str = "mine", in_s3: bool = True) -> int:
+def committed(folder: Path, step: int, name: str = "", generation: int = 1) -> None:
+    checkpoint = folder / (name or f"llama_v2-{step}steps")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMMITTED").write_bytes(marker(step, generation))
+
+
+def newest(*parents: Path | str, in_s3: bool = True) -> int:
     policies = [[f"--{name}", *["1"] * len(parents)] for name in ("checkpoint_freq", "num_kept_checkpoints")]
-    words = [f"--run_name={run}", "--checkpoint_dir", *map(str, parents), *policies[0], *policies[1]]
+    words = ["--run_name=mine", "--checkpoint_dir", *map(str, parents), *policies[0], *policies[1]]
     return flags.newest_step(parse(words, {}).args, in_s3=in_s3)
 
 
@@ -471,16 +441,11 @@ def test_flags_are_completed_to_survive_a_restart(words: list[str], name: str, r
     assert complete == flags.complete(complete)[0] == flags.complete(complete, base="/elsewhere")[0]
 
 
-def test_what_the_user_gave_stays(tmp_path: Path) -> None:
+def test_what_the_user_or_sagemaker_gave_stays(tmp_path: Path) -> None:
     """Also once the run has checkpoints of its own, which training itself prefers."""
     committed(tmp_path / "x", 7)
     words = ["--run_name=x", "--checkpoint_dir", str(tmp_path), "--ckpt_load_path", "/other/checkpoint"]
-    complete, resolved = flags.complete(words, base="/from")
-    assert resolved.args.resume_from_checkpoint == "/other/checkpoint"
-    assert complete == [*words, "--run_dir=/from/runs/x"]
-
-
-def test_sagemakers_defaults_stay() -> None:
+    assert flags.complete(words, base="/from")[0] == [*words, "--run_dir=/from/runs/x"]
     environ = {"SM_TRAINING_ENV": "{}", "SM_OUTPUT_DATA_DIR": "/opt/ml/output/data", "SM_HP_MODEL_TYPE": "llama_v2"}
     complete, resolved = flags.complete(["--lr=1"], environ)
     assert complete == ["--lr=1", "--run_name=llama_v2", "--resume_from_checkpoint=/opt/ml/checkpoints"]
@@ -492,37 +457,23 @@ def test_what_nodes_keep_to_themselves_is_not_what_a_run_resumes_from(tmp_path: 
     words = ["--run_dir", str(tmp_path / "x"), "--checkpoint_dir", "local:/nvme/fast", str(tmp_path / "shared")]
     _, resolved = flags.complete(words)
     assert resolved.args.resume_from_checkpoint == str(tmp_path / "shared")
-    places = slurm.named_paths(resolved, str(tmp_path))
-    assert (places["written"], places["checkpoints"]) == ([f"{tmp_path}/shared"], [f"{tmp_path}/shared/x"])
+    paths = slurm.named_paths(resolved, str(tmp_path))
+    assert (paths["written"], paths["checkpoints"]) == ([f"{tmp_path}/shared"], [f"{tmp_path}/shared/x"])
 
 
 def test_newest_of_several_folders(tmp_path: Path) -> None:
-    committed(tmp_path / "a/mine", 10)
-    committed(tmp_path / "b/mine", 9)
-    committed(tmp_path / "b/mine", 100)
-    committed(tmp_path / "b", 200)
-    committed(tmp_path / "b/other", 300)
+    """Of the highest generation, then of the highest step, whatever names and clocks say."""
+    for folder, step in (("a/mine", 10), ("b/mine", 9), ("b/mine", 100), ("b", 200), ("b/other", 300)):
+        committed(tmp_path / folder, step)
     committed(tmp_path / "b/mine", 400, "best")
     (tmp_path / "b/mine/llama_v2-500steps").mkdir()
     (tmp_path / "b/mine/llama_v2-600steps").mkdir()
     (tmp_path / "b/mine/llama_v2-600steps/COMMITTED").write_bytes(b"\xff")
-    assert newest(tmp_path / "a", tmp_path / "b", "/nowhere", "local:/nvme") == 100
-    assert [newest("/nowhere"), newest(tmp_path / "a"), newest(tmp_path / "b", run="none")] == [0, 10, 0]
     (tmp_path / "file").touch()
-    assert newest(tmp_path / "file") == 0, "it cannot be read"
-
-
-def test_newest_of_several_generations(tmp_path: Path) -> None:
-    """Of the highest generation, whatever the names, the steps and the clocks say."""
-    run = tmp_path / "a/mine"
-    committed(run, 50, generation=3)
-    committed(run, 90, generation=2)
-    committed(run, 80)
-    committed(run, 40, generation=3)
-    committed(run, 50, "llama_v2-50steps-3f", generation=2)
-    assert newest(tmp_path / "a") == 50
-    committed(tmp_path / "b/mine", 45, "llama_v2-45steps-2", generation=4)
-    assert newest(tmp_path / "a", tmp_path / "b") == newest(tmp_path / "b", tmp_path / "a") == 45
+    assert newest(tmp_path / "a", tmp_path / "b", "/nowhere", "local:/nvme") == 100
+    assert [newest("/nowhere"), newest(tmp_path / "a"), newest(tmp_path / "file")] == [0, 10, 0]
+    committed(tmp_path / "a/mine", 50, "llama_v2-50steps-3f", generation=2)
+    assert newest(tmp_path / "a", tmp_path / "b") == newest(tmp_path / "b", tmp_path / "a") == 50
 
 
 def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,10 +487,7 @@ def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         s3.create_bucket(Bucket="bucket")
         for step, generation in ((5, 2), (10, 2), (70, 1)):
             s3.put_object(Bucket="bucket", Key=f"x/mine/llama-{step}steps/COMMITTED", Body=marker(step, generation))
-        for key in ("x/mine/llama-90steps/a/x", "x/mine/9/x", "x/mine/llama-50steps/DAMAGED"):
-            s3.put_object(Bucket="bucket", Key=key, Body=b"")
         assert newest("s3://bucket/x", "local:/nvme") == 10
-        assert newest("s3://bucket/x", run="other") == 0
         assert newest("s3://bucket/x", in_s3=False) == 0, "who submits a run may have no access"
         with pytest.raises(SmpTrainError, match="s3://none/x/mine: ") as failed:
             newest("s3://none/x")
@@ -563,8 +511,8 @@ def test_starts_of_one_job_without_a_new_checkpoint_are_counted(
     committed(tmp_path / "checkpoints/other", 50)
     with pytest.raises(CrashLoopError, match="2 starts of job 2 brought no new checkpoint"):
         begin("2", "3.0")  # another run's commit is no progress of this one
-    Starts(tmp_path, "2").remove(3)
-    Starts(tmp_path, "2").remove(2)  # Slurm ended it
+    for restart in (2, 3):
+        Starts(tmp_path, "2").remove(restart)  # Slurm ended them
     begin("2", "3.0")
     committed(tmp_path / "checkpoints/mine", 5)
     for start in ("4.0", "5.0", "6.0"):
@@ -576,26 +524,20 @@ def test_starts_of_one_job_without_a_new_checkpoint_are_counted(
     assert [line["attempt"] for line in lines][2:] == [f"2.{number}.0" for number in (1, 2, 3, 4, 5, 6, 6)]
 
 
-def test_launch_local_has_no_limit_of_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_local_passes_its_options_on_and_has_no_limit_of_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In an interactive allocation every try is one of the same job."""
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    monkeypatch.setattr(agent, "supervise", lambda *words, **options: (0, None))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    words = ["--nproc", "1", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
-    assert [local.main(words) for _ in "12345"] == [0] * 5
-
-
-def test_launch_local_passes_on_where_this_machine_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
-    for name in (*place, "GREETING"):
+    for name in (*BY_HAND, "GREETING"):
         monkeypatch.delenv(name, raising=False)
-    words = [word for name, value in place.items() for word in (f"--{name.lower()}", value)]
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
     seen: dict[str, str] = {}
-    monkeypatch.setattr(agent, "main", lambda _: (seen.update(os.environ), 0)[1])
-    run = ["--nproc", "1", "--env", "GREETING=hello", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
+    monkeypatch.setattr(agent, "supervise", lambda *_, **__: (seen.update(os.environ), (0, None))[1])
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert local.main([*words, *run]) == 0
-    assert {**place, "GREETING": "hello"}.items() <= seen.items()
+    words = [word for name, value in BY_HAND.items() for word in (f"--{name.lower()}", value)]
+    words += ["--nproc", "1", "--env", "GREETING=hello", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
+    assert [local.main(words) for _ in "12345"] == [0] * 5
+    assert {**BY_HAND, "GREETING": "hello"}.items() <= seen.items()
 
 
 @pytest.mark.parametrize(
@@ -618,7 +560,6 @@ def test_preflight_names_the_node_at_fault(
     code, cause = ended
 
     def supervise(command: list[str], place: Node, environ: dict[str, str], **_: Any) -> tuple[int, Failure | None]:
-        assert command[1:3] == ["-m", "smp_train.launch.network_check"]
         assert command[-2:] == ["--efa", "32"]
         assert (place.master_port, environ["SMP_TRAIN_HOSTS"]) == (20088, "n1,n3"), "a port of its own"
         if verdict is not None:
@@ -626,19 +567,10 @@ def test_preflight_names_the_node_at_fault(
         return code, Failure(node, "here", code, cause) if code else None
 
     monkeypatch.setattr(network_check, "supervise", supervise)
-    place = Node(1, nodes=2, node_rank=node, master_addr="n1", master_port=20087)
-    result = network_check.run(place, 60, "auto", 32, STEP, tmp_path)
+    of_run = Node(1, nodes=2, node_rank=node, master_addr="n1", master_port=20087)
+    result = network_check.run(of_run, 60, "auto", 32, STEP, tmp_path)
     assert result == (failure.code if failure else code, failure)
     assert capsys.readouterr().err == (f"smp-train: {failure.line()}\n" if failure else "")
-
-
-def test_task_warns_on_the_first_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_sec": 100.0}\n')
-    resolved = parse(["--run_dir", str(tmp_path)], {})
-    agent.warn_of_node(resolved, Machines(None, 1, 1), timing.slurm_seconds("1:00:00"))
-    assert "warning: --checkpoint_freq 1000: that takes 27.8 h" in capsys.readouterr().err
-    agent.warn_of_node(resolved, Machines(None, 1, 1), None)
-    assert capsys.readouterr().err == ""
 
 
 def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,41 +579,45 @@ def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypa
         "1 0 0:1 / / rw - overlay overlay rw\n2 1 0:2 /x /fsx/my\\040data rw - lustre /x rw\n"
         "3 1 0:2 /x /runs rw - lustre /x rw\n"
     )
-    monkeypatch.setattr(container, "MOUNTS", mounts)
-    container.refuse_lost(["/fsx/my data/ck", "/runs", "s3://b/ck", "local:/nvme/ck"])
+    monkeypatch.setattr(preflight, "MOUNTS", mounts)
+
+    def refuse(*folders: str) -> None:
+        each = [str(1)] * len(folders)
+        words = ["--checkpoint_dir", *folders, "--checkpoint_freq", *each, "--num_kept_checkpoints", *each]
+        preflight.refuse_lost(parse(words, {}).args)
+
+    refuse("/fsx/my data/ck", "/runs", "s3://b/ck", "local:/nvme/ck")
     for lost in ("/fsx/ck", "/runs2", "/lustre/ck"):
         with pytest.raises(ConfigError, match=f"--checkpoint_dir {lost} "):
-            container.refuse_lost(["/runs", lost])
-    monkeypatch.setattr(container, "MOUNTS", tmp_path / "none")
-    container.refuse_lost(["/anywhere"])
+            refuse("/runs", lost)
+    monkeypatch.setattr(preflight, "MOUNTS", tmp_path / "none")
+    refuse("/anywhere")
 
 
 def test_nsys_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("NSYS_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("NSYS_DIR", str(tmp_path))
     with pytest.raises(ConfigError, match="nsys"):
         nsys.command(tmp_path, ["x"])
-    for folder in (tmp_path / "own", tmp_path):
+    for folder in (tmp_path / "target-linux-x64", tmp_path):
+        folder.mkdir(exist_ok=True)
         (folder / "nsys").write_text("#!/bin/sh\n")
         (folder / "nsys").chmod(0o755)
+        monkeypatch.setattr(nsys.platform, "machine", lambda: "x86_64")
         command = nsys.command(tmp_path / "run/report", ["python", "-m", "x"])
         assert command[:2] == [str(folder / "nsys"), "profile"]
         assert command[-4:] == [str(tmp_path / "run/report"), "python", "-m", "x"]
-        assert command[command.index("--capture-range") + 1] == "cudaProfilerApi"
 
 
-def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nsys = tmp_path / "nsys"
-    nsys.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\n')
-    nsys.chmod(0o755)
-    words = ["--nproc", "1", "--profile=nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
-    beside(tmp_path / "run/logs/12.2.3", 1)
+def test_report_of_nsys_is_named_by_start_node_and_host(tmp_path: Path) -> None:
+    double = tmp_path / "nsys"
+    double.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\n')
+    double.chmod(0o755)
+    words = ["--nproc=1", "--profile=nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
+    first_node(tmp_path / "run/logs/12.2.3", 1)
     environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "smp_train.launch.node_agent", *words], cwd=ROOT, env=environ, check=False
-    )
-    assert done.returncode == 0
+    command = [sys.executable, "-m", "smp_train.launch.node_agent", *words]
+    assert subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode == 0
     assert f"--output {tmp_path}/run/profile/12.2.3_node1_{socket.gethostname()} " in (tmp_path / "called").read_text()
     assert (tmp_path / "run/profile").is_dir(), "nsys does not make folders"
 

@@ -59,49 +59,41 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return Shown(tmp_path, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("kind", ["slurm", "local"])
-def test_every_size_trains_from_scratch(kind: str, shown: Shown) -> None:
-    for size in SIZES:
-        code, out, err = shown(kind, "--dry_run", MODEL_SIZE=size)
-        assert code == 0, err
-        args = parse(trained(out), {}).args
-        assert (args.from_scratch, args.model_size) == (True, size.lower())
+CASES: list[tuple[str, list[str], dict[str, str], dict[str, object]]] = [
+    *(("slurm", [], {"MODEL_SIZE": size}, {"from_scratch": True, "model_size": size.lower()}) for size in SIZES),
+    ("local", [], {"MODEL_SIZE": "1B"}, {"from_scratch": True, "model_size": "1b"}),
+    ("slurm", ["--from_scratch", "--model_size", "1b"], {}, {"from_scratch": True, "model_size": "1b"}),
+    ("conda", ["--use_synthetic_data", "--lr", "1e-3"], {}, {"use_synthetic_data": True, "lr": 1e-3}),
+    ("enroot", ["--bf16", "--model_name_or_path", "gpt2"], {}, {"hf_pretrained_model_name_or_dir": "gpt2"}),
+    ("conda", ["--run_dir", "/flag"], {"RUN_DIR": "/variable"}, {"run_dir": "/flag"}),
+    ("slurm", ["--training_dir", str(SAMPLE / "train")], {}, {"use_synthetic_data": False}),
+    ("local", ["--dataset", "org/name", "--tokenizer", "gpt2"], {"TRAINING_DIR": str(SAMPLE / "train")},
+     {"use_synthetic_data": False, "training_dir": None}),
+    ("local", ["--hf_model", "gpt2"], {}, {"from_scratch": False, "model_size": None, "run_name": "gpt2"}),
+    ("slurm", ["--train_batch_size", "3"], {"TEST_DIR": str(SAMPLE / "test")},
+     {"train_batch_size": 3, "test_dir": str(SAMPLE / "test")}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", SLURM_KINDS)
-def test_flags_win_however_they_are_written(kind: str, shown: Shown) -> None:
+@pytest.mark.parametrize(("kind", "words", "environ", "wanted"), CASES)
+def test_flags_win_over_what_scripts_choose(
+    kind: str, words: list[str], environ: dict[str, str], wanted: dict[str, object], shown: Shown
+) -> None:
+    code, out, err = shown(kind, *words, "--dry-run", **environ)
+    assert code == 0, err
+    args = vars(parse(trained(out), {}).args)
+    assert {name: args[name] for name in wanted} == wanted
+
+
+def test_a_configuration_file_wins_too(shown: Shown) -> None:
     here = shown.folder
     (here / "run.yaml").write_text("model_type: gpt_neox\nmodel_size: 20b\nbatch_size: 3\nrun_dir: mine\n")
-    config = {"model_type": "gpt_neox", "train_batch_size": 3, "run_dir": f"{here}/mine"}
-    cases: list[tuple[list[str], dict[str, object]]] = [
-        (["--from_scratch", "--model_size", "1b"], {"from_scratch": True, "model_size": "1b"}),
-        (["--use_synthetic_data", "--lr", "1e-3"], {"use_synthetic_data": True, "lr": 1e-3}),
-        (["--bf16", "--model_name_or_path", "gpt2"], {"hf_pretrained_model_name_or_dir": "gpt2"}),
-        (["--config", f"{here}/run.yaml"], config),
-        (["--run_dir", "/flag"], {"run_dir": "/flag"}),
-    ]
-    for words, wanted in cases:
-        code, out, err = shown(kind, *words, "--dry-run", **({"RUN_DIR": "/variable"} if "--run_dir" in words else {}))
+    wanted = {"model_type": "gpt_neox", "train_batch_size": 3, "run_dir": f"{here}/mine"}
+    for kind in SLURM_KINDS:
+        code, out, err = shown(kind, "--config", f"{here}/run.yaml", "--dry-run")
         assert code == 0, err
         args = vars(parse(trained(out), {}).args)
         assert {name: args[name] for name in wanted} == wanted
-
-
-@pytest.mark.parametrize("kind", ["conda", "slurm", "local"])
-def test_flags_win_over_what_scripts_choose(kind: str, shown: Shown) -> None:
-    cases: list[tuple[list[str], list[str], list[str]]] = [
-        (["--training_dir", str(SAMPLE / "train")], [], ["synthetic"]),
-        (["--dataset", "org/name", "--tokenizer", "gpt2"], [], ["synthetic", "training_dir"]),
-        (["--hf_model", "gpt2", "--use_synthetic_data"], ["runs/gpt2"], ["from_scratch", "model_size", "70b", "7b"]),
-        (["--train_batch_size", "3", "--use_synthetic_data"], [], ["--train_batch_size 4"]),
-    ]
-    for words, there, gone in cases:
-        training = str(SAMPLE / "train") if "training_dir" in gone else ""
-        code, out, err = shown(kind, *words, "--dry_run", TEST_DIR=str(SAMPLE / "test"), TRAINING_DIR=training)
-        assert code == 0, err
-        out = out.replace(str(shown.folder), "")
-        assert all(word in out for word in [*there, "--test_dir"]), out
-        assert not any(word in out for word in gone), out
 
 
 OPTIONS = {
@@ -253,12 +245,11 @@ def slurm_of(folder: Path, job: str, command: str) -> dict[str, str]:
     return {"PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHON": ""}
 
 
-@pytest.mark.parametrize("script", SLURM[1:])
-@pytest.mark.parametrize("job", ["", "77"], ids=["no job", "in a shell on its nodes"])
-@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize(("script", "job", "link"), [(SLURM[1], "", True), (SLURM[2], "77", False)])
 def test_a_script_that_is_run_is_of_its_own_checkout(
     script: str, job: str, link: bool, checkout: Path, tmp_path: Path
 ) -> None:
+    """Also in a shell on the nodes of a job."""
     environ = slurm_of(tmp_path / "slurm", "0", "/elsewhere/launchers/hyperpod_slurm/x.sh")
     path = checkout / "launchers/hyperpod_slurm" / script
     if link:
@@ -270,14 +261,9 @@ def test_a_script_that_is_run_is_of_its_own_checkout(
     assert not (tmp_path / "slurm/asked").exists()
 
 
-@pytest.mark.parametrize("link", [False, True])
-def test_a_job_is_of_the_checkout_that_its_script_was_submitted_from(
-    link: bool, checkout: Path, tmp_path: Path
-) -> None:
-    script = submitted = checkout / "launchers/hyperpod_slurm/launch_training_conda.sh"
-    if link:
-        submitted = tmp_path / "train here"
-        submitted.symlink_to(script)
+def test_a_job_is_of_the_checkout_that_its_script_was_submitted_from(checkout: Path, tmp_path: Path) -> None:
+    script, submitted = checkout / "launchers/hyperpod_slurm/launch_training_conda.sh", tmp_path / "train here"
+    submitted.symlink_to(script)
     spool = tmp_path / "spool/job00077/slurm_script"
     spool.parent.mkdir(parents=True)
     shutil.copy(script, spool)

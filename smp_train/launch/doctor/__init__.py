@@ -37,7 +37,7 @@ def examine(folder: Path) -> Iterator[Finding]:
             yield fail(name, f"the check itself failed: {type(problem).__name__}: {problem}", "look at this yourself")
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _read(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return (options, flags of train for --smp)."""
     parser = VerbParser(prog="smp-train doctor", description=str(__doc__), allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="one JSON list instead of lines")
@@ -51,7 +51,7 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="under torchrun in SMP's container: train two layers and compare; any other --flag=value is train's",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("smp-doctor.json"), help="report of --smp")
-    options, flags = parser.parse_known_args(list(words))
+    options, flags = parser.parse_known_args(list(arguments))
     if flags and not options.smp:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if malformed := [flag for flag in flags if not (flag.startswith("--") and "=" in flag)]:
@@ -59,9 +59,9 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, flags
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run ``smp-train doctor``; return 0, or 2 if a check fails."""
-    options, flags = _read(words)
+    options, flags = _read(arguments)
     if options.network:
         if detect().world_size == 1:
             raise ConfigError("doctor --network: start it on all ranks, with srun, torchrun or mpiexec")

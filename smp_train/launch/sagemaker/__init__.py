@@ -35,9 +35,9 @@ STOP_SECONDS = 120
 """Seconds between SIGTERM and the end of a container, at --max_run and at a spot interruption."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run ``smp-train launch sagemaker`` and return its exit code."""
-    options, training = split(words, parser())
+    options, training = split(arguments, parser())
     region, session = options.region, None
     if options.dry_run:
         region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-west-2"

@@ -70,9 +70,9 @@ def check_account(job: Job, session: Any) -> list[str]:
     role, image = job.options.role, job.options.image
     with _explained(f"role {role}", unknown):
         session.client("iam").get_role(RoleName=role.rpartition("/")[2])
-    places = [(name, getattr(job.options, name) or "") for name in ("train", "test", "checkpoints", "output")]
-    places += [("checkpoint_dir", folder) for folder in job.resolved.args.checkpoint_dir]
-    for name, uri in places:
+    locations = [(name, getattr(job.options, name) or "") for name in ("train", "test", "checkpoints", "output")]
+    locations += [("checkpoint_dir", folder) for folder in job.resolved.args.checkpoint_dir]
+    for name, uri in locations:
         if "://" not in uri:
             continue
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")

@@ -17,7 +17,7 @@ from smp_train.arguments.parse import canonical, read_command_line
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
-from smp_train.launch.flags import as_words, inline_files
+from smp_train.launch.flags import as_arguments, inline_files
 from smp_train.launch.images import check_image
 from smp_train.launch.instances import Instance, Machines, find
 from smp_train.launch.options import LaunchParser
@@ -97,8 +97,8 @@ class Job:
     @property
     def mp_parameters(self) -> dict[str, Any]:
         """SMP's parameters that this job sets."""
-        args, given = self.resolved.args, self.resolved.given
-        return {key: getattr(args, key) for key in SMP_KEYS if given(key)} if self.smp else {}
+        args, is_given = self.resolved.args, self.resolved.given
+        return {key: getattr(args, key) for key in SMP_KEYS if is_given(key)} if self.smp else {}
 
     @property
     def fsx_channel(self) -> str:
@@ -128,7 +128,9 @@ class Job:
         It is the run's folder, because SageMaker downloads the whole prefix at each start.
         """
         args, prefix = self.resolved.args, self.options.checkpoints
-        folders = [os.path.normpath(f"{one}/{args.run_name}") for one in args.checkpoint_dir if in_channel(one)]
+        folders = [
+            os.path.normpath(f"{folder}/{args.run_name}") for folder in args.checkpoint_dir if in_channel(folder)
+        ]
         local = os.path.commonpath(folders or [CHECKPOINTS])
         return {"S3Uri": prefix.rstrip("/") + local.removeprefix(CHECKPOINTS), "LocalPath": local} if prefix else {}
 
@@ -160,11 +162,11 @@ class Job:
         return f"{accounts[region]}.dkr.ecr.{region}.{domain}/{image}"
 
 
-def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
+def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     """Return training flags as hyperparameters by name; numbers are numbers, lists are lists."""
     return {
-        one.name: [_plain(item) for item in one.value] if isinstance(one.value, list) else _plain(one.value)
-        for one in read_command_line(words, [])
+        flag.name: [_plain(item) for item in flag.value] if isinstance(flag.value, list) else _plain(flag.value)
+        for flag in read_command_line(arguments, [])
     }
 
 
@@ -201,23 +203,23 @@ def region_of(session: Any) -> str | None:
 
 def _read_options(options: Mapping[str, Any]) -> argparse.Namespace:
     """Return options that are given by name, read as those of a command line."""
-    reader, words = parser(), []
+    reader, arguments = parser(), []
     for name, value in options.items():
         if name not in reader.names:
             raise ConfigError(f"unknown option {name}{nearest(name, reader.names)}")
         if reader.names[name].nargs == "+":
-            words += [f"--{name}={pair}" for pair in _pairs(value or ())]
+            arguments += [f"--{name}={pair}" for pair in _pairs(value or ())]
         elif value is not None:
-            words.append(f"--{name}={int(value) if isinstance(value, bool) else value}")
-    return reader.parse_args(words)
+            arguments.append(f"--{name}={int(value) if isinstance(value, bool) else value}")
+    return reader.parse_args(arguments)
 
 
 def _pairs(value: Any) -> list[str]:
-    return [f"{name}={one}" for name, one in value.items()] if isinstance(value, Mapping) else list(value)
+    return [f"{name}={text}" for name, text in value.items()] if isinstance(value, Mapping) else list(value)
 
 
-def build(words: Sequence[str] | Mapping[str, Any], *, copy_to: str | None = None, **options: Any) -> Job:
-    """Check training flags (words, or a mapping of hyperparameters) and launch options; return the job.
+def build(settings: Sequence[str] | Mapping[str, Any], *, copy_to: str | None = None, **options: Any) -> Job:
+    """Check training flags (arguments, or a mapping of hyperparameters) and launch options; return the job.
 
     ``options`` are those of the command, by name. ``copy_to`` is the ``s3://`` prefix for checkpoints if no option
     names a prefix.
@@ -226,8 +228,8 @@ def build(words: Sequence[str] | Mapping[str, Any], *, copy_to: str | None = Non
         ConfigError: for every known reason of SageMaker or the training to refuse the job.
     """
     checked = _read_options(options)
-    hyper = dict(words) if isinstance(words, Mapping) else hyperparameters(words)
-    flags = [word for name, value in hyper.items() for word in as_words(name, value)]
+    hyper = dict(settings) if isinstance(settings, Mapping) else hyperparameters(settings)
+    flags = [flag for name, value in hyper.items() for flag in as_arguments(name, value)]
     if {"config", "smp_config"} & {canonical(name) for name in hyper}:
         flags = inline_files(flags)
         hyper = hyperparameters(flags)
@@ -246,7 +248,7 @@ def build(words: Sequence[str] | Mapping[str, Any], *, copy_to: str | None = Non
     if folder:
         hyper = {name: value for name, value in hyper.items() if NAMES[canonical(name)].name != "checkpoint_dir"}
         hyper["checkpoint_dir"] = [folder]
-        resolved = parse([word for name, value in hyper.items() for word in as_words(name, value)], environ)
+        resolved = parse([flag for name, value in hyper.items() for flag in as_arguments(name, value)], environ)
     check_run(resolved, checked.image, Machines(instance, checked.instance_count, instance.gpus))
     if resolved.args.backend == "smp":
         # They travel as SMP's own parameter set, which SMP reads itself.
@@ -269,13 +271,13 @@ def _checkpoint_folders(
     notebooks name the local folder for several instances too.
     """
     output, several = options.output or copy_to, options.instance_count > 1
-    given = resolved.given("checkpoint_dir") and not (several and resolved.args.checkpoint_dir == [CHECKPOINTS])
-    if given and not any(map(in_channel, resolved.args.checkpoint_dir)):
+    is_given = resolved.given("checkpoint_dir") and not (several and resolved.args.checkpoint_dir == [CHECKPOINTS])
+    if is_given and not any(map(in_channel, resolved.args.checkpoint_dir)):
         return None, options.checkpoints
-    if options.fsx and not options.checkpoints and not given:
+    if options.fsx and not options.checkpoints and not is_given:
         return f"{FSX}/checkpoints", None
     folder = options.checkpoints or (f"{output.rstrip('/')}/checkpoints" if output else None)
-    return (folder, None) if several and not given else (None, folder)
+    return (folder, None) if several and not is_given else (None, folder)
 
 
 def in_channel(folder: str) -> bool:

@@ -51,7 +51,7 @@ def request(
             "TrainingImage": job.image_uri(region),
             "TrainingInputMode": "File",
             "EnableSageMakerMetricsTimeSeries": True,
-            "MetricDefinitions": [dict(one) for one in METRIC_DEFINITIONS],
+            "MetricDefinitions": [dict(metric) for metric in METRIC_DEFINITIONS],
         },
         HyperParameters=hyper,
         InputDataConfig=_channels(job),

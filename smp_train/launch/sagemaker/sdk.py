@@ -39,7 +39,7 @@ def _prepare(
 
 
 def estimator(
-    words: Flags, *, source_dir: str | Path | None = None, sagemaker_session: Any = None, **options: Any
+    flags: Flags, *, source_dir: str | Path | None = None, sagemaker_session: Any = None, **options: Any
 ) -> Any:
     """Return a ready `sagemaker.pytorch.PyTorch`; its ``fit()`` starts the job, by default on the job's channels.
 
@@ -48,7 +48,7 @@ def estimator(
     instance (such as /tmp/checkpoints), and ``inputs(...)`` to the tuner's ``fit``.
 
     Args:
-        words: training flags, as on a command line or as a mapping of hyperparameters.
+        flags: training flags, as on a command line or as a mapping of hyperparameters.
         source_dir: an empty folder to stage the code in; by default a temporary folder.
         sagemaker_session: a `sagemaker.Session`; by default the SDK's.
         options: options of `smp-train launch sagemaker`, by name.
@@ -64,21 +64,21 @@ def estimator(
             "SageMaker's SDK v2 is not here; pip install 'sagemaker>=2.233,<3', or use model_trainer with SDK v3"
         ) from None
     session = sagemaker_session or Session()  # the SDK's configuration may name its bucket
-    job, body, folder = _prepare(words, options, session, source_dir)
-    chosen = job.options
+    job, body, folder = _prepare(flags, options, session, source_dir)
+    settings = job.options
     modelparallel = {"modelparallel": {"enabled": True, "parameters": job.mp_parameters}}
     ready = PyTorch(
-        entry_point=ENTRY, source_dir=str(folder), sagemaker_session=session, role=chosen.role,
-        base_job_name=job.base_name, image_uri=chosen.image, **({} if chosen.image else SMP if job.smp else TORCH),
+        entry_point=ENTRY, source_dir=str(folder), sagemaker_session=session, role=settings.role,
+        base_job_name=job.base_name, image_uri=settings.image, **({} if settings.image else SMP if job.smp else TORCH),
         distribution={"torch_distributed": {"enabled": True}, **({"smdistributed": modelparallel} if job.smp else {})},
         hyperparameters=job.hyperparameters, environment=job.environment or None, tags=body.get("Tags"),
-        instance_type=job.instance_type, instance_count=chosen.instance_count, volume_size=chosen.volume_gb,
-        keep_alive_period_in_seconds=chosen.keep_alive, max_run=chosen.max_run, max_wait=chosen.max_wait,
-        use_spot_instances=chosen.spot, max_retry_attempts=chosen.retries,
+        instance_type=job.instance_type, instance_count=settings.instance_count, volume_size=settings.volume_gb,
+        keep_alive_period_in_seconds=settings.keep_alive, max_run=settings.max_run, max_wait=settings.max_wait,
+        use_spot_instances=settings.spot, max_retry_attempts=settings.retries,
         checkpoint_s3_uri=job.checkpoint_config.get("S3Uri"),
         checkpoint_local_path=job.checkpoint_config.get("LocalPath"),
-        output_path=chosen.output, code_location=chosen.output.rstrip("/") if chosen.output else None,
-        subnets=chosen.subnets or None, security_group_ids=chosen.security_groups or None,
+        output_path=settings.output, code_location=settings.output.rstrip("/") if settings.output else None,
+        subnets=settings.subnets or None, security_group_ids=settings.security_groups or None,
         metric_definitions=body["AlgorithmSpecification"]["MetricDefinitions"], enable_sagemaker_metrics=True,
         debugger_hook_config=False, disable_profiler=True,
     )  # fmt: skip
@@ -107,7 +107,7 @@ def inputs(ready: Any) -> dict[str, Any]:
 
 
 def model_trainer(
-    words: Flags, *, source_dir: str | Path | None = None, sagemaker_session: Any = None, region: str | None = None,
+    flags: Flags, *, source_dir: str | Path | None = None, sagemaker_session: Any = None, region: str | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
     """Return a ready `sagemaker.train.ModelTrainer`; ``model_trainer(...).train()`` starts the job.
@@ -134,7 +134,7 @@ def model_trainer(
 
         boto_session = boto3.Session(region_name=region)
         sagemaker_session = Session(boto_session) if boto_session.region_name else None
-    job, body, folder = _prepare(words, options, sagemaker_session, source_dir, region, _text)
+    job, body, folder = _prepare(flags, options, sagemaker_session, source_dir, region, _text)
     algorithm = body["AlgorithmSpecification"]
     spot = {"enable_managed_spot_training": True} if job.options.spot else {}
 
@@ -158,10 +158,10 @@ def model_trainer(
         stopping_condition=section("StoppingCondition", shapes.StoppingCondition),
         checkpoint_config=section("CheckpointConfig", shapes.CheckpointConfig),
         output_data_config=section("OutputDataConfig", shapes.OutputDataConfig) if job.options.output else None,
-        input_data_config=[shapes.Channel(**_snake(one)) for one in body.get("InputDataConfig", [])],
-        tags=[shapes.Tag(**_snake(one)) for one in body.get("Tags", [])] or None,
+        input_data_config=[shapes.Channel(**_snake(item)) for item in body.get("InputDataConfig", [])],
+        tags=[shapes.Tag(**_snake(item)) for item in body.get("Tags", [])] or None,
     )
-    metrics = [shapes.MetricDefinition(**_snake(one)) for one in algorithm["MetricDefinitions"]]
+    metrics = [shapes.MetricDefinition(**_snake(item)) for item in algorithm["MetricDefinitions"]]
     trainer = trainer.with_metric_definitions(metrics)
     retries = section("RetryStrategy", shapes.RetryStrategy)
     return trainer.with_retry_strategy(retries) if retries else trainer
