@@ -31,7 +31,7 @@ NOT_SHARED = re.compile(r"execve\(\)|No module named '?smp_train|pyxis: .*(No su
 FAILURE = re.compile(r"LAUNCH-FAIL node=(?P<node>\S+) rank=(?P<rank>\S+) rc=(?P<rc>\d+) cause=(?P<cause>\S+)")
 OVERDUE_SECONDS = 300.0
 SECONDARY = ("lost-peer", "aborted")
-"""Causes of ranks that lost touch with another rank, or that NCCL aborted because of another rank."""
+"""Causes of ranks that failed because of another rank: they lost touch with it, or NCCL aborted them."""
 
 
 def read_text(path: str | Path, offset: int = 0) -> str:
@@ -291,7 +291,7 @@ def run(job: Job, *, asked: str = "", dry_run: bool = False) -> int:
     try:
         if not dry_run and not os.environ.get("SLURM_JOB_ID"):
             raise ConfigError("this is a batch script: submit it with sbatch")
-        # With GRES, Slurm chooses GPUs; otherwise the variable comes from the shell that submitted this job.
+        # Slurm sets the variable on clusters with GRES; otherwise it is left from the shell that submitted this job.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         by_slurm = os.environ.get("SLURM_JOB_GPUS") or os.environ.get("SLURM_GPUS_ON_NODE")
         if visible is not None and not by_slurm and not any(option.startswith("--nproc=") for option in job.agent):

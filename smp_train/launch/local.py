@@ -27,7 +27,7 @@ def parser() -> LaunchParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``smp-train launch local`` and return its exit code: that of the first process that failed, or 0."""
+    """Run ``smp-train launch local`` and return the exit code of the first process that failed, or 0."""
     options, training = split(arguments, parser())
     meeting = {name.upper(): str(value) for name in VARIABLES if (value := getattr(options, name)) is not None}
     processes = options.nproc or node_agent.count_gpus() or 1

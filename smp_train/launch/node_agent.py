@@ -59,7 +59,7 @@ def parser() -> LaunchParser:
     """Return the parser of the options before ``--``."""
     options = LaunchParser("node_agent", "")
     options.share("nproc", "instance_type", "preflight", "max_attempts", "profile")
-    options.set_defaults(max_attempts=None)  # a person who starts the agent by hand watches it
+    options.set_defaults(max_attempts=None)  # no limit for a person who starts the agent by hand
     options.add("failures", "folder for failures (default: logs of the run folder)")
     options.add("inside", "insist on running inside the container", bool)
     options.add("time_left", "time until the job's time limit, in Slurm's form")
@@ -143,7 +143,7 @@ def check_node(
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus < (nproc or instance.gpus) and (stated or (nproc is None and visible is None)):
-        # A choice by the environment is not the node's fault: every node would be called bad.
+        # The environment's choice is not the node's fault, and would make every node look bad.
         raise (BadNodeError if visible is None else ConfigError)(
             f"{host}: {gpus} of {nproc or instance.gpus} GPUs are visible on this {instance.name}"
             + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else "")

@@ -13,7 +13,7 @@ from smp_train.launch.instances import Machines
 from smp_train.models.resolve import names_model
 
 SECONDS = 600
-"""Limit for a plan; it takes some ten, most of them imports, and more if it looks for settings that lower memory."""
+"""Time limit for a plan, which usually takes ten seconds, and longer if it looks for settings that lower memory."""
 
 
 def _has_plan(args: Arguments, machines: Machines) -> bool:
@@ -23,7 +23,7 @@ def _has_plan(args: Arguments, machines: Machines) -> bool:
 
 
 def note_unplanned(args: Arguments, machines: Machines) -> None:
-    """Print that a dry run, which must be fast, has not called `check`."""
+    """Print that this dry run has made no plan, which takes too long for a dry run."""
     if _has_plan(args, machines):
         planned = (
             "whether the run fits was not planned" if args.auto == "off" else "settings were not searched (--auto)"

@@ -116,7 +116,7 @@ def memory(resolved: Resolved, machines: Machines) -> list[str]:
 
 
 def missing_token(resolved: Resolved, environ: Mapping[str, str], *, home: bool = True) -> list[str]:
-    """Warn of a gated model without a token; ``home``: the run sees this home folder."""
+    """Warn of a gated model without a token; ``home`` is False if the run does not see this home folder."""
     names = (resolved.args.hf_pretrained_model_name_or_dir, resolved.args.pretrained_model_name)
     model = next((str(name) for name in names if name and str(name).startswith(GATED)), None)
     if model is None or os.path.isdir(model) or environ.get("HF_TOKEN"):

@@ -25,7 +25,7 @@ from smp_train.launch.options import LaunchParser, split
 from smp_train.launch.spec import CODE_DIR, warn
 
 Table = dict[str, tuple[str, str]]
-"""Default and help by the name of a variable; a variable without help has that of its launch option."""
+"""Default and help by the name of a variable; an empty help stands for the help of the launch option."""
 PRESET: Table = {
     "model_type": ("llama_v2", "with model_size a preset (`smp-train train --help`)"),
     "model_size": ("70b", ""),
@@ -93,7 +93,7 @@ KINDS: dict[str, Table] = {
 MODEL = ("hf_pretrained_model_name_or_dir", "pretrained_model_name", "from_scratch", "model_type")
 DATA = ("training_dir", "dataset", "use_synthetic_data")
 OPTION_NAMES = {"CLAIM": "claims", "HF_SECRET": "secrets", "FSX_MOUNT": "mounts"}
-"""Options whose name is not that of their variable."""
+"""Launch options of variables with another name."""
 
 
 def variables(kind: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -58,7 +58,7 @@ def build(
 
     Args:
         training: Training flags.
-        options: Launch options: env, profile, and as far as the platform has them nodes, nproc, instance_type, image.
+        options: Launch options; env and profile are read, and nodes, nproc, instance_type and image if they exist.
         nodes: Number of nodes, if no option gives it.
         processes: Number of processes on each node, if no option gives it.
         base: Folder below which a relative run folder and the default folder of checkpoints are placed; by default the
@@ -67,7 +67,7 @@ def build(
         environ: The rest of the processes' environment, for `lint`; by default ``os.environ``.
 
     Raises:
-        ConfigError: for every known reason to stop the training at its start.
+        ConfigError: the training would stop at its start.
     """
     instance_type, image = getattr(options, "instance_type", None), getattr(options, "image", None)
     nodes, processes = nodes or options.nodes, processes or options.nproc or 0

@@ -72,10 +72,10 @@ class Starts:
         return False
 
     def refuse_loop(self, limit: int, *, without: str = "", reported_only: bool = False) -> None:
-        """Raise `CrashLoopError` if ``limit`` starts, not counting the start ``without``, brought no checkpoint.
+        """Raise `CrashLoopError` if at least ``limit`` starts other than ``without`` brought no checkpoint.
 
-        With ``reported_only``, starts whose agent began and did not report its end are not counted either: they may
-        have committed a checkpoint in S3.
+        With ``reported_only``, a start whose agent did not report its end does not count: it may have committed a
+        checkpoint in S3.
         """
         states = [state for start, (_, state) in self.read().items() if start != without]
         count = sum(state != BEGAN for state in states) if reported_only else len(states)

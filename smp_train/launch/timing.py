@@ -34,7 +34,7 @@ def slurm_seconds(text: str | None) -> int | None:
 
 
 def check_limit(limit: float | None, margin: float, setting: str) -> None:
-    """Refuse a time limit that leaves no time to train before the request to save, ``margin`` seconds before it.
+    """Refuse a time limit that leaves no time for training; the run is asked to save ``margin`` seconds before it.
 
     Raises:
         ConfigError: naming ``setting``, and its remedy.

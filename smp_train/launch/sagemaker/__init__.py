@@ -21,9 +21,8 @@ from smp_train.launch.flags import start_line
 from smp_train.launch.options import split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
 from smp_train.launch.sagemaker.job import FSX, Job, build, default_output, parser
-from smp_train.launch.sagemaker.request import check_limits, request
+from smp_train.launch.sagemaker.request import archive, check_limits, request, stage
 from smp_train.launch.sagemaker.sdk import estimator, inputs, model_trainer
-from smp_train.launch.sagemaker.source import archive, stage
 from smp_train.launch.spec import warn
 
 __all__ = [

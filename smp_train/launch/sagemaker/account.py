@@ -11,7 +11,7 @@ from typing import Any
 from smp_train.errors import ConfigError, install
 from smp_train.launch.command import advise
 from smp_train.launch.sagemaker.job import ECR_IMAGE, Job
-from smp_train.launch.sagemaker.source import archive, stage
+from smp_train.launch.sagemaker.request import archive, stage
 
 LOG_IN = "`aws configure` or `aws sso login`, or run where a role is attached"
 OTHER_REGION = "the bucket is in another region: give --region, or a bucket of this one"

@@ -202,7 +202,7 @@ def region_of(session: Any) -> str | None:
 
 
 def _read_options(options: Mapping[str, Any]) -> argparse.Namespace:
-    """Return options that are given by name, read as those of a command line."""
+    """Return options from a Python call, read as a command line's options."""
     reader, arguments = parser(), []
     for name, value in options.items():
         if name not in reader.names:
@@ -221,11 +221,11 @@ def _pairs(value: Any) -> list[str]:
 def build(settings: Sequence[str] | Mapping[str, Any], *, copy_to: str | None = None, **options: Any) -> Job:
     """Check training flags (arguments, or a mapping of hyperparameters) and launch options; return the job.
 
-    ``options`` are those of the command, by name. ``copy_to`` is the ``s3://`` prefix for checkpoints if no option
+    ``options`` are the command's options by name. ``copy_to`` is the ``s3://`` prefix for checkpoints if no option
     names a prefix.
 
     Raises:
-        ConfigError: for every known reason of SageMaker or the training to refuse the job.
+        ConfigError: SageMaker or the training would refuse the job.
     """
     checked = _read_options(options)
     hyper = dict(settings) if isinstance(settings, Mapping) else hyperparameters(settings)
@@ -286,7 +286,7 @@ def in_channel(folder: str) -> bool:
 
 
 def _problems(job: Job, options: argparse.Namespace) -> Iterator[str]:
-    """Yield reasons of SageMaker to refuse the job, and ways to lose its checkpoints."""
+    """Yield a message for each setting that SageMaker would refuse, or that would lose checkpoints."""
     args, count = job.resolved.args, options.instance_count
     if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+", options.role or ""):
         problem = f"--role {options.role!r}: is not" if options.role else "--role is missing:"

@@ -1,16 +1,36 @@
-"""The CreateTrainingJob request of a job, and SageMaker's limits on it."""
+"""The CreateTrainingJob request of a job, SageMaker's limits on it, and the source archive for the container."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import re
+import shutil
+import tarfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError
 from smp_train.launch.sagemaker.job import CHECKPOINTS, Job, in_channel
-from smp_train.launch.sagemaker.source import ENTRY
+from smp_train.launch.spec import CODE_DIR
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
+
+ENTRY = "train.py"
+ENTRY_SCRIPT = '''"""SageMaker's entry script: its toolkit starts this on every process, hyperparameters as flags."""
+
+import sys
+
+from smp_train.launch.entry import main
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
+REQUIREMENTS = (
+    "transformers>=4.44.2,<6", "tokenizers", "safetensors", "orjson>=3.9", "pysimdjson>=6", "isal>=1.5", "tqdm",
+    "pyyaml>=6",
+)  # fmt: skip
 
 
 def request(
@@ -137,3 +157,24 @@ def _check_shape(shape: Any, value: Any, path: str) -> None:
         for key, item in value.items():
             _check_shape(shape.key, key, f"{path} key {key}")
             _check_shape(shape.value, item, f"{path}.{key}")
+
+
+def stage(folder: Path) -> Path:
+    """Write the files that the container needs into ``folder``, and return it."""
+    package = CODE_DIR / "smp_train"
+    shutil.copytree(package, folder / "smp_train", ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    (folder / ENTRY).write_text(ENTRY_SCRIPT, encoding="utf-8")
+    (folder / "requirements.txt").write_text("\n".join(REQUIREMENTS) + "\n", encoding="utf-8")
+    return folder
+
+
+def archive(folder: Path) -> bytes:
+    """Return a staged folder as ``sourcedir.tar.gz``, the same bytes for the same contents."""
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as tar:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            entry = tarfile.TarInfo(str(path.relative_to(folder)))
+            entry.size, entry.mode = path.stat().st_size, 0o644
+            with path.open("rb") as file:
+                tar.addfile(entry, file)
+    return gzip.compress(plain.getvalue(), mtime=0)

@@ -12,8 +12,7 @@ from typing import Any
 
 from smp_train.errors import ConfigError
 from smp_train.launch.sagemaker.job import SMP, TORCH, Job, build, default_output, region_of
-from smp_train.launch.sagemaker.request import request
-from smp_train.launch.sagemaker.source import ENTRY, stage
+from smp_train.launch.sagemaker.request import ENTRY, request, stage
 from smp_train.launch.spec import warn
 
 Flags = Sequence[str] | Mapping[str, Any]
