@@ -46,7 +46,7 @@ def main() -> None:
         on_step=to_table, on_validation=stop_when_good, on_save=newest,
         training_dir=[str(SAMPLE / "train")], test_dir=str(SAMPLE / "test"), validation_freq=10,
         model_type="llama_v2", vocab_size=1024, max_context_width=128, hidden_width=64, num_layers=2, num_heads=4,
-        intermediate_size=128, bf16=False, activation_checkpointing="none", lr_decay_style="constant",
+        intermediate_size=128, activation_checkpointing="none", lr_decay_style="constant",
         train_batch_size=4, max_steps=400, lr=5e-3, warmup=5, logging_freq=5, run_name="callbacks",
         resume_from_checkpoint="checkpoints",
     )  # fmt: skip

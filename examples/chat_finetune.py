@@ -16,9 +16,9 @@ from smp_train import generate, train
 HERE = Path(__file__).parent
 CHATS = HERE / "chat" / "chats.jsonl"
 FROM_SCRATCH: dict[str, Any] = {
-    "tokenizer": str(HERE.parent / "data" / "sample"), "chat_template": str(HERE / "chat" / "template.jinja"),
+    "tokenizer": str(HERE.parent / "data" / "sample"),
     "model_type": "llama_v2", "vocab_size": 1024, "hidden_width": 64, "num_layers": 2, "num_heads": 4,
-    "intermediate_size": 128, "max_context_width": 128, "bf16": False, "lr": 1e-2, "max_steps": 150,
+    "intermediate_size": 128, "max_context_width": 128, "lr": 1e-2, "max_steps": 150,
 }  # fmt: skip
 
 

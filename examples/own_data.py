@@ -43,7 +43,7 @@ def main() -> None:
     run = train(
         training_data=Reversed(rows=20_000, seed=1), validation_data=test, validation_freq=100,
         model_type="llama_v2", vocab_size=LETTERS + 1, max_context_width=2 * LENGTH + 1, hidden_width=64, num_layers=2,
-        num_heads=4, intermediate_size=128, bf16=False, activation_checkpointing="none",
+        num_heads=4, intermediate_size=128, activation_checkpointing="none",
         train_batch_size=32, max_steps=300, lr=5e-3, warmup=10, logging_freq=50,
     )  # fmt: skip
     score = evaluate(run.checkpoint, test).all

@@ -36,7 +36,7 @@ def main() -> None:
     run = train(
         loss=with_z_loss, training_dir=[str(SAMPLE / "train")], test_dir=str(SAMPLE / "test"), validation_freq=40,
         model_type="llama_v2", vocab_size=1024, max_context_width=128, hidden_width=64, num_layers=2, num_heads=4,
-        intermediate_size=128, bf16=False, activation_checkpointing="none",
+        intermediate_size=128, activation_checkpointing="none",
         train_batch_size=4, max_steps=40, lr=5e-3, warmup=5, logging_freq=10,
     )  # fmt: skip
     losses = [record["loss"] for record in run.history() if "event" not in record]

@@ -59,7 +59,7 @@ def train_command() -> list[str]:
         str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", "-m", "smp_train", "train",
         "--model_type", "llama_v2", "--vocab_size", str(TOKENIZER_SIZE), "--max_context_width", str(SEQ_LEN),
         "--hidden_width", "128", "--num_layers", "2", "--num_heads", "4", "--num_key_value_heads", "2",
-        "--intermediate_size", "352", "--bf16", "0", "--activation_checkpointing", "0",
+        "--intermediate_size", "352", "--activation_checkpointing", "0",
         "--sharding_strategy", "full_shard", "--train_batch_size", "2", "--max_steps", str(STEPS),
         "--lr", "5e-3", "--min_lr", "5e-4", "--warmup", "15", "--weight_decay", "0.1",
         "--training_dir", str(DEMO / "data/train"), "--test_dir", str(DEMO / "data/test"),
