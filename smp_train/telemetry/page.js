@@ -304,8 +304,9 @@ const fact = ([name, value]) => el("span", {}, el("small", {}, name), el("b", {}
 function headline(run) {
   const { state, ...others } = run.headline, [done, , total] = (others.step || "").replaceAll(",", "").split(" ");
   const bad = ["died", "hung"].includes(state), share = Math.min(100, 100 * done / total);
-  const { model, parameters, ranks, host } = run.facts;
-  const about = [model, parameters && `${parameters} parameters`, ranks && `${ranks} rank${ranks > 1 ? "s" : ""}`, host && `on ${host}`];
+  const { model, parameters, data: source, ranks, host } = run.facts;
+  const about = [model && `${model}${parameters ? ` with ${parameters} parameters` : ""}`, source && `trained on ${source}`,
+    ranks && `${ranks} rank${ranks > 1 ? "s" : ""}${host ? ` on ${host}` : ""}`];
   return el("div", {}, el("h2", { class: bad || !run.health.well ? "bad" : "good" }, `${several ? `${run.name}: ` : ""}${state}${share < 100 ? `, ${Math.floor(share)} %` : ""}`),
     el("p", {}, el("small", {}, about.filter(Boolean).join(", "))), el("p", { class: "said" }, run.health.sentences), ...share >= 0 ? [el("div", { class: "bar" }, el("div", { style: `width:${share}%` }))] : [],
     el("div", { class: "facts" }, ...Object.entries(others).map(fact)));
@@ -353,7 +354,7 @@ function main() {
     for (const each of run.attempts) each.from = (each.began - run.began) / second;
   }
   $("axis").options[1].text = unit;
-  document.title = document.querySelector("h1").textContent = runs.map(run => run.name).join(", ");
+  document.title = document.querySelector("h1").textContent = `${several ? "Runs" : "Run"} ${runs.map(run => run.name).join(", ")}`;
   const again = data.live ? `, and again every ${data.live} s while the run goes on` : "";
   $("about").textContent = `Written ${clock(data.written)} UTC by smp-train ${data.version}${again}. All settings: run.json.`;
   tables();
