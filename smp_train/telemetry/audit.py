@@ -1,4 +1,4 @@
-"""Record of the samples of each step on each rank; evidence that each sample is used exactly once."""
+"""Record of the samples of each step on each rank, which shows that each sample was used exactly once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from smp_train.errors import ConfigError
 
 
 class DataAudit:
-    """Appends to ``data_audit-rank<r>.jsonl`` the identities of the samples that this rank consumed in each step.
+    """Appends the samples that this rank consumed in each step to ``data_audit-rank<r>.jsonl``.
 
-    One line per optimizer step, ``{"step": 12, "samples": ["train-00003.json.gz:17", ...], "attempt": 1, "dp_rank": 0,
-    "dp_size": 8}``, in order of use. A run that resumes from an earlier step writes later steps again, which replaces
-    the lines of earlier attempts for these steps, those of ranks that no longer exist included.
-
-    ``attempt`` numbers the starts of the run, equally on all ranks. Ranks of equal ``dp_rank`` read the same samples.
+    A line is ``{"step": 12, "samples": ["train-00003.json.gz:17", ...], "attempt": 1, "dp_rank": 0, "dp_size": 8}``
+    with the samples in order of use. ``attempt`` numbers the starts of the run and is equal on all ranks. A later
+    attempt's lines replace all ranks' earlier lines for the same steps. Ranks of equal ``dp_rank`` read the same
+    samples.
     """
 
     def __init__(self, run_dir: str | Path, rank: int, attempt: int, dp_rank: int, dp_size: int) -> None:
@@ -31,24 +30,21 @@ class DataAudit:
             raise self._unwritable(failure) from None
 
     def step(self, step: int, samples: Sequence[str], **counts: int) -> None:
-        """Record the samples of one finished update, and the ``counts`` that are not 0.
-
-        Raises nothing, as other ranks go on: see `check`.
-        """
+        """Record a finished update's samples and nonzero ``counts``. `check` raises the error of a failed write."""
         self._write({"step": step, "samples": list(samples), **{name: n for name, n in counts.items() if n}})
 
     def skip(self, first: int, last: int) -> None:
-        """Record that the updates of the steps ``first`` to ``last`` are not in the weights; raises nothing."""
+        """Record that the updates of steps ``first`` to ``last`` are not in the weights. `check` raises the error."""
         self._write({"skipped": [first, last]})
 
     def check(self) -> None:
-        """Raise `ConfigError` where something was not recorded."""
+        """Raise `ConfigError` if a record could not be written. Other ranks can go on until this is called."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):  # of what `check` tells
+        with contextlib.suppress(OSError):  # `check` raises the first error
             self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Logging: handlers of each rank, the two log lines that dashboards parse, and the regular expressions for them.
+"""Logging: each rank's handlers, the two log lines that dashboards parse, and their regular expressions.
 
 Imports no torch: the launchers pass `METRIC_DEFINITIONS` to SageMaker from machines without it.
 """
@@ -22,7 +22,7 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 
 _NUMBER = r"([-+]?[0-9]+\.?[0-9]*(?:[eE][-+]?[0-9]+)?)"
 
-# SageMaker searches every log line for each expression and keeps the first group; "nan" and "inf" match none.
+# SageMaker searches every log line for each expression and keeps the first group. "nan" and "inf" do not match.
 METRIC_DEFINITIONS: tuple[dict[str, str], ...] = (
     {"Name": "train:loss", "Regex": rf"Batch [0-9]+ Loss: {_NUMBER}"},
     {"Name": "train:samples_per_sec", "Regex": rf"Speed: {_NUMBER} samples/sec"},
@@ -45,7 +45,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Console(logging.StreamHandler):
-    """Writes lines above progress bars."""
+    """Writes log lines above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with without_bars(self.stream):
@@ -53,7 +53,7 @@ class _Console(logging.StreamHandler):
 
 
 class _LogFile(logging.FileHandler):
-    """Reports once that the file cannot be written, where Python prints a traceback for every record."""
+    """Logs one warning if the file cannot be written; Python would print a traceback for every record."""
 
     failed = False
 
@@ -66,7 +66,7 @@ class _LogFile(logging.FileHandler):
             get_logger().warning("%s: log lines are being lost (%s)", self.baseFilename, failure.strerror)
 
     def close(self) -> None:
-        with suppress(OSError):  # of the lines that are lost
+        with suppress(OSError):  # `handleError` has logged the loss
             super().close()
 
 
@@ -78,12 +78,9 @@ def get_logger() -> logging.Logger:
 def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | str = logging.INFO) -> None:
     """Set the handlers of the package's log; a later call replaces them.
 
-    Rank 0 writes to stdout. Every other rank writes warnings and errors only, to stderr, prefixed with its number,
-    without those that all ranks write (`ALL_RANKS`). With ``log_dir`` each rank also appends everything to
-    ``<log_dir>/rank-<rank>.log``.
-
-    Raises:
-        ConfigError: when the log file cannot be opened.
+    Rank 0 writes to stdout. Every other rank writes only warnings and errors, to stderr, prefixed with its number, and
+    leaves out messages that all ranks log (`ALL_RANKS`). With ``log_dir`` each rank also appends all its lines to
+    ``<log_dir>/rank-<rank>.log``. Raises `ConfigError` if that file cannot be opened.
     """
     logger = get_logger()
     for handler in list(logger.handlers):
@@ -117,7 +114,7 @@ def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | 
 def batch_line(record: Mapping[str, Any]) -> str:
     """Return the log line of a step record (see `smp_train.telemetry.metrics`).
 
-    Order and wording up to ``gradnorm`` are those of the original system, which dashboards parse.
+    Order and wording up to ``gradnorm`` are the original system's, because dashboards parse them.
     """
     return (
         f"Batch {record['step']} Loss: {_fixed(record.get('loss'), 5)},"
@@ -132,7 +129,7 @@ def batch_line(record: Mapping[str, Any]) -> str:
 
 
 def validation_line(step: int, loss: float) -> str:
-    """Return the log line of an evaluation: its loss in nats per counted token, and the perplexity."""
+    """Return the log line of a validation: its loss in nats per counted token, and the perplexity."""
     return f"Batch {step} Validation loss: {_fixed(loss, 5)}, perplexity: {_fixed(perplexity(loss), 2)}"
 
 
@@ -146,7 +143,7 @@ def _fixed(value: float | None, digits: int, *, scale: float = 1, unit: str = ""
 
 
 def _rate(value: float | None) -> str:
-    """Return six decimals as in the original, or an exponent for rates too small for these."""
+    """Return a learning rate with six decimals, as the original logs it, or with an exponent below 1e-5."""
     if value is None:
         return "n/a"
     return f"{value:.6f}" if value == 0 or not math.isfinite(value) or abs(value) >= 1e-5 else f"{value:.3e}"

@@ -1,4 +1,4 @@
-"""What holds the memory of a device that ran out of it, and which flags to change first."""
+"""The error of a run that ran out of memory: the largest owners of the memory, and the flags to change first."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from smp_train.telemetry.memory_tracker import dump, rss_gib
 
 log = logging.getLogger("smp_train.memory")
 
-OWNERS = 5
-FLAGS = 4
-"""Changes that are named at most."""
+OWNERS, FLAGS = 5, 4
+"""Largest numbers of owners and of changes in the error."""
 PIECES_FROM = 0.1
-"""Part of the memory that the allocator may keep in unused pieces before that is the first thing to change."""
+"""Share of the memory in unused pieces of the allocator from which these are the first thing to change."""
 OTHERS, PIECES = "activations and temporary tensors", "unused pieces kept by the allocator"
 LOGITS, SO_FAR = "logits and what the loss makes of them", "weights made so far"
 _GIB = 1024**3
@@ -39,11 +38,12 @@ def owners(
     model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device,
     widths: Collection[int] = (),
 ) -> list[tuple[str, float]]:  # fmt: skip
-    """Return what holds this rank's memory on the device and how many GiB, the largest first; not collective.
+    """Return the owners of this rank's memory on the device with their GiB, the largest first; not collective.
 
-    What is no weight, gradient, state, buffer or logit is found by difference: from the allocator's figure on a GPU,
-    where gathered layers are part of it, and from the resident memory on a CPU, where the program itself is. Without a
-    ``model`` that is what has been built of one. ``widths`` are the sizes of the vocabulary, or of a rank's part.
+    Weights, gradients, optimizer state, buffers and logits are counted. The difference to the allocator's total (on a
+    CPU, to the resident memory) is activations and temporary tensors, gathered layers included; on a CPU it includes
+    the program. Without a ``model``, the difference is the weights built so far. A tensor counts as logits if its last
+    dimension is in ``widths``: the size of the vocabulary, or of a rank's part of it.
     """
     counted: Counter[str] = Counter()
     layers: Counter[str] = Counter()
@@ -54,13 +54,13 @@ def owners(
         counted[owner] += size
         return size
 
-    rest, model = (SO_FAR, nn.Module()) if model is None else (OTHERS, model)
+    uncounted, model = (SO_FAR, nn.Module()) if model is None else (OTHERS, model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    of_head = {id(parameter) for parameter in head.parameters()} if head is not None else ()
+    head_ids = {id(parameter) for parameter in head.parameters()} if head is not None else ()
     for name, parameter in model.named_parameters():
         layer = _LAYER.search(name)
-        other = "weights of the head" if id(parameter) in of_head else "weights of embeddings and norms"
-        size = count("weights of layers" if layer else other, parameter)
+        outside = "weights of the head" if id(parameter) in head_ids else "weights of embeddings and norms"
+        size = count("weights of layers" if layer else outside, parameter)
         if layer:
             layers[name[: layer.end(1)]] += size
         count("gradients", parameter.grad)
@@ -69,84 +69,79 @@ def owners(
     for state in optimizer.state.values() if optimizer is not None else ():
         for value in state.values():
             count("optimizer state", value)
-    counted[LOGITS] = _of_width(widths, device)
-    found = {name: size / _GIB for name, size in counted.items()}
+    counted[LOGITS] = _logits_bytes(widths, device)
+    sizes = {name: size / _GIB for name, size in counted.items()}
     if layers:
         title = f"weights of {len(layers)} layers, at most {max(layers.values()) / _GIB:.3g} GiB each"
-        found[title] = found.pop("weights of layers")
+        sizes[title] = sizes.pop("weights of layers")
     known = sum(counted.values()) / _GIB
     if device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(device) / _GIB, torch.cuda.memory_reserved(device) / _GIB
-        free, total = (each / _GIB for each in torch.cuda.mem_get_info(device))
-        found[rest], found[PIECES] = allocated - known, reserved - allocated
-        found["CUDA, NCCL and other processes"] = total - free - reserved
+        free, total = (size / _GIB for size in torch.cuda.mem_get_info(device))
+        sizes[uncounted], sizes[PIECES] = allocated - known, reserved - allocated
+        sizes["CUDA, NCCL and other processes"] = total - free - reserved
     else:
-        found[f"{rest}, and the program"] = rss_gib() - known
-    return sorted(((name, size) for name, size in found.items() if size > 0), key=lambda each: -each[1])
+        sizes[f"{uncounted}, and the program"] = rss_gib() - known
+    return sorted(((name, size) for name, size in sizes.items() if size > 0), key=lambda owner: -owner[1])
 
 
-def _of_width(widths: Collection[int], device: torch.device) -> int:
-    """Return the bytes of the tensors that Python holds whose last dimension is one of ``widths``."""
-    found: dict[int, int] = {}
-    for each in gc.get_objects():
-        with suppress(Exception):  # of a tensor without memory of its own
-            if issubclass(type(each), torch.Tensor) and each.dim() > 1 and each.shape[-1] in widths:
-                storage = local_tensor(each).untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes() if storage.device.type == device.type else 0
-    return sum(found.values())
+def _logits_bytes(widths: Collection[int], device: torch.device) -> int:
+    """Return the bytes of all live tensors whose last dimension is in ``widths``."""
+    bytes_at: dict[int, int] = {}
+    for tensor in gc.get_objects():
+        with suppress(Exception):  # some tensors, such as fake ones, have no storage
+            if issubclass(type(tensor), torch.Tensor) and tensor.dim() > 1 and tensor.shape[-1] in widths:
+                storage = local_tensor(tensor).untyped_storage()
+                bytes_at[storage.data_ptr()] = storage.nbytes() if storage.device.type == device.type else 0
+    return sum(bytes_at.values())
 
 
 def changes(
-    args: Arguments, held: list[tuple[str, float]], degrees: Degrees, local_world_size: int, *, on_gpu: bool,
+    args: Arguments, owned: list[tuple[str, float]], degrees: Degrees, local_world_size: int, *, on_gpu: bool,
     smp: bool = False,
 ) -> list[str]:  # fmt: skip
-    """Return the changes that lower what is largest, the first to be tried first."""
-    total = sum(size for _, size in held)
-    pieces = dict(held).get(PIECES, 0.0) >= PIECES_FROM * total
-    activations = sum(size for name, size in held if name.startswith((OTHERS, LOGITS)))
-    state = sum(size for name, size in held if name.startswith(("weights", "gradients", "optimizer")))
-    # What was not allocated is not among what is held: it may be logits as well as activations.
+    """Return the changes that lower the largest owners, in the order to try them."""
+    total = sum(size for _, size in owned)
+    pieces = dict(owned).get(PIECES, 0.0) >= PIECES_FROM * total
+    activations = sum(size for name, size in owned if name.startswith((OTHERS, LOGITS)))
+    state = sum(size for name, size in owned if name.startswith(("weights", "gradients", "optimizer")))
+    # The failed allocation belongs to no owner: it may have been logits or activations.
     uses = Uses(state, working=activations, head=activations)
-    found = remedies(args, uses, degrees, local_world_size, gpu=on_gpu, smp=smp)
-    # Memory ran out before the step had all of its tensors, so the host needs at least what is held now.
+    flag_sets = remedies(args, uses, degrees, local_world_size, gpu=on_gpu, smp=smp)
+    # The step had not allocated all of its tensors yet, so the host needs at least the memory in use now.
     host = {"cpu_offload": state, "sm_activation_offloading": activations}
-    named = []
-    for flags in filter(None, found):
+    lines = []
+    for flags in filter(None, flag_sets):
         sizes = [f" (with at least {host[name]:.3g} GiB of host memory per rank)" for name in flags if name in host]
-        named.append(command_line(flags) + "".join(sizes))
+        lines.append(command_line(flags) + "".join(sizes))
     last = ["a smaller --max_context_width", MORE_DEVICES]
-    named += last if activations >= state else last[::-1]
-    return [*["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"] * pieces, *named][:FLAGS]
-
-
-def table(held: list[tuple[str, float]]) -> list[str]:
-    """Return the rows of the largest owners."""
-    total = sum(size for _, size in held)
-    return [f"memory GiB | {size:8.3f} | {100 * size / total:3.0f} % | {name}" for name, size in held[:OWNERS]]
+    lines += last if activations >= state else last[::-1]
+    return [*["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"] * pieces, *lines][:FLAGS]
 
 
 def out_of_memory(
     failure: BaseException, args: Arguments, degrees: Degrees, ranks: Runtime, model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None, *, device: torch.device, step: int = 0, folder: Path, smp: bool,
 ) -> SmpTrainError | None:  # fmt: skip
-    """Return the error that says who holds the memory and what to change, and log the table; not collective.
+    """Return the error that names the memory's owners and the changes, and log the table; not collective.
 
-    None where ``failure`` is another one. To be called where it is caught: its frames still hold the activations.
-    ``step`` is the one being made, without a ``model`` that one is built; a snapshot goes to ``folder``.
+    Return None if ``failure`` is not a lack of memory. Call this in the ``except`` block, while the failure's frames
+    keep the activations alive. Without a ``model``, the failure came while it was built. A snapshot goes to ``folder``.
     """
-    said = no_memory(failure) if isinstance(failure, Exception) and not isinstance(failure, SmpTrainError) else None
-    if said is None:
+    reason = no_memory(failure) if isinstance(failure, Exception) and not isinstance(failure, SmpTrainError) else None
+    if reason is None:
         return None
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", 0)
-    held = owners(model, optimizer, device, {vocabulary, vocabulary // args.tensor_parallel_degree} - {0})
-    for row in table(held):
-        log.error("%s", row, extra=ALL_RANKS)
+    owned = owners(model, optimizer, device, {vocabulary, vocabulary // args.tensor_parallel_degree} - {0})
+    total = sum(size for _, size in owned)
+    for name, size in owned[:OWNERS]:
+        log.error("memory GiB | %8.3f | %3.0f %% | %s", size, 100 * size / total, name, extra=ALL_RANKS)
     dump(folder, ranks.rank)
-    change = changes(args, held, degrees, ranks.local_world_size, on_gpu=device.type == "cuda", smp=smp)
-    largest = ", ".join(f"{name} {size:.3g} GiB" for name, size in held[:OWNERS])
-    where = "while the model is built" if model is None else f"in step {step}, {heartbeat.PHASES[heartbeat.phase]}"
+    change = changes(args, owned, degrees, ranks.local_world_size, on_gpu=device.type == "cuda", smp=smp)
+    largest = ", ".join(f"{name} {size:.3g} GiB" for name, size in owned[:OWNERS])
+    when = "while the model is built" if model is None else f"in step {step}, {heartbeat.PHASES[heartbeat.phase]}"
     return SmpTrainError(
-        f"out of memory {where}: {said}; held by {largest}; change, in this order: {'; '.join(change)}"
+        f"out of memory {when}: {reason}; held by {largest}; change, in this order: {'; '.join(change)}"
     )
 
 
@@ -154,7 +149,7 @@ def out_of_memory(
 def while_building(
     args: Arguments, degrees: Degrees, ranks: Runtime, device: torch.device, folder: Path, *, smp: bool
 ) -> Iterator[None]:  # fmt: skip
-    """Raise the error of `out_of_memory` where memory runs out in the body; not collective."""
+    """Raise the error of `out_of_memory` if memory runs out in the body; not collective."""
     try:
         yield
     except Exception as failure:

@@ -1,4 +1,4 @@
-"""Memory in use, in GiB: the figure of the log line, and the rows of ``--enable_memory_profiling``."""
+"""Memory use in GiB, for the log line and for the table of ``--enable_memory_profiling``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 from smp_train.distributed import ALL_RANKS, heartbeat
 
 _GIB = 1024**3
 FIRST_STEPS = 3
-"""Steps of each start whose phases have rows; saves and validations always have."""
+"""Steps after each start whose phases get a row; every save and validation gets one."""
 HISTORY = 100_000
 """Allocations and releases whose stacks a snapshot keeps."""
 
@@ -25,12 +23,12 @@ log = logging.getLogger("smp_train.memory")
 
 
 class MemoryRows:
-    """The rows of ``--enable_memory_profiling``: what is in use when a phase ends."""
+    """The table of ``--enable_memory_profiling``: the memory in use at the end of each phase."""
 
     def __init__(self, device: torch.device, folder: Path, rank: int, *, on: bool) -> None:
-        """Listen to the heartbeat until it ends, if ``on``; the allocator notes who allocates. Not collective.
+        """Log rows until the heartbeat ends, if ``on``, and write a snapshot of the first steps to ``folder``.
 
-        A snapshot of the first steps goes to ``folder``.
+        The allocator then records the stack of every allocation. Not collective.
         """
         self._device, self._on, self._phase, self._steps = device, on, heartbeat.START, 0
         self._folder, self._rank = folder, rank
@@ -38,34 +36,30 @@ class MemoryRows:
             return
         self.row("before the model")
         if device.type == "cuda":
-            import torch
-
             torch.cuda.memory._record_memory_history(max_entries=HISTORY)
         heartbeat.listeners.append(self.mark)
 
     def row(self, title: str) -> None:
-        """Log what is in use now."""
+        """Log the memory in use now."""
         if self._on:
             log.info(memory_report(self._device, title))
 
     def mark(self, phase: int) -> None:
-        """Log the row of the phase that ends."""
+        """Log the row of the phase that ends as ``phase`` begins."""
         ended, self._phase = self._phase, phase
         self._steps += ended == heartbeat.DATA
         in_a_step = ended in heartbeat.IN_A_STEP
         if phase != ended and (not in_a_step or self._steps <= FIRST_STEPS):
-            where = f"step {self._steps} of this start, " if in_a_step else ""
-            self.row(f"{where}{heartbeat.PHASES[ended]}")
+            step = f"step {self._steps} of this start, " if in_a_step else ""
+            self.row(f"{step}{heartbeat.PHASES[ended]}")
         if ended == heartbeat.DATA and self._steps == FIRST_STEPS + 1:
             dump(self._folder, self._rank)
 
 
 def dump(folder: Path, rank: int) -> None:
-    """Write what the GPU's allocator holds, and log where; nothing without a GPU."""
-    import torch
-
+    """Write a snapshot of the GPU's allocator and log its path; do nothing without a GPU."""
     path = folder / f"memory-rank{rank}.pickle"
-    with suppress(Exception):  # whatever the run does, or fails for, matters more
+    with suppress(Exception):  # a failed snapshot must not end the run or hide its error
         if torch.cuda.is_available():
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
@@ -73,11 +67,9 @@ def dump(folder: Path, rank: int) -> None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the allocator's peak on a GPU since the last call, and reset it; on a CPU the current resident memory."""
+    """Return a GPU allocator's peak since the last call and reset it; on a CPU, return the resident memory."""
     if device.type != "cuda":
         return rss_gib()
-    import torch
-
     peak = torch.cuda.max_memory_allocated(device) / _GIB
     torch.cuda.reset_peak_memory_stats(device)
     return peak
@@ -86,13 +78,11 @@ def memory_gib(device: torch.device) -> float:
 def memory_report(device: torch.device, title: str) -> str:
     """Return one row of the memory table, of constant width.
 
-    ``peak`` is the allocator's since the last `memory_gib`. The device's columns are empty without a GPU. Does not
-    synchronize with the device: the allocator's statistics are on the host.
+    ``peak`` is the allocator's peak since the last `memory_gib`. Without a GPU the device's columns are empty. The
+    allocator's statistics are on the host, so the device is not synchronized.
     """
     used: list[float | None] = [None, None, None]
     if device.type == "cuda":
-        import torch
-
         counts = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, torch.cuda.max_memory_allocated)
         used = [count(device) / _GIB for count in counts]
     names = ("allocated", "reserved", "peak", "cpu rss", "cpu available")
@@ -102,7 +92,7 @@ def memory_report(device: torch.device, title: str) -> str:
 
 
 def rss_gib() -> float:
-    """Return the resident memory of this process (its peak where there is no ``/proc``)."""
+    """Return the resident memory of this process; without ``/proc``, its peak."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
@@ -112,7 +102,7 @@ def rss_gib() -> float:
 
 
 def available_gib() -> float | None:
-    """Return the available memory of the machine, None where there is no ``/proc``."""
+    """Return the available memory of the machine, or None without ``/proc``."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)

@@ -1,10 +1,9 @@
 """Metrics of a run: `metrics.jsonl`, throughput between two log lines, and peak FLOP/s of devices.
 
-`metrics.jsonl` holds one JSON object per line. A line without ``event`` is a logged step and has at least
-`STEP_FIELDS`; a line with ``event`` is one of `EVENTS`. JSON has no NaN or infinity: such a value is written
-as null and named in ``nonfinite``, for example ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
-The file is append-only: a run that resumes from an earlier step writes later steps again, and `history` drops the
-superseded records.
+`metrics.jsonl` has one JSON object per line: a logged step with at least `STEP_FIELDS`, or one of `EVENTS`, which
+has the field ``event``. JSON cannot express nan and infinity, so these are written as null and named in ``nonfinite``:
+``{"loss": null, "nonfinite": {"loss": "nan"}}``. The file is append-only: a run that resumes from an earlier step
+writes later steps again, and `history` drops the superseded records.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SPEED_FIELDS = (
     "tokens_per_sec",  # positions, all devices
     "tokens_per_sec_per_device",
     "tflops_per_device",  # model FLOPs: 6 N_matmul + 12 L H d S per token; recomputation not counted
-    "mfu",  # tflops_per_device as a fraction of the dense bf16 peak; null where that is unknown
+    "mfu",  # tflops_per_device as a fraction of the dense bf16 peak; null for a device without a known peak
     "step_sec",  # mean per update since the last record, without saving and validation
     "data_wait_sec",  # part of step_sec that this rank waited for its batch
 )
@@ -49,75 +48,54 @@ STEP_FIELDS = (
     "time",  # seconds since 1970
 )
 
-# Means per update over the steps since the last record, of those that every rank's device had passed; null before any.
-# Absent with --telemetry minimal.
+# Means per update over the steps since the last record that every rank's device has completed; null before the first of
+# them. Absent with --telemetry minimal.
 TIME_FIELDS = (
     "time_shares",  # parts of all time, mean over ranks, that add up to 1: `step_times.SHARES`
-    "communication_share",  # collectives of weights and gradients (FSDP2), part of all time; on a GPU beside compute
-    "host_ahead_sec",  # the host waited for its device, the least of all ranks; near 0: the host limits; null on a CPU
-    "slowest_rank",  # that waits least for others; null in a world of one, as the next four
+    "communication_share",  # share of the time in FSDP2's collectives; they overlap compute on a GPU
+    "host_ahead_sec",  # least time of any rank's host waiting for its device; near 0: the host limits; null on a CPU
+    "slowest_rank",  # the rank that waits least; this and the next four are null with one rank
     "slowest_host",
-    "slowest_phase",  # in which it differs most from the other ranks' median
-    "slowest_sec",  # seconds per update more than the other ranks' median
-    "slowest_share",  # the same as a part of a step
+    "slowest_phase",  # phase in which that rank differs most from the other ranks' median
+    "slowest_sec",  # seconds per update above the other ranks' median
+    "slowest_share",  # slowest_sec as a share of a step
 )
 NAMED_FROM = 0.1
-"""A rank is named, in the log and in the report, when it costs the others this part of a step."""
+"""The log and the report name a rank that delays all other ranks by this share of a step."""
 
-# Each has ``step``, the updates done. An attempt begins with `start` (at 0) or `resume` (from a checkpoint).
+# Each event has ``step``, the updates done. An attempt begins with `start` (at 0) or `resume` (from a checkpoint).
 EVENTS = ("start", "resume", "save", "evaluate", "spike", "diverged", "profile", "stop", "finish")
 
-_PEAKS: tuple[tuple[str, float], ...] = (
-    (r"A10G\b", 70e12),
-    (r"L4\b", 121e12),
-    (r"L40S\b", 362e12),
-    (r"A100\b", 312e12),
-    (r"H100 NVL\b", 835.5e12),
-    (r"H100 PCIe\b", 756.5e12),
-    (r"H100\b", 989.4e12),
-    (r"H200 NVL\b", 835.5e12),
-    (r"H200\b", 989.4e12),
-    (r"B200\b", 2250e12),
-    (r"B300\b", 2250e12),
-    (r"GB200\b", 2500e12),
-)
+_PEAKS = {
+    "A10G": 70e12, "L4": 121e12, "L40S": 362e12, "A100": 312e12, "H100 NVL": 835.5e12, "H100 PCIe": 756.5e12,
+    "H100": 989.4e12, "H200 NVL": 835.5e12, "H200": 989.4e12, "B200": 2250e12, "B300": 2250e12, "GB200": 2500e12,
+}  # fmt: skip
 
 
 def peak_flops(device_name: str) -> float | None:
     """Return the peak of dense bf16 matrix products in FLOP/s, None for a device outside the table.
 
-    Figures are NVIDIA's: the data sheets of A10G, L4, L40S, A100, H100, H200 and GB200 and the HGX B200 and B300 pages,
-    halved where a sheet quotes 2:4 sparsity. H100 SXM is 528 tensor cores x 1024 FLOP/clock x 1.83 GHz. A slice of a
-    device (MIG), whose name contains the whole device's, has no known peak.
-
-    Args:
-        device_name: of ``torch.cuda.get_device_name``, such as ``NVIDIA H100 80GB HBM3``.
+    The figures are from NVIDIA's data sheets and HGX pages, halved if they quote 2:4 sparsity. H100 SXM is 528 tensor
+    cores x 1024 FLOP/clock x 1.83 GHz. A slice of a device (MIG) has the device's name in its own and no known peak.
+    ``device_name`` is the result of ``torch.cuda.get_device_name``, such as ``NVIDIA H100 80GB HBM3``.
     """
     if "MIG" in device_name:
         return None
-    return next((peak for name, peak in _PEAKS if re.search(rf"\b{name}", device_name)), None)
+    return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 class Throughput:
     """Throughput between two log lines; `pause` excludes saving and validation.
 
-    Does not synchronize by itself: call `window` after the device has been waited for, as reading the loss does.
+    ``devices`` counts the ranks of the run, ``flops_per_token`` is one position's forward and backward pass, and
+    ``peak`` is one device's `peak_flops`. ``synchronize`` is called at both ends of a pause, so that work queued before
+    a save is not part of the pause. Call `window` after a wait for the device, such as reading the loss.
     """
 
     def __init__(
         self, *, devices: int, flops_per_token: float | None = None, peak: float | None = None,
         synchronize: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        """Start the first window.
-
-        Args:
-            devices: ranks of the whole run.
-            flops_per_token: model FLOPs of one position, forward and backward.
-            peak: FLOP/s of one device (`peak_flops`), None when unknown.
-            synchronize: waits for the device at both ends of a pause, so that work queued before a save does
-                not count as part of it: ``torch.cuda.synchronize`` on a GPU.
-            clock: seconds; for tests.
-        """
         self._devices, self._flops_per_token, self._peak = devices, flops_per_token, peak
         self._synchronize, self._clock = synchronize, clock
         self._restart()
@@ -153,10 +131,7 @@ class Throughput:
             self._waited += self._clock() - began
 
     def window(self) -> dict[str, float | None]:
-        """Return the speed fields of `STEP_FIELDS` since the last call, and start a new window.
-
-        Without a step in the window every field is None.
-        """
+        """Return `SPEED_FIELDS` since the last call, all None without a step, and start a new window."""
         seconds = self._clock() - self._began - self._paused
         fields: dict[str, float | None] = dict.fromkeys(SPEED_FIELDS)
         if self._steps and seconds > 0:
@@ -176,13 +151,13 @@ class Throughput:
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` and passes on to trackers; does nothing on ranks other than the main one.
+    """Appends records to `metrics.jsonl` and passes them to trackers; does nothing on ranks other than 0.
 
     Every line is flushed. A disk failure during the run loses records, with one warning, and does not stop the run.
     """
 
     def __init__(self, run_dir: str | Path, *, is_main: bool = True) -> None:
-        """Open the file; `ConfigError` where that fails. Not collective."""
+        """Open the file. Raises `ConfigError` if it cannot be written. Not collective."""
         self.trackers: Trackers | None = None
         self._file: Any = None
         self._failed = False
@@ -192,15 +167,15 @@ class MetricsWriter:
         path = Path(run_dir) / FILE_NAME
         try:
             self._file = path.open("a", encoding="utf-8")
-            with path.open("rb") as before:
-                before.seek(max(0, before.seek(0, os.SEEK_END) - 1))
-                if before.read() not in (b"", b"\n"):  # the partial last line of a killed run
+            with path.open("rb") as written:
+                written.seek(max(0, written.seek(0, os.SEEK_END) - 1))
+                if written.read() not in (b"", b"\n"):  # the partial last line of a killed run
                     self._file.write("\n")
         except OSError as failure:
             raise ConfigError(f"{path}: cannot write metrics ({failure.strerror}); set --run_dir") from None
 
     def step(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a logged step, and return it. Fields of `STEP_FIELDS` missing in ``record`` are written as null."""
+        """Write a logged step and return it. Fields of `STEP_FIELDS` that ``record`` lacks are written as null."""
         full = {**dict.fromkeys(STEP_FIELDS), "time": time.time(), **record}
         self._write(full)
         if self.trackers is not None:
@@ -219,7 +194,7 @@ class MetricsWriter:
         return record
 
     def close(self) -> None:
-        """Close the file, and the trackers after what they have to take; later calls do nothing."""
+        """Close the file, and the trackers once they have taken their queued records; later calls do nothing."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
@@ -247,31 +222,31 @@ def to_json(record: Mapping[str, Any]) -> str:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return all records of a run in the order written, without partial lines of killed runs.
-
-    Raises:
-        ConfigError: the run has no metrics.
-    """
+    """Return all records of a run in the order written. Raises `ConfigError` if the run has no metrics."""
     path = Path(run_dir) / FILE_NAME
     try:
-        lines = path.read_bytes().splitlines()
+        return json_lines(path)
     except OSError as failure:
         raise ConfigError(f"{path}: cannot read a run's metrics ({failure.strerror})") from None
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON lines, without broken lines. Raises OSError."""
     records: list[Any] = []
-    for line in lines:
+    for line in path.read_bytes().splitlines():
         with suppress(ValueError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
 
 
 def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a run's records without superseded ones: a start discards all later steps of earlier attempts."""
-    kept: list[dict[str, Any]] = []
+    """Return a run's records without superseded records: a start discards later steps of earlier attempts."""
+    current: list[dict[str, Any]] = []
     for record in records:
         if record.get("event") in ("start", "resume") and "step" in record:
-            kept = [earlier for earlier in kept if earlier.get("step", 0) <= record["step"]]
-        kept.append(record)
-    return kept
+            current = [earlier for earlier in current if earlier.get("step", 0) <= record["step"]]
+        current.append(record)
+    return current
 
 
 def is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""`report.html`: one page of one run or of several, with its data, style and script inside; nothing is fetched."""
+"""`report.html`, a page of one run or several; it contains its data, style and script and fetches nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from smp_train.telemetry.run_folder import write_atomic
 
 FILE_NAME = "report.html"
 GRACE_SECONDS = 60.0
-"""Seconds for which the page of a run whose process is gone is still updated: a launcher may restart it."""
+"""Seconds for which the page is still updated after the run's process has died: a launcher may restart it."""
 
 
 def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) -> Path:
-    """Write the page of runs, atomically; ``live``: seconds after which it loads itself again, 0 for never.
+    """Write the page atomically. If ``live`` is not 0, the page reloads itself after so many seconds.
 
-    Raises:
-        ConfigError: it cannot be written.
+    Raises `ConfigError` if it cannot be written.
     """
     data = {
         "runs": [run.to_json() for run in runs], "written": time.time(), "version": smp_train.__version__, "live": live,
@@ -40,7 +39,7 @@ def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) ->
 
 
 def follow(folders: Sequence[str], path: str | Path, every: float) -> None:
-    """Write the page every so many seconds until all runs have ended; the last one no longer loads itself again."""
+    """Write the page every so many seconds until all runs have ended; the last page does not reload itself."""
     ended_at: float | None = None
     while True:
         runs = read_runs(folders)

@@ -23,12 +23,12 @@ log = get_logger()
 
 
 class Profiler:
-    """Records the chosen steps on each rank; the verdict on PyTorch's profile is over all ranks."""
+    """Records the chosen steps on each rank. The verdict on PyTorch's profile covers all ranks."""
 
     def __init__(self, args: Arguments, run_dir: Path, rank: int, event: Callable[..., Any] = dict) -> None:
-        """Prepare recording into ``<run_dir>/profile``; `ConfigError` where that folder cannot be created.
+        """Prepare recording into ``<run_dir>/profile``. Raises `ConfigError` if that folder cannot be created.
 
-        ``event`` is `MetricsWriter.event`, for the verdict.
+        The verdict is passed to ``event``, which is `MetricsWriter.event`.
         """
         self.folder, self.rank, self.event = run_dir / "profile", rank, event
         self.recorded: list[int] = []
@@ -47,42 +47,40 @@ class Profiler:
         if args.use_profiler:
             # The step before the first one, if any, is warm-up: recorded and discarded.
             skipped, warmup = max(self.first - 2, 0), min(self.first - 1, 1)
+            active = args.profile_steps
+            schedule = torch.profiler.schedule(skip_first=skipped, wait=0, warmup=warmup, active=active, repeat=1)
             self.torch_profiler = torch.profiler.profile(
-                schedule=torch.profiler.schedule(
-                    skip_first=skipped, wait=0, warmup=warmup, active=args.profile_steps, repeat=1
-                ),
-                on_trace_ready=self._write,
-                record_shapes=True,
+                schedule=schedule, on_trace_ready=self._write, record_shapes=True,
                 profile_memory=args.enable_memory_profiling,
-            )
+            )  # fmt: skip
             self.torch_profiler.start()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Mark training step ``number``; the steps to record are counted from the start of this process.
+        """Mark training step ``number``. Steps to record are counted from the start of this process.
 
-        Collective after the last one recorded.
+        Collective after the last recorded step.
         """
         self.done += 1
         if self.first <= self.done <= self.last:
             self.recorded.append(number)
         with ExitStack() as marks:
             if self.nsys:
-                self._nsys(before=True)
+                self._nsys(step_begins=True)
                 if torch.cuda.is_available():
                     marks.enter_context(torch.cuda.nvtx.range(f"step {number}"))
                     if self.first <= self.done <= self.last:
                         marks.enter_context(torch.autograd.profiler.emit_nvtx())
             yield
         if self.nsys:
-            self._nsys(before=False)
+            self._nsys(step_begins=False)
         if self.torch_profiler is not None:
             self.torch_profiler.step()
             if self.done == self.last:
                 self._stop()
 
     def close(self) -> None:
-        """End a recording that the run was too short for, and write its part; collective where there is one."""
+        """End an unfinished recording and write the steps that it has; collective if PyTorch's profiler is on."""
         self._stop()
         if self.nsys and self.first <= self.done < self.last and torch.cuda.is_available():
             torch.cuda.cudart().cudaProfilerStop()
@@ -93,14 +91,14 @@ class Profiler:
             profiler.stop()
             self._judge()
 
-    def _nsys(self, *, before: bool) -> None:
+    def _nsys(self, *, step_begins: bool) -> None:
         """Start or stop the capture range of `nsys profile --capture-range cudaProfilerApi`."""
         if not torch.cuda.is_available():
-            if before and self.done == self.first:
+            if step_begins and self.done == self.first:
                 log.warning("--profile_nsys 1: there is no GPU here, and nothing to record")
-        elif before and self.done == self.first:
+        elif step_begins and self.done == self.first:
             torch.cuda.cudart().cudaProfilerStart()
-        elif not before and self.done == self.last:
+        elif not step_begins and self.done == self.last:
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaProfilerStop()
 
@@ -114,11 +112,11 @@ class Profiler:
             (self.folder / f"operators-rank{self.rank}.txt").write_text(table + "\n", encoding="utf-8")
         try:
             self.shares, self.dearest = verdict.shares(profiler.events()), verdict.dearest(averages, on_gpu=on_gpu)
-        except Exception as failure:  # of events that another torch names otherwise; training goes on
+        except Exception as failure:  # another release of torch may name events differently; training goes on
             log.warning("%s: no verdict on it (%s: %s)", trace, type(failure).__name__, first_line(failure))
 
     def _judge(self) -> None:
-        """Log the verdict, and write it beside the traces and among the events; collective."""
+        """Log the verdict, and write it to the profile's folder and to `metrics.jsonl`; collective."""
         gathered = distributed.gather("judging the profile", lambda: (self.shares, socket.gethostname()))
         ranks = [shares for shares, _ in gathered if shares is not None]
         if len(ranks) < len(gathered) or distributed.rank() != 0:

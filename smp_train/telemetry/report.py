@@ -1,4 +1,4 @@
-"""``smp-train report``: a page of runs, drawn from what is in their folders alone."""
+"""The verb ``smp-train report``: write a page of one run or several from their run folders."""
 
 from __future__ import annotations
 

@@ -41,9 +41,7 @@ class RunFolder:
 
         With `KEEP_STOP` in the environment a `STOP` stays: the launcher has removed an earlier one, so this one was
         written during the start. `DONE` and `STOPPED` stay until `reopen`, as an attempt may fail before it trains.
-
-        Raises:
-            ConfigError: the folder cannot be created or written to.
+        Raises `ConfigError` if the folder cannot be created or written to.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -53,14 +51,14 @@ class RunFolder:
             raise self._unwritable(failure) from None
 
     def earlier_attempts(self) -> int:
-        """Return the number of earlier starts of this run. Raises OSError where they cannot be read."""
+        """Return the number of earlier starts of this run. Raises OSError if `attempts.jsonl` cannot be read."""
         return len(self.attempts.read_bytes().splitlines()) if self.attempts.exists() else 0
 
     def write_run(self, *, config: Mapping[str, Any], mesh: Mapping[str, Any] | None = None, **facts: Any) -> None:
-        """Write `run.json` and append the same to `attempts.jsonl`, one line per start of this run.
+        """Write `run.json`, and append the same record to `attempts.jsonl`, which has a line per start of this run.
 
-        The resolved ``config``, the size of each dimension of the ``mesh``, versions, the command line and ``facts``.
-        The environment, which may hold credentials, is not written; neither are queries of URLs.
+        The record has the resolved ``config``, the size of each dimension of the ``mesh``, versions, the command line
+        and ``facts``. Environment variables and queries of URLs are left out: they may hold credentials.
         """
         try:
             record = {
@@ -81,15 +79,15 @@ class RunFolder:
             raise self._unwritable(failure) from None
 
     def read_run(self) -> dict[str, Any]:
-        """Return the content of `run.json`, empty where there is none."""
+        """Return the content of `run.json`, or an empty mapping if it is missing or unreadable."""
         try:
-            found = json.loads(self.run_json.read_bytes())
+            record = json.loads(self.run_json.read_bytes())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return record if isinstance(record, dict) else {}
 
     def run_name(self) -> str:
-        """Return the name of the run that started here last, empty where it is unknown."""
+        """Return the name of the run that last started in this folder, or an empty string."""
         run = self.read_run().get("run")
         name = str(run.get("name", "")) if isinstance(run, dict) else ""
         return name if is_run_name(name) else ""
@@ -106,12 +104,12 @@ class RunFolder:
         """Remove `DONE` and `STOPPED`: the run continues, for example to a higher ``--max_steps``."""
         self._remove(self.done, self.stopped)
 
-    def _mark(self, marker: Path, step: int, *others: Path) -> None:
+    def _mark(self, marker: Path, step: int, *outdated: Path) -> None:
         try:
             write_atomic(marker, json.dumps({"step": step, "time": time.time()}) + "\n")
         except OSError as failure:
             raise self._unwritable(failure) from None
-        self._remove(*others)
+        self._remove(*outdated)
 
     def _remove(self, *markers: Path) -> None:
         try:
@@ -125,18 +123,18 @@ class RunFolder:
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions of Python, this package, torch and transformers; None where not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "smp_train": smp_train.__version__}
+    """Return the versions of Python, this package, torch and transformers; None for a package not installed."""
+    installed: dict[str, str | None] = {"python": platform.python_version(), "smp_train": smp_train.__version__}
     for name in ("torch", "transformers"):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a file atomically and durably: readers see the old content or the new one, also after a crash."""
+    """Replace a file atomically: readers see the old or the new content, even after a crash."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -11,12 +11,12 @@ from smp_train.progress import bar_class
 from smp_train.telemetry.logging_utils import get_logger
 
 STATUS_SECONDS = 60.0
-"""Between status lines where there is no terminal."""
+"""Seconds between two status lines without a terminal."""
 FORM = "step {n_fmt} of {total_fmt} |{bar}| ETA {remaining}{postfix}"
 
 
 class Screen:
-    """Shows the step, and from each logged one its loss, speed, wait for data and the next save. Never waits."""
+    """Shows the step, and the last logged loss, speed, wait for data and next save. Never waits for the device."""
 
     def __init__(self) -> None:
         """Show nothing until `open`."""
@@ -27,7 +27,7 @@ class Screen:
         self._shown: list[str] = []
 
     def open(self, step: int, total: int, *, bar: bool) -> None:
-        """Begin after ``step`` of ``total``; with a ``bar`` where there is a terminal."""
+        """Begin after ``step`` of ``total``; show a ``bar`` if there is a terminal."""
         self._first, self._total = step, total
         self._began = self._spoke = time.monotonic()
         bar_of = bar_class() if bar else None

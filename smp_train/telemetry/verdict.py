@@ -1,4 +1,4 @@
-"""What a profile says of a step, in one paragraph: shares of the device's time, its bound, and the slowest rank."""
+"""A profile in one paragraph: where the device's time goes, what limits the step, and which rank is slow."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 DEAREST = 10
 IDLE_FROM, EXPOSED_FROM = 0.2, 0.15
-"""Shares of a step, idle or in exposed communication, from which it is bound by the host or by communication."""
+"""A step is bound by the host (or by communication) if the device is idle (or in exposed communication) this long."""
 LATE_FROM = 0.1
-"""A rank is named that waits less in communication than the others' median by this share of a step."""
+"""A rank is slow if it spends this share of a step less in communication than the median of all other ranks."""
 ADVICE = {
     "the host or the data": "see data_wait_sec; give --use_torch_compile 1 or a larger --train_batch_size",
     "communication": (
@@ -27,25 +27,30 @@ Spans = list[tuple[float, float]]
 
 
 class Shares(NamedTuple):
-    """What one rank's device did in the recorded steps, per step, in seconds."""
+    """Seconds per recorded step of one rank's device."""
 
     step: float
     compute: float
     communication: float
     """Time in collectives, waiting for other ranks included."""
     exposed: float
-    """The part of it that no computation overlaps."""
+    """The part of ``communication`` that no computation overlaps."""
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> Spans:
     """Return the union of spans (start, end), in order."""
-    found: Spans = []
+    union: Spans = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
+
+
+def clipped(spans: Spans, first: float, last: float) -> Spans:
+    """Return the parts of the spans between two times."""
+    return [(max(start, first), min(end, last)) for start, end in spans if start < last and end > first]
 
 
 def length(spans: Iterable[tuple[float, float]]) -> float:
@@ -54,10 +59,10 @@ def length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def shares(events: Iterable[Any]) -> Shares | None:
-    """Return what the events of a profile (``torch.profiler.profile.events()``) say; None where there is no step.
+    """Return the shares of a profile's events (``torch.profiler.profile.events()``), or None without a recorded step.
 
-    On a GPU the device's spans are its kernels and copies, NCCL's told by their names, from the first to the last. On a
-    CPU they are the operators, and gloo's collectives on its threads, between the first and the last recorded step.
+    A GPU's spans are its kernels and copies; NCCL's kernels, known by their names, are the communication. A CPU's spans
+    are its operators, and gloo's collectives on gloo's threads, within the recorded steps.
     """
     cpu: list[Any] = []
     gpu: list[Any] = []
@@ -75,53 +80,54 @@ def shares(events: Iterable[Any]) -> Shares | None:
             compute.append(span)
     if not steps or not compute:
         return None
-    first, last = min(each.start for each in steps), max(each.end for each in steps)
+    first, last = min(step.start for step in steps), max(step.end for step in steps)
     if kernels:
         first, last = min(start for start, _ in compute + talk), max(end for _, end in compute + talk)
-    within = [[(max(a, first), min(b, last)) for a, b in each if a < last and b > first] for each in (compute, talk)]
-    compute, talk = within
+    compute, talk = (clipped(spans, first, last) for spans in (compute, talk))
     busy, computing, talking = length(compute + talk), length(compute), length(talk)
     scale = 1e-6 / len(steps)
     return Shares((last - first) * scale, computing * scale, talking * scale, (busy - computing) * scale)
 
 
-def bound(one: Shares) -> str:
-    """Return what a step is bound by: a key of `ADVICE`."""
-    idle, exposed = 1 - (one.compute + one.exposed) / one.step, one.exposed / one.step
+def bound(rank: Shares) -> str:
+    """Return the key of `ADVICE` that names a step's bottleneck."""
+    idle, exposed = 1 - (rank.compute + rank.exposed) / rank.step, rank.exposed / rank.step
     if idle >= IDLE_FROM and idle >= exposed:
         return "the host or the data"
     return "communication" if exposed >= EXPOSED_FROM else "compute"
 
 
 def paragraph(ranks: Sequence[Shares], hosts: Sequence[str], first: int, last: int) -> str:
-    """Return the verdict on the steps ``first`` to ``last`` of all ranks; shares are means over them.
+    """Return the verdict on the steps ``first`` to ``last``; shares are means over ranks.
 
-    Where one is slow, the others' communication is time waited for it: then the bound is that rank's.
+    If one rank is slow, the verdict names that rank's bottleneck: the communication of all other ranks is waiting.
     """
-    one = Shares(*(sum(values) / len(ranks) for values in zip(*ranks, strict=True)))
-    of = {name: 100 * value / one.step for name, value in one._asdict().items()}
-    said = [
-        f"Profile of steps {first} to {last}: {1000 * one.step:.3g} ms a step, of which compute {of['compute']:.0f} %, "
-        f"communication {of['exposed']:.0f} % exposed (another {of['communication'] - of['exposed']:.0f} % is hidden), "
-        f"idle {100 - of['compute'] - of['exposed']:.0f} %."
+    mean = Shares(*(sum(values) / len(ranks) for values in zip(*ranks, strict=True)))
+    percent = {name: 100 * value / mean.step for name, value in mean._asdict().items()}
+    sentences = [
+        f"Profile of steps {first} to {last}: {1000 * mean.step:.3g} ms a step, of which compute "
+        f"{percent['compute']:.0f} %, communication {percent['exposed']:.0f} % exposed (another "
+        f"{percent['communication'] - percent['exposed']:.0f} % is hidden), "
+        f"idle {100 - percent['compute'] - percent['exposed']:.0f} %."
     ]
-    which = ""
+    judged_rank, suffix = mean, ""
     if len(ranks) > 1:
-        rank = min(range(len(ranks)), key=lambda each: ranks[each].communication)
-        others = median(each.communication for other, each in enumerate(ranks) if other != rank)
-        if others - ranks[rank].communication >= LATE_FROM * one.step:
-            said.append(
-                f"The others wait for rank {rank} on {hosts[rank]}: it is {1000 * ranks[rank].communication:.3g} ms in "
-                f"communication, the median of the others {1000 * others:.3g} ms."
+        slowest = min(range(len(ranks)), key=lambda rank: ranks[rank].communication)
+        usual = median(shares.communication for rank, shares in enumerate(ranks) if rank != slowest)
+        if usual - ranks[slowest].communication >= LATE_FROM * mean.step:
+            sentences.append(
+                f"The others wait for rank {slowest} on {hosts[slowest]}: it is "
+                f"{1000 * ranks[slowest].communication:.3g} ms in communication, the median of the others "
+                f"{1000 * usual:.3g} ms."
             )
-            one, which = ranks[rank], f" of rank {rank}"
-    said.append(f"Bound by {bound(one)}{which}: {ADVICE[bound(one)]}.")
-    return " ".join(said)
+            judged_rank, suffix = ranks[slowest], f" of rank {slowest}"
+    bottleneck = bound(judged_rank)
+    return " ".join([*sentences, f"Bound by {bottleneck}{suffix}: {ADVICE[bottleneck]}."])
 
 
 def dearest(averages: Iterable[Any], *, on_gpu: bool) -> list[tuple[str, float]]:
-    """Return the `DEAREST` operators of a profile's ``key_averages()``, each with its share of the time of all."""
+    """Return the `DEAREST` operators of a profile's ``key_averages()``, each with its share of all operators' time."""
     field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    times = {each.key: float(getattr(each, field)) for each in averages if not each.key.startswith(RANGES)}
+    times = {row.key: float(getattr(row, field)) for row in averages if not row.key.startswith(RANGES)}
     total = sum(times.values()) or 1.0
     return [(name, times[name] / total) for name in sorted(times, key=times.__getitem__, reverse=True)[:DEAREST]]
