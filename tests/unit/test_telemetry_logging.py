@@ -46,35 +46,23 @@ def test_the_batch_line_is_the_one_dashboards_match():
     }  # fmt: skip
 
 
-def test_the_batch_line_without_speed_or_a_known_device():
-    line = batch_line({"step": 1, "loss": 2.0, "lr": 1e-4, "grad_norm": 0.5, "mfu": None, "memory_gib": 0.25})
-    assert line.endswith("MFU: n/a, memory: 0.25 GiB")
-    assert "Speed: n/a samples/sec" in line
-    assert matches(line) == {
-        "train:loss": 2.0, "train:lr": 1e-4, "train:grad_norm": 0.5, "train:memory_gib": 0.25,
-    }  # fmt: skip
-
-
-def test_the_validation_line():
-    assert validation_line(12, 3.210984) == "Batch 12 Validation loss: 3.21098, perplexity: 24.80"
-    assert matches(validation_line(12, 3.210984)) == {"validation:loss": 3.21098, "validation:perplexity": 24.8}
-
-
-@pytest.mark.parametrize("loss", [21.0, 165.2, 1e6])
-def test_a_perplexity_beyond_all_measure_is_capped(loss):
-    assert matches(validation_line(12, loss))["validation:perplexity"] == pytest.approx(4.85e8, rel=1e-3)
-
-
-@pytest.mark.parametrize("lr", [0.0, 1e-4, 1e-5, 9.9e-6, 3.25e-9])
-def test_a_small_rate_keeps_its_digits(lr):
-    assert matches(batch_line({**RECORD, "lr": lr}))["train:lr"] == pytest.approx(lr, rel=1e-3)
-
-
-@pytest.mark.parametrize("bad", ["nan", "inf"])
-def test_a_loss_that_is_no_number_is_printed_and_not_taken_for_one(bad):
-    line = batch_line({**RECORD, "loss": float(bad)})
-    assert f"Loss: {bad}," in line
-    assert "train:loss" not in matches(line)
+@pytest.mark.parametrize(
+    ("line", "shown", "numbers"),
+    [
+        (batch_line({"step": 1, "loss": 2.0, "lr": 1e-4, "grad_norm": 0.5, "mfu": None, "memory_gib": 0.25}),
+         "Speed: n/a samples/sec",
+         {"train:loss": 2.0, "train:lr": 1e-4, "train:grad_norm": 0.5, "train:memory_gib": 0.25}),
+        (validation_line(12, 3.210984), "Batch 12 Validation loss: 3.21098, perplexity: 24.80",
+         {"validation:loss": 3.21098, "validation:perplexity": 24.8}),
+        (validation_line(12, 165.2), "perplexity: 485165195.41",  # e^20, the most
+         {"validation:loss": 165.2, "validation:perplexity": 485165195.41}),
+        *((batch_line({"step": 1, "lr": lr}), "lr: ", {"train:lr": lr}) for lr in (0.0, 1e-4, 1e-5, 9.9e-6, 3.25e-9)),
+        *((batch_line({"step": 1, "loss": float(bad)}), f"Loss: {bad},", {}) for bad in ("nan", "inf")),
+    ],
+)  # fmt: skip
+def test_lines_have_what_is_known(line, shown, numbers):
+    assert shown in line
+    assert matches(line) == pytest.approx(numbers, rel=1e-3)
 
 
 def test_sagemaker_accepts_the_definitions():
@@ -132,6 +120,7 @@ def test_a_log_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_the_launchers_can_have_the_expressions_without_torch():
-    code = "import sys, smp_train.telemetry.logging_utils; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["logging_utils", "report"])
+def test_machines_that_launch_or_report_need_no_torch(module):
+    code = f"import sys, smp_train.telemetry.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -16,44 +16,23 @@ from smp_train.telemetry.metrics import MetricsWriter
 from smp_train.telemetry.report import main
 from smp_train.telemetry.run_data import PALETTES, POINTS, RunData, duration, read_runs, smooth, thinned, three
 from smp_train.telemetry.run_folder import RunFolder
-from smp_train.telemetry.step_times import SHARES
-
-
-def test_a_run_killed_after_one_step_with_no_speed_and_no_loss_still_has_a_page(tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
-        main([str(tmp_path)])
-    writer = MetricsWriter(tmp_path)
-    writer.step({"step": 1, "loss": float("nan"), "time_shares": {"data": 1.0}})
-    for _ in range(2):
-        assert main([str(tmp_path)]) == 0
-        assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
-        writer.step({"step": 2, "loss": 1.0})
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (4.3, "4.30"), (1e-4, "0.0001"), (123456, "123k"), (9999, "10k"), (1234, "1230"), (999.9e3, "1M")],
-)
-def test_three_digits(value, text):
-    assert three(value) == text
-
-
-def test_durations():
-    seconds = (0, 59.6, 61, 3600, 90_000)
-    assert [duration(each) for each in seconds] == ["0 s", "1 min", "1 min 1 s", "1 h", "1 d 1 h"]
-
-
-def test_smoothing_is_the_mean_of_what_lies_around():
-    assert smooth([1, 2, 3, 4, 9], 3) == pytest.approx([1.5, 2, 3, 16 / 3, 6.5])
-    assert smooth([3.0, 1.0], 1) == [3.0, 1.0]
-    assert smooth([2.0] * 7, 5) == [2.0] * 7
-
-
-def test_the_command_line_can_import_it_without_torch():
-    code = "import sys, smp_train.telemetry.report; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"
+    ("function", "given", "expected"),
+    [
+        *((three, value, text) for value, text in (
+            (0, "0"), (4.3, "4.30"), (1e-4, "0.0001"), (123456, "123k"), (9999, "10k"), (1234, "1230"), (999.9e3, "1M"),
+        )),
+        *((duration, seconds, text) for seconds, text in (
+            (0, "0 s"), (59.6, "1 min"), (61, "1 min 1 s"), (3600, "1 h"), (90_000, "1 d 1 h"),
+        )),
+        (lambda values: smooth(values, 3), [1, 2, 3, 4, 9], pytest.approx([1.5, 2, 3, 16 / 3, 6.5])),
+        (lambda values: smooth(values, 1), [3.0, 1.0], [3.0, 1.0]),
+    ],
+)  # fmt: skip
+def test_numbers_of_the_page(function, given, expected):
+    assert function(given) == expected
 
 
 def of_page(path):
@@ -109,41 +88,6 @@ def test_the_page_holds_what_counts_of_a_killed_run_and_no_secret(tmp_path):
     assert (found["headline"]["state"], found["headline"]["step"]) == ("running", "60 of 60")
     run.mark_done(60)
     assert of_page(page.write_page(read_runs([str(tmp_path)]), path))["runs"][0]["headline"]["state"] == "finished"
-
-
-def luminous(color, seen):
-    """Return a colour of the palette as linear light, as ``seen`` (rows of a matrix)."""
-    values = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    light = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
-    return [sum(part * value for part, value in zip(row, light, strict=True)) for row in seen]
-
-
-def lab(light):
-    """Return linear sRGB in CIELAB (D65)."""
-    to_xyz = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
-    white = (0.9505, 1.0, 1.089)
-    xyz = [sum(part * max(0, value) for part, value in zip(row, light, strict=True)) for row in to_xyz]
-    x, y, z = (
-        (v / w) ** (1 / 3) if v / w > 0.008856 else 7.787 * v / w + 16 / 116 for v, w in zip(xyz, white, strict=True)
-    )
-    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
-
-
-# Machado, Oliveira and Fernandes 2009, severity 1.
-EYES = {
-    "most": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "protanopia": ((0.1523, 1.0526, -0.2049), (0.1145, 0.7863, 0.0992), (-0.0039, -0.0481, 1.052)),
-    "deuteranopia": ((0.3674, 0.8607, -0.2280), (0.2801, 0.6726, 0.0474), (-0.0118, 0.0429, 0.9689)),
-}
-
-
-@pytest.mark.parametrize("theme", PALETTES)
-@pytest.mark.parametrize("seen", EYES)
-def test_every_share_of_a_step_has_a_colour_that_all_readers_tell_apart(seen, theme):
-    assert len(SHARES) <= len(set(PALETTES[theme]))
-    found = [lab(luminous(color, EYES[seen])) for color in PALETTES[theme]]
-    closest = min(math.dist(one, other) for i, one in enumerate(found) for other in found[:i])
-    assert closest > 10, "a difference of 2 is just seen"
 
 
 def test_several_runs_lie_over_each_other(tmp_path, capsys):
@@ -250,20 +194,24 @@ def test_the_first_facts_are_state_time_and_losses(tmp_path, monkeypatch):
     assert read().state == "running"
 
 
-def test_a_run_without_a_step_has_a_page(tmp_path, capsys):
+def test_a_run_without_a_step_or_a_loss_has_a_page(tmp_path, capsys):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        main([str(tmp_path)])
     run = RunFolder(tmp_path)
     run.create()
     run.write_run(config={"run_name": "mine"})
-    for last in ("", "start", "evaluate"):
-        if last:
-            writer = MetricsWriter(tmp_path)
+    for last in ("", "start", "evaluate", "step"):
+        writer = MetricsWriter(tmp_path) if last else None
+        if last == "step":
+            writer.step({"step": 1, "loss": math.nan, "time_shares": {"data": 1.0}})
+        elif last:
             writer.event(last, step=0, loss=5.0)
-            writer.close()
         assert main([str(tmp_path)]) == 0
         assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
         found = of_page(tmp_path / "report.html")["runs"][0]
-        assert found["columns"]["step"] == []
-        assert [each["event"] for each in found["events"][-1:]] == ([last] if last else [])
+        assert found["columns"]["step"] == [1] * (last == "step")
+        events = {"": [], "start": ["start"]}.get(last, ["start", "evaluate"])
+        assert [each["event"] for each in found["events"]] == events
 
 
 # Choose axes, point at each chart, drag over one, switch a run off and on; and leave the page as it was.
