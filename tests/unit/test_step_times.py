@@ -75,31 +75,21 @@ def gathered(times: StepTimes, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
     return times.fields()
 
 
-def test_phases_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 100.0, 101.0, 103.0, 107.0, 110.0])
+def test_phases_and_collectives_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.0, 1.0, 1.5, 2.0, 3.0, 7.0, 10.0])
     monkeypatch.setattr(step_times.time, "perf_counter", lambda: next(clock))
     times = StepTimes(RANKS, torch.device("cpu"))
-    times._phase = LOG  # after the start, which is 100 s here
-    for phase in (DATA, FORWARD, BACKWARD, LOG, DATA):
+    for phase in (DATA, FORWARD):
         heartbeat.enter(phase)
-    shares = gathered(times, monkeypatch)["time_shares"]
-    assert {name: 110 * share for name, share in shares.items() if share} == pytest.approx(
-        {"data": 1, "forward": 2, "backward": 4, "host": 103}
-    )
-
-
-def test_collectives_of_a_pass_are_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = StepTimes(RANKS, torch.device("cpu"))
-    clock = iter([0.0, 2.0, 5.0, 9.0, 10.0])
-    monkeypatch.setattr(step_times.time, "perf_counter", lambda: next(clock))
-    times._phase, times._since = LOG, 0.0
-    heartbeat.enter(FORWARD)
     with heartbeat.collective():
         pass
-    heartbeat.enter(VOTE)
-    with heartbeat.collective():  # of a phase that is not asked about
-        pass
-    assert times._sums[len(PHASES)] == 3.0
+    for phase in (BACKWARD, LOG, DATA):
+        heartbeat.enter(phase)
+    fields = gathered(times, monkeypatch)
+    assert {name: 10 * share for name, share in fields["time_shares"].items() if share} == pytest.approx(
+        {"data": 1, "forward": 2, "backward": 4, "host": 3}
+    )
+    assert 10 * fields["communication_share"] == pytest.approx(0.5)
     heartbeat.end()
     with heartbeat.collective():
         pass
