@@ -243,8 +243,8 @@ class RunData:
         starts = self.starts()
         return {
             "name": self.name, "headline": self.headline(), "health": self.health(), "facts": self.facts(),
-            "columns": self.columns(), "attempts": self.attempts(),
-            "events": self.events[-2000:], "config": _settings(self.run),
+            "columns": self.columns(), "attempts": self.attempts(), "events": self.events[-2000:],
+            "config": _settings(self.run),
             "given": [name for name, source in (self.run.get("sources") or {}).items() if source != "default"],
             "starts": [
                 {"host": start.get("host"), "started": start.get("started"), "changes": changes(previous, start)}

@@ -1,7 +1,4 @@
-"""The run folder: configuration (`run.json`), result (`DONE`, `STOPPED`) and a request to stop (`STOP`).
-
-For rank 0 only; no collectives.
-"""
+"""The run folder: configuration (`run.json`), result (`DONE`, `STOPPED`) and stop request (`STOP`); for rank 0 only."""
 
 from __future__ import annotations
 

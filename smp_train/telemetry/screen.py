@@ -19,7 +19,6 @@ class Screen:
     """Shows the step, and the last logged loss, speed, wait for data and next save. Never waits for the device."""
 
     def __init__(self) -> None:
-        """Show nothing until `open`."""
         self._bar: Any = None
         self._first, self._total = 0, 0
         self._began = self._spoke = 0.0

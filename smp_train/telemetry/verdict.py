@@ -61,8 +61,8 @@ def length(spans: Iterable[tuple[float, float]]) -> float:
 def shares(events: Iterable[Any]) -> Shares | None:
     """Return the shares of a profile's events (``torch.profiler.profile.events()``), or None without a recorded step.
 
-    A GPU's spans are its kernels and copies; NCCL's kernels, known by their names, are the communication. A CPU's spans
-    are its operators, and gloo's collectives on gloo's threads, within the recorded steps.
+    On a GPU, NCCL's kernels are the communication and other kernels and copies the compute; on a CPU, gloo's
+    collectives and the operators within the recorded steps.
     """
     cpu: list[Any] = []
     gpu: list[Any] = []
