@@ -58,7 +58,7 @@ NORMS = {f"grad_norm of step {step}": "fail" for step in (1, 2)}
 NAMES = {f"names after step {step}": "warn" for step in (1, 2)}
 # By deviation: the ranks, the flags, the findings that are not ok, and a part of one of them.
 DEVIATIONS: dict[str, tuple[int, list[str], dict[str, str], str]] = {
-    "other names": (2, TENSOR, NAMES, "qkv_weight"),
+    "other names": (2, TENSOR, NAMES, "seq_layers"),
     "split logits": (2, [*TENSOR, *SMALL], {"whole logits": "warn"}, "[1, 64, 128], not [1, 64, 256]"),
     "summed gradients": (2, PLAIN, NORMS, "expected"),
     "weights of rank 0 ignored": (
@@ -107,7 +107,7 @@ def test_other_names_resume_natively_by_the_report(tmp_path: Path) -> None:
     saved = harness.run(write_other_names, 4, line, str(tmp_path / "aws" / "llama_v2-2steps"))[0]
     for place in (tmp_path / "aws", tmp_path / "theirs" / "checkpoints"):
         resumed = flags(tmp_path / place.parent.name / "native", **DATA, **shared, resume_from_checkpoint=place)
-        assert "qkv_weight" in harness.run(refusal_of, 1, resumed, False)[0]
+        assert "seq_layers" in harness.run(refusal_of, 1, resumed, False)[0]
         step, _, held = harness.run(smp_trees.take_up, 2, [*resumed, f"--smp_names={report}"])[0]
         assert step == 2
         same(saved, held)

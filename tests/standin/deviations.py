@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -60,69 +59,23 @@ def _renamed(module: nn.Module, old: str, new: str) -> None:
     module.__class__ = type(kind.__name__, (kind,), {old: property(lambda self: self._modules[new])})
 
 
-QKV = ("q_proj", "k_proj", "v_proj")
-
-
-def _fused(attention: nn.Module) -> None:
-    """Put the three products of a Llama's attention, or this rank's rows of them, into one parameter."""
-    from torch.sagemaker.state_handler import state
-    from torch.sagemaker.tensor_parallel.collectives import Copy
-
-    weights = [attention._modules.pop(name).weight for name in QKV]  # type: ignore[union-attr]
-    sizes = [len(weight) for weight in weights]
-    attention._parameters["qkv_weight"] = nn.Parameter(torch.cat([weight.detach() for weight in weights]))
-    copied = (lambda x: Copy.apply(x, "tensor")) if state.tp_size > 1 else (lambda x: x)
-
-    def product(index: int) -> property:
-        return property(lambda self: lambda x: F.linear(copied(x), self.qkv_weight.split(sizes)[index]))
-
-    kind = type(attention)
-    attention.__class__ = type(kind.__name__, (kind,), {name: product(i) for i, name in enumerate(QKV)})
-    attention.qkv_sizes = sizes  # type: ignore[assignment]
-    if state.tp_size > 1:
-        state.split_parameters[".qkv_weight"] = 0
-
-
 def _other_names() -> None:
-    from torch.sagemaker.state_handler import state
     from torch.sagemaker.tensor_parallel import transformer
-    from torch.sagemaker.tensor_parallel.collectives import gathered
-
-    sizes: list[int] = []
 
     def change(model: Any) -> None:
         for layer in model.lm.model.layers:
             _renamed(layer.inner, "input_layernorm", "input_norm")
-            _fused(layer.inner.self_attn)
-            sizes[:] = layer.inner.self_attn.qkv_sizes
         _renamed(model.lm.model, "layers", "seq_layers")
 
     def make(translated: Any) -> Any:
         def back(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-            found, plain = {}, {}
-            for name, value in weights.items():
-                name = name.replace("seq_layers", "layers").replace("input_norm", "input_layernorm")
-                if not name.endswith("qkv_weight"):
-                    plain[name] = value
-                    continue
-                prefix = name.replace(".inner", "").removeprefix("lm.").removesuffix("qkv_weight")
-                for part, each in zip(QKV, value.split(sizes), strict=True):
-                    found[f"{prefix}{part}.weight"] = gathered(each, "tensor", 0) if state.tp_size > 1 else each
-            return translated(plain) | found
+            renamed = ((name.replace("seq_layers", "layers"), value) for name, value in weights.items())
+            return translated({name.replace("input_norm", "input_layernorm"): value for name, value in renamed})
 
         return back
 
-    def initialised(original: Any) -> Any:
-        def initialise(self: Any, module: nn.Module) -> None:
-            original(self, module)
-            if (weight := module._parameters.get("qkv_weight")) is not None:
-                weight.data.copy_(torch.randn(weight.shape, generator=state.generator) * self.config.initializer_range)
-
-        return initialise
-
     _transformed(change)
     _replace(transformer, "translated", make)
-    _replace(transformer.TransformerLMHead, "_init_weights", initialised)
 
 
 # --- numbers ----------------------------------------------------------------------------------------
