@@ -116,7 +116,7 @@ class NativeBackend(Backend):
 
     def check(self, spec: ModelSpec, *, seq_len: int) -> MetaModel:
         """See `Backend.check`. Splits the model over expert and tensor ranks: that finds parameters without a rule."""
-        args, degrees, config = self.args, self.mesh.degrees, spec.config
+        args, degrees, config = self.args, self.degrees, spec.config
         tokens = args.train_batch_size * seq_len // (degrees.context * degrees.tensor)
         advice = advice_for_nodes(degrees, self.local_world_size, tokens)
         if advice and self.topology.device.type == "cuda" and not args.evaluate_only:
@@ -147,7 +147,7 @@ class NativeBackend(Backend):
     def _refuse_breaks(self, config: Any) -> None:
         """Turn compilation off if each layer would have a graph break inside a checkpoint; refuse it if a flag asks."""
         setting, loss = self.args.activation_checkpointing, router_loss.selected(self.args, config)
-        has_break = self.mesh.degrees.expert > 1 or loss is not None
+        has_break = self.degrees.expert > 1 or loss is not None
         if not (has_break and self.compiled and checkpointing.read(setting)[1]):
             return
         if self.args.use_torch_compile:
@@ -172,7 +172,7 @@ class NativeBackend(Backend):
         args, spec, model = self.args, meta.spec, meta.model
         device = self.topology.device
         layers = [layer for _, layer in build.decoder_layers(model)]
-        if self.mesh.degrees.context > 1:
+        if self.degrees.context > 1:
             self.context = context_parallel.ContextSplit(self.mesh.context, meta.seq_len)
             self.context.apply(model)
         else:
@@ -204,7 +204,7 @@ class NativeBackend(Backend):
             forward_prefetch=args.forward_prefetch, cpu_offload=self.cpu_offload,
             experts=meta.experts, experts_mesh=self.mesh.parameters_of_experts,
         )  # fmt: skip
-        tensor = self.mesh.tensor if self.mesh.degrees.tensor > 1 else None
+        tensor = self.mesh.tensor if self.degrees.tensor > 1 else None
         loss_head.attach(
             model, chunked=chunked, tensor=tensor, loss=self.custom_loss or losses.cross_entropy_sum,
             kernels=compile.loss_kernels(args.torch_compile_backend) if self.compiled else losses.EAGER,
@@ -237,7 +237,7 @@ class NativeBackend(Backend):
         uncompiled. A checkpoint around compiled code has neither problem.
         """
         args = self.args
-        split = max(self.mesh.degrees.tensor, self.mesh.degrees.expert) > 1 or self.routers is not None
+        split = max(self.degrees.tensor, self.degrees.expert) > 1 or self.routers is not None
         outside = split and not checkpointing.read(args.activation_checkpointing)[1]
         if outside and self.compiled:
             compile.apply(layers, backend=args.torch_compile_backend)
