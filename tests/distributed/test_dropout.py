@@ -54,3 +54,28 @@ def test_tensor_ranks_drop_alike_what_they_share_and_independently_what_they_spl
             assert repeated or same < 0.6
     if setting == "full":  # two layers and two micro-batches, each computed twice, by each rank
         assert len({bytes(mask.flatten().tolist()) for mask in drawn}) == len(drawn) // 2
+
+
+def draws(degrees: dict[str, int]) -> list[int]:
+    """Return a number drawn at the start of each of two steps, on this rank."""
+    import torch
+
+    from smp_train import train_utils
+
+    with group() as (ranks, device):
+        args, backend, _ = built(ranks, device, **degrees)
+        numbers = []
+        for step in (1, 2):
+            train_utils.seed_for(backend, args, step)
+            numbers.append(int(torch.randint(1 << 40, ())))
+        return numbers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("degree", "streams"), [("context_parallel_degree", [0, 1, 2, 3]), ("tensor_parallel_degree", [0, 0, 1, 1])]
+)
+def test_ranks_with_tokens_of_their_own_draw_from_their_own_stream(degree: str, streams: list[int]) -> None:
+    found = harness.run(draws, 4, {degree: 2})
+    assert [found.index(numbers) for numbers in found] == [streams.index(stream) for stream in streams]
+    assert all(first != second for first, second in found)

@@ -146,32 +146,6 @@ def test_each_flag_reaches_what_it_is_for() -> None:
     assert first == 0 < last
 
 
-def train_noting_draws(command_line: list[str]) -> list[int]:
-    """Train and return a number drawn at the start of each step's forward pass."""
-    import torch
-
-    from smp_train import train_utils
-
-    seed_step, drawn = train_utils.seed_step, []
-
-    def noting(*args: Any) -> None:
-        seed_step(*args)
-        state = torch.get_rng_state()
-        drawn.append(int(torch.randint(1 << 40, ())))
-        torch.set_rng_state(state)
-
-    train_utils.seed_step = noting
-    train(command_line)
-    return drawn
-
-
-@pytest.mark.slow
-def test_context_ranks_draw_their_own_dropout(tmp_path: Path) -> None:
-    drawn = harness.run(train_noting_draws, 4, flags(tmp_path, max_steps=2, context_parallel_degree=2))
-    assert len({tuple(draws) for draws in drawn}) == 4
-    assert all(first != second for first, second in drawn)
-
-
 def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
     """Return how many layers compute in FP8, whether names and weights are what they are without, and if it trains."""
     import torch
