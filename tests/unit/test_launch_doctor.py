@@ -1,4 +1,4 @@
-"""`smp-train doctor`: what a machine has and lacks, each with the way to mend it; machines are doubled by commands."""
+"""`smp-train doctor`: what a machine has and lacks, each with the remedy; machines are doubled by commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from smp_train.launch.doctor import examine, machine, packages, services
 from smp_train.launch.doctor.finding import FAIL, OK, WARN, Finding
 
 ROOT = Path(__file__).parents[2]
-GPU = "NVIDIA H100 80GB HBM3, {}"
-TORCH = {"cuda": "12.8", "gpus": 8, "nccl": True, "gloo": True}
+TORCH = {"cuda": "12.8", "gpus": 8, "nccl": True}
+NO_GPU = {"cuda": None, "gpus": 0, "nccl": True}
 
 
 @pytest.fixture
@@ -28,17 +29,17 @@ def bin_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for name in ("stat", "bash", "cat"):
         (folder / name).symlink_to(f"/usr/bin/{name}")
-    monkeypatch.setenv("PATH", str(folder))
     aws = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_REGION")
     for name in (*environment.DROPPED, *aws, "NCCL_SOCKET_IFNAME", "NCCL_DEBUG_SUBSYS", "HF_TOKEN", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    for name in ("AWS_METADATA_SERVICE_TIMEOUT", "AWS_METADATA_SERVICE_NUM_ATTEMPTS"):
-        monkeypatch.setenv(name, "1")  # as the doctor does, for good
-    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in (
+        ("PATH", str(folder)), ("HOME", str(tmp_path)), ("AWS_EC2_METADATA_DISABLED", "true"),
+        ("AWS_METADATA_SERVICE_TIMEOUT", "1"), ("AWS_METADATA_SERVICE_NUM_ATTEMPTS", "1"),  # as the doctor sets them
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product")
     monkeypatch.setattr(machine, "count_efa", lambda: 0)
-    monkeypatch.setattr(packages, "ASK_TORCH", f"print('''{json.dumps({**TORCH, 'gpus': 0})}''')")
+    monkeypatch.setattr(packages, "ASK_TORCH", f"print('''{json.dumps(NO_GPU)}''')")
     return folder
 
 
@@ -47,8 +48,12 @@ def has(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def found(name: str, findings: object) -> Finding:
-    (one,) = [finding for finding in findings if finding.name == name]  # type: ignore[attr-defined]
+def levels(*findings: Iterable[Finding]) -> dict[str, str]:
+    return {finding.name: finding.level for several in findings for finding in several}
+
+
+def found(name: str, findings: Iterable[Finding]) -> Finding:
+    (one,) = [finding for finding in findings if finding.name == name]
     return one
 
 
@@ -60,20 +65,17 @@ def test_command(bin_: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert lines[-1].endswith(f"{len(lines) - 2} looked at")
     assert not (tmp_path / "runs").exists(), "it looks, and makes nothing"
     code = cli.main(["doctor", "--json", "--folder", str(tmp_path / "runs")])
-    said = capsys.readouterr()
-    told = json.loads(said.out)
-    assert f"importing torch {packages.version('torch')} (up to 60 s)" in said.err, "it would be silent for long"
-    assert len(told) == len(lines) - 2
-    assert {tuple(one) for one in told} == {("name", "level", "seen", "fix")}
-    assert code == (2 if FAIL in {one["level"] for one in told} else 0)
-    assert all(one["fix"] for one in told if one["level"] != OK), "whoever is told what is wrong is told what to do"
-
-
-def test_something_to_mend_is_exit_code_2(bin_: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = capsys.readouterr()
+    findings = json.loads(printed.out)
+    assert f"importing torch {packages.version('torch')} (up to 60 s)" in printed.err, "it would be silent for long"
+    assert len(findings) == len(lines) - 2
+    assert {tuple(one) for one in findings} == {("name", "level", "seen", "fix")}
+    assert code == (2 if FAIL in {one["level"] for one in findings} else 0)
+    assert all(one["fix"] for one in findings if one["level"] != OK), "each problem has its remedy"
     (tmp_path / "file").touch()
     assert cli.main(["doctor", "--folder", str(tmp_path / "file" / "runs")]) == 2
-    out = capsys.readouterr().out
-    assert f"fail folder {tmp_path}/file/runs: Not a directory; give another --folder" in out
+    line = f"fail folder {tmp_path}/file/runs: Not a directory; give another --folder"
+    assert line in capsys.readouterr().out
     assert cli.main(["doctor", "--moon"]) == 2
 
 
@@ -98,23 +100,55 @@ def test_no_torch_is_imported(bin_: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, env=environ, cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "smi", "level", "seen"),
-    [
-        ("", "", OK, "none: runs here use the CPU"),
-        ("p5.48xlarge", "", FAIL, "no nvidia-smi on this p5.48xlarge, which has 8 GPUs"),
-        ("p5.48xlarge", f"echo '{(GPU.format(0) + chr(10)) * 8}'", OK, "8 x NVIDIA H100 80GB HBM3"),
-        ("p5.48xlarge", f"echo '{GPU.format(0)}'", FAIL, "1 x NVIDIA H100 80GB HBM3 of the 8 of a p5.48xlarge"),
-        ("", f"echo '{GPU.format(0)}\n{GPU.format(3)}'", FAIL, "errors of memory that could not be corrected on [1]"),
-        ("", "echo 'Unable to determine the device handle'; exit 9", FAIL, "nvidia-smi: Unable to determine"),
-    ],
-)
-def test_gpus_against_the_instance_type(kind: str, smi: str, level: str, seen: str, bin_: Path, tmp_path: Path) -> None:
+GPU = "NVIDIA H100 80GB HBM3, {}\n"
+Case = tuple[Callable[[], Iterable[Finding]], dict[str, str], str, dict[str, str], str]
+CASES: dict[str, Case] = {
+    "no GPUs": (machine.gpus, {}, "", {"GPUs": OK}, "none: runs here use the CPU"),
+    "no driver": (machine.gpus, {}, "p5.48xlarge", {"GPUs": FAIL}, "no nvidia-smi on this p5.48xlarge, which has 8"),
+    "all GPUs": (
+        machine.gpus, {"nvidia-smi": f"echo '{GPU.format(0) * 8}'"}, "p5.48xlarge", {"GPUs": OK}, "8 x NVIDIA H100",
+    ),
+    "one GPU": (machine.gpus, {"nvidia-smi": f"echo '{GPU.format(0)}'"}, "p5.48xlarge", {"GPUs": FAIL}, "of the 8"),
+    "errors": (machine.gpus, {"nvidia-smi": f"echo '{GPU.format(0)}{GPU.format(3)}'"}, "", {"GPUs": FAIL}, "on [1]"),
+    "broken": (machine.gpus, {"nvidia-smi": "echo 'Unable to'; exit 9"}, "", {"GPUs": FAIL}, "nvidia-smi: Unable to"),
+    "no Slurm": (services.slurm, {}, "", {"Slurm": OK}, "is not here"),
+    "Slurm is down": (
+        services.slurm, {"sbatch": "", "scontrol": "echo 'Slurmctld(primary) is DOWN'"}, "", {"Slurm": FAIL}, "is DOWN",
+    ),
+    "Slurm alone": (
+        services.slurm,
+        {"sbatch": "", "sinfo": "echo 'dev* up 8 idle'", "srun": "echo --auto-resume",
+         "scontrol": 'case "$1" in ping) echo "is UP";; *) echo "JobRequeue = 0";; esac'},
+        "", {"Slurm": OK, "pyxis": WARN, "restart": WARN}, "dev* up 8 idle",
+    ),
+    "HyperPod": (
+        services.slurm,
+        {"sbatch": "", "srun": "echo --auto-resume --container-image",
+         "scontrol": 'case "$1" in ping) echo "is UP";; *) echo "TaskPlugin = task/none";; esac'},
+        "", {"Slurm": OK, "pyxis": OK, "restart": OK}, "answers",
+    ),
+    "no images": (services.containers, {}, "", {"images": OK, "enroot": OK}, "neither docker nor podman"),
+    "images": (
+        services.containers, {"docker": "echo fine", "enroot": "exit 1"}, "", {"docker": OK, "enroot": WARN}, "answers",
+    ),
+    "no daemon": (
+        services.containers, {"docker": "exit 1", "enroot": "echo 4"}, "", {"docker": WARN, "enroot": OK}, "not answer",
+    ),
+    "no kubectl": (services.kubernetes, {}, "", {"kubectl": OK}, "is not here"),
+    "kubectl": (services.kubernetes, {"kubectl": "echo c"}, "", {"kubectl": OK}, "connected to c"),
+    "kubectl alone": (services.kubernetes, {"kubectl": "exit 1"}, "", {"kubectl": WARN}, "no cluster"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_commands_of_a_machine(case: str, bin_: Path, tmp_path: Path) -> None:
+    check, commands, kind, wanted, seen = CASES[case]
     (tmp_path / "product").write_text(f"{kind}\n")
-    if smi:
-        has(bin_, "nvidia-smi", smi)
-    finding = found("GPUs", machine.gpus())
-    assert (finding.level, seen in finding.seen) == (level, True), finding
+    for name, body in commands.items():
+        has(bin_, name, body)
+    findings = list(check())
+    assert levels(findings) == wanted
+    assert seen in "\n".join(finding.seen for finding in findings)
 
 
 def test_adapters_against_the_instance_type(bin_: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,114 +170,75 @@ def test_limits_shared_memory_and_host_name(bin_: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(machine, "SHARED_MEMORY_LEAST", 1 << 62)
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
     assert "--shm-size" in found("/dev/shm", machine.shared_memory()).fix
-    for address, level in (("10.0.0.1", OK), ("127.0.1.1", WARN), (None, FAIL)):
-
-        def resolve(*_: object, address: str | None = address) -> list[object]:
-            if address is None:
-                raise socket.gaierror(-2, "Name or service not known")
-            return [(0, 0, 0, "", (address, 0))]
-
-        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert found("host name", machine.host_name()).level == FAIL
+    for address, level in (("10.0.0.1", OK), ("127.0.1.1", WARN)):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, a=address: [(0, 0, 0, "", (a, 0))])
         assert found("host name", machine.host_name()).level == level
 
 
 @pytest.mark.parametrize(
-    ("said", "gpus", "level", "seen"),
+    ("answer", "gpus", "level", "seen"),
     [
         (TORCH, 8, OK, "with CUDA 12.8, 8 GPUs"),
-        ({**TORCH, "gpus": 0, "cuda": None}, 0, OK, "with no CUDA, 0 GPUs"),
-        ({**TORCH, "gpus": 0, "cuda": None}, 8, FAIL, "with no CUDA, 0 GPUs, and the driver has 8"),
+        (NO_GPU, 0, OK, "with no CUDA, 0 GPUs"),
+        (NO_GPU, 8, FAIL, "with no CUDA, 0 GPUs, and the driver has 8"),
         ({**TORCH, "nccl": False}, 8, FAIL, "but no NCCL"),
         (None, 8, FAIL, "cannot be imported: OSError: libcudart.so.12"),
     ],
 )
 def test_torch_for_this_machine(
-    said: dict[str, object] | None, gpus: int, level: str, seen: str, bin_: Path, monkeypatch: pytest.MonkeyPatch
+    answer: dict[str, object] | None, gpus: int, level: str, seen: str, bin_: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = f"print('''{json.dumps(said)}''')" if said else "raise OSError('libcudart.so.12')"
+    program = f"print('''{json.dumps(answer)}''')" if answer else "raise OSError('libcudart.so.12')"
     monkeypatch.setattr(packages, "ASK_TORCH", program)
     listed = "\n".join(["GPU 0: H100"] * gpus)
     has(bin_, "nvidia-smi", f"echo '{listed}'")
     finding = found("torch", packages.torch())
-    assert finding.level == level
-    assert seen in finding.seen
+    assert (finding.level, seen in finding.seen) == (level, True), finding
 
 
-VERSIONS = {"torch": "2.13.0", "transformers": "5.0.0", "sagemaker": None, "sagemaker-train": None}
+NEW = {"torch": "2.13.0", "transformers": "5.0.0", "sagemaker": None, "sagemaker-train": None}
+SMP_OK = {"transformers": OK, "SMP v2": OK}
 
 
-def versions(monkeypatch: pytest.MonkeyPatch, *, smp: bool = False, **more: str | None) -> None:
-    known = {**VERSIONS, **{name.replace("_", "-"): value for name, value in more.items()}}
-    monkeypatch.setattr(packages, "version", lambda name: known.get(name, "1"))
+@pytest.mark.parametrize(
+    ("smp", "installed", "wanted", "fix"),
+    [
+        (False, {"torch": "2.7.1"}, {"torch for --backend native": FAIL}, "needs 2.8 or newer"),
+        (False, {"torch": "2.8.0a0+34c6371d24.nv25.8"}, {"torch": OK}, ""),
+        (False, {"torch": None}, {"torch": WARN}, "pip install '.[train]'"),
+        (False, {"transformers": "4.44.2"}, {"transformers": FAIL}, "needs 4.50 or newer"),
+        (True, {"torch": "2.5.1", "transformers": "4.44.2"}, SMP_OK, ""),
+        (True, {"torch": "2.2.0", "transformers": "5.0.0"}, {"transformers": WARN, "SMP v2": FAIL}, "of torch 2.4.1"),
+        (False, {}, {"extras": OK}, ""),
+        (False, {"boto3": None, "orjson": None}, {"extras": OK, "packages": FAIL}, "pip install '.[train,s3]'"),
+        (False, {"sagemaker": "2.257.7", "sagemaker-train": "1.27.0"}, {"SageMaker's SDK": FAIL}, "keep one"),
+        (False, {"sagemaker": "3.27.0", "sagemaker-train": "1.27.0"}, {"SageMaker's SDK": OK}, ""),
+    ],
+)
+def test_releases_of_packages(
+    smp: bool, installed: dict[str, str | None], wanted: dict[str, str], fix: str, bin_: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(packages, "version", lambda name: {**NEW, **installed}.get(name, "1"))
     monkeypatch.setattr(packages, "smp_installed", lambda: smp)
+    checks = (packages.torch, packages.transformers, packages.smp, packages.extras)
+    findings = [finding for check in checks for finding in check()]
+    assert wanted.items() <= levels(findings).items()
+    assert fix in "\n".join(finding.fix for finding in findings)
+    assert FAIL in wanted.values() or FAIL not in levels(findings).values()
 
 
-def test_releases_for_either_backend(bin_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    versions(monkeypatch, torch="2.7.1")
-    assert found("torch for --backend native", packages.torch()).level == FAIL
-    versions(monkeypatch, torch="2.8.0a0+34c6371d24.nv25.8")
-    assert "torch for --backend native" not in {one.name for one in packages.torch()}
-    versions(monkeypatch, torch=None)
-    assert found("torch", packages.torch()).fix.startswith("pip install '.[train]'")
-    versions(monkeypatch, transformers="4.44.2")
-    assert "needs 4.50 or newer" in found("transformers", packages.transformers()).fix
-    versions(monkeypatch, smp=True, torch="2.5.1", transformers="4.44.2")
-    assert [one.level for one in (*packages.transformers(), *packages.smp())] == [OK, OK]
-    versions(monkeypatch, smp=True, torch="2.2.0", transformers="5.0.0")
-    assert [one.level for one in (*packages.transformers(), *packages.smp())] == [WARN, FAIL]
-
-
-def test_what_could_be_installed_besides(bin_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    versions(monkeypatch)
-    every = "train, s3, hf, text, fast, tracking, wandb, mlflow"
-    assert found("extras", packages.extras()) == Finding("extras", OK, every)
-    versions(monkeypatch, boto3=None, orjson=None)
-    assert found("extras", packages.extras()).fix.startswith("pip install '.[train,s3]'")
-    assert found("packages", packages.extras()).seen == "without orjson"
-    versions(monkeypatch, sagemaker="2.257.7", sagemaker_train="1.27.0")
-    assert found("SageMaker's SDK", packages.extras()).level == FAIL
-    versions(monkeypatch, sagemaker="3.27.0", sagemaker_train="1.27.0")
-    assert found("SageMaker's SDK", packages.extras()).seen == "v3 1.27.0"
-
-
-def test_slurm(bin_: Path) -> None:
-    assert found("Slurm", services.slurm()).seen == "is not here"
-    has(bin_, "sbatch", "")
-    has(bin_, "scontrol", "echo 'Slurmctld(primary) at head is DOWN'")
-    assert found("Slurm", services.slurm()).level == FAIL
-    has(bin_, "scontrol", 'case "$1" in ping) echo "Slurmctld(primary) is UP";; *) echo "JobRequeue = 0";; esac')
-    has(bin_, "sinfo", "echo 'dev* up 8 idle'")
-    has(bin_, "srun", "echo --auto-resume")
-    findings = {one.name: one for one in services.slurm()}
-    assert "dev* up 8 idle" in findings["Slurm"].seen
-    assert {name: one.level for name, one in findings.items()} == {"Slurm": OK, "pyxis": WARN, "restart": WARN}
-    has(bin_, "srun", "echo --auto-resume --container-image")
-    has(bin_, "scontrol", 'case "$1" in ping) echo "is UP";; *) echo "TaskPlugin = task/none";; esac')
-    assert {one.level for one in services.slurm()} == {OK}
-
-
-def test_images_clusters_and_variables(bin_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def levels() -> dict[str, str]:
-        return {one.name: one.level for one in (*services.containers(), *services.kubernetes())}
-
-    programs = ("docker", "enroot", "kubectl")
-    assert set(levels().values()) == {OK}
-    for body, level in (("echo 'not today' >&2; exit 1", WARN), ("echo fine", OK)):
-        for name in programs:
-            has(bin_, name, body)
-        assert levels() == dict.fromkeys(programs, level)
-    assert found("variables", services.variables()).level == OK
-    monkeypatch.setenv("FI_PROVIDER", "efa")
-    (harmful,) = services.variables()
-    assert (harmful.name, harmful.level, harmful.fix) == ("variable FI_PROVIDER=efa", WARN, "unset it")
-
-
-def test_aws_and_hugging_face(bin_: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_aws_and_hugging_face(bin_: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("boto3")
-    assert [one.level for one in services.aws()] == [WARN, WARN]
+    assert [one.level for one in (*services.variables(), *services.aws())] == [OK, WARN, WARN]
     for name, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "hidden"), ("DEFAULT_REGION", "eu-west-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
     assert [one.line() for one in services.aws()] == ["ok   AWS credentials: from env", "ok   AWS region: eu-west-1"]
     assert "hf auth login" in found("Hugging Face", services.hugging_face()).fix
     monkeypatch.setenv("HF_TOKEN", "hidden")
     assert "hidden" not in found("Hugging Face", services.hugging_face()).line()
+    monkeypatch.setenv("FI_PROVIDER", "efa")
+    (harmful,) = services.variables()
+    assert (harmful.name, harmful.level, harmful.fix) == ("variable FI_PROVIDER=efa", WARN, "unset it")
