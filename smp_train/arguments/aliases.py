@@ -159,24 +159,19 @@ TRANSLATED: tuple[Alias, ...] = (
 OFF = ("0", "false", "no", "off", "none")
 ON = ("1", "true", "yes", "on")
 ANY = None
-READ_AHEAD = "batches are always read ahead"
-FSDP2_ALONE = "FSDP1 alone reads it"
 
 # Names that set nothing here: the accepted values (`ANY`: all, (): none), and the reason or the remedy.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     # SMP v2's and AWS's FSDP samples, minimal_fsdp
     "data_type": (("gpt",), "only decoder-only models are trained"),
     "logging_freq_for_avg": (ANY, "speeds are averaged from one log line to the next"),
-    "use_orig_params": (ANY, FSDP2_ALONE),
-    "auto_wrap_policy": (ANY, "every decoder layer is sharded by itself"),
-    "patch_neox_rope": (ANY, "current transformers needs no patch"),
-    "framework": (ANY, "there is one training framework"),
+    **dict.fromkeys((
+        "use_orig_params", "auto_wrap_policy", "patch_neox_rope", "framework", "clean_cache", "nccl_test_log",
+        "preserve_np_state",
+    ), (ANY, "scripts for FSDP1 needed it, and this program does not")),
     "use_smp_flash_attn": (ANY, "--attn_implementation chooses the attention kernel"),
     "log_reduced_training_loss": (ANY, "the logged loss is always the global batch's"),
-    "preserve_np_state": (ANY, "numpy's random state is not used"),
-    "clean_cache": (ANY, "the allocator needs no emptying"),
     "summary_first_pdrop": (ANY, "a language model has no classification head"),
-    "nccl_test_log": (ANY, "it is not read"),
     "environment": (("pbs", "local"), "the launcher is detected"),
     # Hugging Face's Trainer
     "fp16": (OFF, "there is no float16; give --bf16 1 (bfloat16), or --bf16 0 (float32)"),
@@ -191,7 +186,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     **dict.fromkeys((
         "dataloader_num_workers", "dataloader_prefetch_factor", "preprocessing_num_workers", "dataloader_pin_memory",
         "dataloader_persistent_workers",
-    ), (ANY, READ_AHEAD)),
+    ), (ANY, "batches are always read ahead")),
     "remove_unused_columns": (ANY, "unused columns are not read"),
     "overwrite_cache": (ANY, "a cache that does not fit the data is made again"),
     "use_fast_tokenizer": (ANY, "all tokenizers are fast"),

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smp_train.arguments.aliases import ALIASES, WITHOUT_EFFECT
+from smp_train.arguments.aliases import ALIASES, MP_PARAMETERS, WITHOUT_EFFECT
 from smp_train.arguments.flag import Flag, show
 from smp_train.arguments.groups import GROUPS, flags
 
@@ -64,7 +64,7 @@ def _meaning(flag: Flag) -> str:
         text += f" (without SMP only {' or '.join(map(show, flag.only_natively[0]))})"
     elif flag.smp_only:
         text += " (SMP only)"
-    aliases = [alias.name for alias in ALIASES if flag.name in alias.flags]
+    aliases = [alias.name for alias in ALIASES if flag.name in alias.flags and alias.name != MP_PARAMETERS]
     return text + (f" (= {_names(aliases)})" if aliases else "")
 
 

@@ -32,30 +32,19 @@ class Flag:
 
     help: str
     default: Any
-    choices: tuple[Any, ...] = ()
-    """The accepted values; empty: any."""
-    shown: str = ""
-    """Text in place of the default in the help, for a default that depends on something else."""
-    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other systems' values, and ours for each."""
-    switch: bool = False
-    """The flag may stand alone, for 1, and as ``--no-flag``, for 0. A text flag maps 1 and 0 in ``values``."""
-    must: str = ""
-    """The key of the flag's rule in `RULES`."""
-    needs: str = ""
-    """The flag without which this one is refused."""
-    idle_without: str = ""
-    """The flag without which this one has no effect."""
+    choices: tuple[Any, ...] = ()  # the accepted values; empty: any
+    shown: str = ""  # text in place of the default in the help, for a default that depends on something else
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other systems' values, and ours for each
+    switch: bool = False  # it may stand alone, for 1, and as --no-flag, for 0; a text flag maps 1 and 0 in `values`
+    must: str = ""  # the key of its rule in `RULES`
+    needs: str = ""  # the flag without which it is refused
+    idle_without: str = ""  # the flag without which it has no effect
     only_natively: tuple[tuple[Any, ...], str] | None = None
     """The values that the native backend accepts, and the reason or the remedy; SMP accepts all."""
-    smp_only: str = ""
-    """Why the flag has no effect on the native backend; empty if it has one."""
-    smp_key: bool = False
-    """SMP's configuration has a key of this name."""
-    variable: str = ""
-    """SageMaker's environment variable with the default."""
-    aliases: str = ""
-    """Other systems' names for the flag, separated by spaces. `aliases` has the names whose values are translated."""
+    smp_only: str = ""  # why it has no effect on the native backend
+    smp_key: bool = False  # SMP's configuration has a key of this name
+    variable: str = ""  # SageMaker's environment variable with the default
+    aliases: str = ""  # other systems' names, separated by spaces; `TRANSLATED` has those with translated values
     name: str = ""
     group: type = object
     kind: type = str

@@ -24,7 +24,7 @@ GROUPS: tuple[type, ...] = (
 )  # fmt: skip
 FOLLOWING = {
     "model_type": "--from_scratch", "model_size": "--from_scratch", "sharding_strategy": "--hybrid_shard_degree",
-    "activation_checkpointing": "--selective_checkpointing", "run_dir": "--run_name",
+    "activation_checkpointing": "--selective_checkpointing", "validation_freq": "--max_steps", "run_dir": "--run_name",
 }  # fmt: skip
 """Settings that may follow from another setting, and that setting's flag; `Arguments` has the rules."""
 
@@ -57,12 +57,16 @@ class Arguments(
         checkpointed = self.activation_checkpointing
         if checkpointed == checkpointing.FULL:
             checkpointed = checkpointing.of_layers(self.selective_checkpointing)
+        keep_best = self.keep_best or self.load_best_model_at_end
+        validates = keep_best or self.early_stopping or self.evaluate_first or self.test_dir or self.use_synthetic_data
+        # A validation that never comes due needs no data.
+        never = not (validates or self.epochs) and (self.validation_freq or 0) > self.max_steps
         return {
             "model_type": model_type, "model_size": model_size.lower() if model_size else None,
             # In SMP and SageMaker 0 means "not given".
-            "hybrid_shard_degree": self.hybrid_shard_degree or None, "validation_freq": self.validation_freq or None,
-            "sharding_strategy": strategy, "activation_checkpointing": checkpointed,
-            "keep_best": self.keep_best or self.load_best_model_at_end,
+            "hybrid_shard_degree": self.hybrid_shard_degree or None,
+            "validation_freq": None if never else self.validation_freq or None,
+            "sharding_strategy": strategy, "activation_checkpointing": checkpointed, "keep_best": keep_best,
             "run_dir": self.run_dir or (f"{RUNS}/{self.run_name}" if self.run_name else ""),
         }  # fmt: skip
 

@@ -60,8 +60,7 @@ class ModelArguments:
     num_local_experts: int | None = shape("Experts per layer (Mixtral)", ">=1")
     num_experts_per_tok: int | None = shape("Experts per token (Mixtral)", ">=1")
     attn_implementation: str = flag(
-        "sdpa", "Attention kernel",
-        choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"))
+        "sdpa", "Attention", choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"))
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,7 @@ class FinetuneArguments:
     finetune: bool = flag(
         False, "Start from pretrained weights; with --resume_from_checkpoint, from the run's checkpoint if it has one")
     pretrained_model_name: str | None = flag(
-        None, "Name, folder or s3:// of the model: its configuration, and its weights if no other flag names them",
-        needs="finetune")
+        None, "Model by name, folder or s3://: its configuration, and its weights by default", needs="finetune")
     pretrained_checkpoint_file: str | None = flag(
         None, "Weights: a file (.safetensors, .bin, .pt), a folder of files, or a checkpoint; also s3://. The model is "
         "--pretrained_model_name, else --model_type and its widths, else the config.json next to the file",
@@ -82,11 +80,9 @@ class FinetuneArguments:
         shown="the model's own", needs="finetune")
     lora_rank: int | None = flag(None, "Train low-rank adapters (LoRA) of this rank and freeze the weights", must=">=1")
     lora_alpha: float | None = flag(
-        None, "Scale of the adapters, before the division by the rank", shown="twice the rank", must=">0",
-        idle_without="lora_rank")
+        None, "Scale of the adapters times the rank", shown="twice the rank", must=">0", idle_without="lora_rank")
     lora_target_modules: list[str] = flag(
-        ["all-linear"], "Modules with adapters, such as q_proj v_proj; all-linear: all but the head",
-        idle_without="lora_rank")
+        ["all-linear"], "Adapted modules, as q_proj v_proj; all-linear: all but the head", idle_without="lora_rank")
     lora_dropout: float = flag(0.0, "Dropout of the adapters' input", must=">=0 <1", idle_without="lora_rank")
 
 
@@ -98,18 +94,17 @@ class ParallelArguments:
     """Parallelism and memory: how the model is distributed over the processes, and what saves memory."""
 
     backend: str = flag(
-        "auto", "smp (torch.sagemaker), native (FSDP2), or auto: smp if it can be imported",
-        choices=("auto", "smp", "native"))
+        "auto", "smp (torch.sagemaker), native (FSDP2), or auto: smp if installed", choices=("auto", "smp", "native"))
     auto: str = flag(
-        "off", "Choose the flags of degrees, activation checkpointing, offloading, micro-batch and accumulation that "
-        "are not set, for this machine and the same global batch",
+        "off", "For this machine, choose degrees, activation checkpointing, offloading, micro-batch and accumulation "
+        "where no flag sets them",
         choices=("off", "plan"), values={"1": "plan", "0": "off"}, switch=True)
     smp_names: str | None = flag(
         None, "JSON or YAML file of SMP's parameter names, written by `doctor --smp`, for transformed checkpoints")
     sharding_strategy: str = flag(
-        "full_shard", "What is sharded: parameters, gradients and optimizer over all processes (full_shard) or over "
-        "groups (hybrid_shard); gradients and optimizer only (shard_grad_op, _hybrid_shard_zero2); nothing (no_shard). "
-        "A group has --hybrid_shard_degree processes, by default a node's",
+        "full_shard", "Shard parameters, gradients and optimizer over all processes (full_shard) or groups of "
+        "--hybrid_shard_degree processes, by default a node's (hybrid_shard); gradients and optimizer only "
+        "(shard_grad_op, _hybrid_shard_zero2); nothing (no_shard)",
         choices=("full_shard", "hybrid_shard", "shard_grad_op", "_hybrid_shard_zero2", "no_shard"),
         shown="full_shard; hybrid_shard with --hybrid_shard_degree",
         values={
@@ -134,24 +129,22 @@ class ParallelArguments:
     fp8_amax_compute_algo: str = flag(
         "max", "FP8 scale from its history", choices=("max", "most_recent"), idle_without="fp8", smp_only=NO_HISTORY)
     activation_checkpointing: str = flag(
-        "full", "What the backward pass recomputes: none; full: each layer from its input; selective:op: all but "
-        "matrix products, attention and communication; selective:N: every N-th layer; selective:1/3: a third of the "
-        "layers", values={"1": "full", "0": "none"}, switch=True,
+        "full", "The backward pass recomputes none; full: each layer from its input; selective:op: all but matrix "
+        "products, attention and communication; selective:N: every N-th layer; selective:1/3: a third of the layers",
+        values={"1": "full", "0": "none"}, switch=True,
         aliases="fsdp_activation_checkpointing activation_checkpoints gradient_checkpointing")
     selective_checkpointing: float = flag(
         1.0, "Checkpoint every N-th layer in full, or a share of the layers (0.5, 1/3)", must="share or count")
     sm_activation_offloading: bool = flag(
         False, "Keep activations in host memory until the backward pass", smp_key=True, aliases="offload_activations")
     activation_loading_horizon: int = flag(
-        2, "Layers by which offloaded activations are loaded ahead", must=">=1",
-        idle_without="sm_activation_offloading", smp_key=True)
+        2, "Layers loaded ahead", must=">=1", idle_without="sm_activation_offloading", smp_key=True)
     cpu_offload: bool = flag(False, "Keep parameters, gradients and optimizer states in host memory")
     memory_check: bool = flag(
         True, "Refuse at start a model whose weights, gradients and optimizer exceed the memory; 0: warn")
     chunked_loss: bool = flag(True, "Compute the loss in chunks of tokens, without all logits at once (plain heads)")
     use_torch_compile: bool | None = flag(
-        None, "Compile each decoder layer and the loss", shown="1 on GPUs with Triton and a C compiler, else 0",
-        aliases="torch_compile")
+        None, "Compile layers and loss", shown="1 on GPUs with Triton and a C compiler", aliases="torch_compile")
     torch_compile_backend: str = flag("inductor", "Backend of torch.compile", idle_without="use_torch_compile")
     limit_all_gathers: bool = flag(
         True, "Limit the all-gathers in flight",
@@ -159,30 +152,25 @@ class ParallelArguments:
     forward_prefetch: bool = flag(True, "Gather the next layer's parameters before this layer's forward pass")
     backward_fetch_policy: str = flag(
         "backward_pre", "When the backward pass gathers the next layer", choices=("backward_pre", "backward_post"),
-        only_natively=(("backward_pre",), "FSDP2 always gathers the next layer before it computes this layer's "
-                                          "gradients; leave it at backward_pre"))
+        only_natively=(("backward_pre",), "FSDP2 always gathers it before this layer's gradients; give backward_pre"))
     cp_comm_type: str = flag(
-        "p2p", "Exchange of context parallelism", choices=("p2p", "all_gather"),
-        smp_only="keys and values are always gathered")
+        "p2p", "Context ranks' exchange", choices=("p2p", "all_gather"), smp_only="keys and values are always gathered")
     moe: bool = flag(
         False, "Mixture of experts: SMP's implementation on SMP, the model's own natively, with these router losses")
     moe_load_balancing: str = flag(
         "sinkhorn", "Load balancing of the experts", choices=("sinkhorn", "balanced", "aux_loss", "none"),
         idle_without="moe",
-        only_natively=(("aux_loss", "none"), "only SMP sends tokens to experts other than the router's; give aux_loss "
-                                             "or none"))
+        only_natively=(("aux_loss", "none"), "only SMP overrides the router's choice; give aux_loss or none"))
     moe_aux_loss_coeff: float = flag(0.001, "Coefficient of the load-balancing loss", must=">=0", idle_without="moe")
     moe_z_loss_coeff: float = flag(
-        0.001, "Coefficient of the loss that keeps router logits small, with any load balancing", must=">=0",
-        idle_without="moe")
+        0.001, "Coefficient of the loss that keeps router logits small", must=">=0", idle_without="moe")
     global_token_shuffle: bool = of_experts(False, "Shuffle tokens over ranks before the experts")
     moe_all_to_all_dispatcher: bool = of_experts(True, "Send tokens to experts by all-to-all")
     moe_fp8_checkpoint_attn: bool = of_experts(True, "Checkpoint attention of FP8 expert layers")
     moe_fp8_checkpoint_moe: bool = of_experts(True, "Checkpoint the experts of FP8 expert layers")
     use_smp_implementation: bool = flag(False, "SMP's own model", smp_only="the model is transformers' own")
     delayed_param: bool = flag(
-        True, "Create parameters only once sharded", smp_only="parameters are always created after sharding",
-        aliases="low_cpu_fsdp meta_init")
+        True, "Create parameters once sharded", smp_only="this is always done", aliases="low_cpu_fsdp meta_init")
     random_seed: int | None = flag(
         None, "Seed of SMP's tensor-parallel modules", smp_only="initial weights depend on --seed alone", smp_key=True)
     fsdp_cache_flush_warnings: bool = flag(

@@ -20,7 +20,7 @@ from smp_train.arguments.aliases import MP_PARAMETERS, NAMES
 from smp_train.arguments.flag import show
 from smp_train.arguments.groups import FOLLOWING, Arguments, flags
 from smp_train.arguments.program_inputs import ProgramInputs
-from smp_train.arguments.values import NOT_GIVEN, convert, nearest
+from smp_train.arguments.values import convert, nearest
 from smp_train.distributed import is_sagemaker
 from smp_train.errors import ConfigError, one_line
 
@@ -222,18 +222,15 @@ def _resolve(sources: list[list[Entry]], environ: Mapping[str, str], notes: list
         _, variable = values.pop("training_dir")
         notes.append(f"{variable} is not read: --dataset names the training data")
     args = Arguments(**{name: value for name, (value, _) in values.items()})
-    resolved = Resolved(args, _sources(args, values, notes))
-    # A validation that never comes due needs no data.
-    never = args.validation_freq is not None and args.validation_freq > args.max_steps
-    if never and not (
-        args.keep_best or args.early_stopping or args.evaluate_first or args.test_dir or args.use_synthetic_data
-    ):
-        notes.append(
-            f"--validation_freq {args.validation_freq} is more than --max_steps {args.max_steps}: no validation; to "
-            "validate after the last step, give --test_dir"
-        )
-        resolved = resolved.with_values("follows from --max_steps", validation_freq=None)
-    return replace(resolved, notes=list(dict.fromkeys(notes)))
+    settings = {name: values.get(name, (flag.default, DEFAULT)) for name, flag in flags().items()}
+    source_of = {name: source for name, (_, source) in settings.items()}
+    for name, cause in FOLLOWING.items():
+        value, final = (show(setting or None) for setting in (settings[name][0], getattr(args, name)))
+        if value.lower() != final:
+            if name in values:
+                notes.append(f"{cause} changes --{name} from {value} to {final}")
+            source_of[name] = f"follows from {cause}"
+    return Resolved(args, source_of, list(dict.fromkeys(notes)))
 
 
 def _merge(entries: list[Entry], notes: list[str]) -> Values:
@@ -279,7 +276,7 @@ def _flag_values(entry: Entry, notes: list[str]) -> dict[str, Any]:
         if not alias.flags:
             notes.append(f"{spelling} {entry.value} has no effect: {alias.help}")
         values = {name: convert(flags()[name], text, f"{spelling} {name}") for name, text in texts.items()}
-    return {name: value for name, value in values.items() if value is not NOT_GIVEN}
+    return {name: value for name, value in values.items() if value is not None or flags()[name].optional}
 
 
 def _platform_defaults(environ: Mapping[str, str]) -> Values:
@@ -291,17 +288,3 @@ def _platform_defaults(environ: Mapping[str, str]) -> Values:
     if is_sagemaker(environ):
         values["checkpoint_dir"] = (["/opt/ml/checkpoints"], "SageMaker")
     return values
-
-
-def _sources(args: Arguments, values: Values, notes: list[str]) -> dict[str, str]:
-    """Return the source of every setting, and note a setting that another one overrides."""
-    sources = {name: values[name][1] if name in values else DEFAULT for name in flags()}
-    for name, cause in FOLLOWING.items():
-        final = getattr(args, name)
-        value = values[name][0] if name in values else flags()[name].default
-        if final == value or (isinstance(value, str) and value.lower() == final):
-            continue
-        if name == "sharding_strategy" and name in values:
-            notes.append(f"{cause} {args.hybrid_shard_degree} turns --sharding_strategy {value} into {final}")
-        sources[name] = f"follows from {cause}"
-    return sources

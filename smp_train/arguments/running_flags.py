@@ -36,8 +36,7 @@ class LoggingArguments:
         None, "Experiment of MLflow", shown="MLFLOW_EXPERIMENT_NAME; smp-train", idle_without="report_to")
     progress_bar: bool = flag(True, "Show a progress line if stderr is a terminal")
     telemetry: str = flag(
-        "full", "minimal: no times of phases, no slowest rank, and no watch for a rank that hangs",
-        choices=("full", "minimal"))
+        "full", "minimal: no phase times, no slowest rank, no watch for hung ranks", choices=("full", "minimal"))
     enable_memory_profiling: bool = flag(
         False, "Log memory at every stage of set-up, of the first steps and of saves; on a GPU also write a snapshot")
     use_profiler: bool = flag(False, "Record the PyTorch profiler, and log what limits the speed of a step")
@@ -60,9 +59,8 @@ class RuntimeArguments:
     distributed_timeout_minutes: float = flag(
         30.0, "Longest wait in a collective, as at the start or in a save", must=">0")
     train_timeout_seconds: float = flag(
-        300.0, "End the run if a step makes no progress for this time and ten times its usual time; 0: never",
-        must=">=0")
+        300.0, "End the run if a step stands still for this time and ten times its usual time; 0: never", must=">=0")
     hang_report_seconds: float = flag(
-        30.0, "Name the missing rank if a step makes no progress for this time and ten times its usual time", must=">0")
+        30.0, "Name the missing rank if a step stands still for this time and ten times its usual time", must=">0")
     prompt: str | None = flag(None, "Text that the model continues when the run ends")
     num_tokens: int = flag(64, "Tokens of the continuation, at most", must=">=1", idle_without="prompt")

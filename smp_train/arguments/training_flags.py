@@ -19,14 +19,12 @@ class OptimizerArguments:
     """Training: batch, length, optimizer and schedule."""
 
     train_batch_size: int = flag(
-        2, "Sequences per data-parallel rank and micro-step", must=">=1",
-        aliases="batch_size per_device_train_batch_size")
+        2, "Sequences per data rank and micro-step", must=">=1", aliases="batch_size per_device_train_batch_size")
     gradient_accumulation_steps: int = flag(1, "Micro-steps per step", must=">=1", aliases="grad_accum_steps")
     max_steps: int = flag(
-        5000, "Optimizer steps of the run", shown="5000; no limit with --epochs", must=">=1",
-        aliases="max_training_steps")
+        5000, "Optimizer steps", shown="5000; no limit with --epochs", must=">=1", aliases="max_training_steps")
     epochs: int | None = flag(
-        None, "Passes over the data, each row once per pass; --max_steps, if set, may end the run earlier", must=">=1",
+        None, "Passes over the data; --max_steps may end the run earlier", must=">=1",
         aliases="num_epochs num_train_epochs")
     steps_per_epoch: int | None = flag(
         None, "End the run after this number times --epochs steps", shown="the data's", must=">=1")
@@ -45,8 +43,8 @@ class OptimizerArguments:
     adam_epsilon: float = flag(1e-8, "AdamW's term in the denominator", must=">0")
     grad_clip: float = flag(1.0, "Largest norm of the gradient; 0: no clipping", must=">=0", aliases="max_grad_norm")
     on_spike: str = flag(
-        "warn", "At a loss or gradient norm far above the last ones: warn, skip the update, or return to the last "
-        "checkpoint of --checkpoint_freq (rollback). With warn, a value that is not finite ends the run",
+        "warn", "At a loss or gradient norm far above the last ones: warn (and end the run if it is not finite), skip "
+        "the update, or return to the last scheduled checkpoint (rollback)",
         choices=("warn", "skip", "rollback"))
     spike_threshold: float = flag(
         10.0, "A spike is this number of deviations above the median of the last steps", must=">0")
@@ -66,7 +64,7 @@ class DataArguments:
     dataset: list[str] | None = flag(
         None, "More training data, added to --training_dir", aliases="dataset_name train_file")
     streaming: bool | None = flag(
-        None, "Read the data during training, with nothing on disk (1), or convert it to a token cache first (0)",
+        None, "Read the data during training (1), or convert it to a token cache first (0)",
         shown="1 for names on the hub, else 0")
     test_dir: str | None = flag(
         None, "Validation data, as --training_dir", variable="SM_CHANNEL_TEST", aliases="val_data validation_file")
@@ -77,11 +75,10 @@ class DataArguments:
     data_num_workers: int | None = flag(
         None, "Processes per rank that convert shards, once", shown="the cores over the ranks", must=">=0")
     shuffle: str = flag(
-        "global", "Order of an epoch: global (a permutation; of streams, in blocks) or none (as stored)",
-        choices=("global", "none"))
+        "global", "Order of an epoch: global (a permutation) or none (as stored)", choices=("global", "none"))
     long: str | None = flag(
-        None, "A longer row becomes its beginning (truncate), all its pieces (split), a random window (crop), or an "
-        "error", choices=("truncate", "split", "crop", "error"), shown="truncate; split with --short concat or pack")
+        None, "Of a longer row, take the beginning (truncate), all pieces (split), a random window (crop), or error",
+        choices=("truncate", "split", "crop", "error"), shown="truncate; split with --short concat or pack")
     short: str | None = flag(
         None, "A shorter row is padded (pad), joined end to end with others (concat), or packed with whole rows (pack)",
         choices=("pad", "concat", "pack"), shown="concat for text, else pad")
@@ -103,12 +100,11 @@ class DataArguments:
         None, "Steps between validations", shown="never", must=">=1", aliases="eval_steps")
     validation_batches: int = flag(10, "Batches of one validation", must=">=1")
     val_batch_size: int = flag(
-        4, "Sequences per data-parallel rank and validation batch", must=">=1", aliases="per_device_eval_batch_size")
+        4, "Sequences per data rank and validation batch", must=">=1", aliases="per_device_eval_batch_size")
     fast_validation: bool = flag(True, "Validate on the last shard only")
-    evaluate_first: bool = flag(
-        False, "Validate before the first step, too", needs="validation_freq", aliases="eval_on_start")
+    evaluate_first: bool = flag(False, "Validate before step 1, too", needs="validation_freq", aliases="eval_on_start")
     early_stopping: int | None = flag(
-        None, "End the run after this number of validations without a lower loss", must=">=1", needs="validation_freq")
+        None, "Validations without a lower loss that end the run", must=">=1", needs="validation_freq")
     evaluate_only: bool = flag(False, "Validate once and train nothing")
 
 
@@ -122,8 +118,7 @@ class CheckpointArguments:
         shown="checkpoints; on SageMaker /opt/ml/checkpoints", aliases="ckpt_save_path")
     checkpoint_freq: list[int] = flag(
         [1000], "Steps between checkpoints", must=">=1", aliases="checkpoint_interval save_steps")
-    num_kept_checkpoints: list[int] = flag(
-        [2], "Number of the run's newest checkpoints that are kept; 0: all", aliases="save_total_limit")
+    num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints to keep; 0: all", aliases="save_total_limit")
     checkpoint_type: str | None = flag(
         None, "async_sharded: written in the background from a copy in host memory, if it has room; sharded: training "
         "waits; full: also the model in Hugging Face format, in hf/. All three resume on any mesh",
@@ -132,14 +127,11 @@ class CheckpointArguments:
         None, "Folder or s3:// prefix of --checkpoint_dir: go on with the run of this name in it. Folder of one run or "
         "one checkpoint: begin from it, unless the run has checkpoints of its own",
         aliases="ckpt_load_path restart_checkpoint_file")
-    keep_best: bool = flag(
-        False, "Save and keep the checkpoint of the lowest validation loss, too", needs="validation_freq")
+    keep_best: bool = flag(False, "Keep the checkpoint of the lowest validation loss, too", needs="validation_freq")
     load_best_model_at_end: bool = flag(
-        False, "End with the best model, for --save_final_model, --prompt and Python; implies --keep_best 1",
-        needs="validation_freq")
+        False, "End with the best model; implies --keep_best 1", needs="validation_freq")
     allow_model_change: bool = flag(False, "Resume although the checkpoint's model computes something else")
     strict_resume: bool = flag(False, "Stop at a damaged newest checkpoint; by default the next older one is taken")
-    break_checkpoint_lock: bool = flag(
-        False, "Save although another job seems to save this run here; that job then saves no more")
+    break_checkpoint_lock: bool = flag(False, "Take over the checkpoints of another job that seems to save this run")
     save_final_model: bool = flag(False, "Write the model in Hugging Face format at the end")
     model_dir: str | None = flag(None, "Folder or s3:// for the final model", variable="SM_MODEL_DIR")

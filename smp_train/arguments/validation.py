@@ -185,29 +185,24 @@ def _checkpoints(args: Arguments) -> Iterator[str]:
         )
     if args.save_final_model and not args.model_dir:
         yield "--save_final_model 1 needs --model_dir (or SM_MODEL_DIR), the folder to write it to"
-    if args.save_final_model and (origin := _origin_in_model_dir(args)):
-        yield (
-            f"--model_dir {args.model_dir} holds the weights that the run starts from ({origin}), which would be "
-            "replaced; give another folder"
-        )
+    for path in _starting_weights(args) if args.save_final_model else []:
+        if _real_path(path) == _real_path(args.model_dir or ""):
+            yield (
+                f"--model_dir {args.model_dir} holds the weights that the run starts from ({path}), which would be "
+                "replaced; give another folder"
+            )
 
 
-def _origin_in_model_dir(args: Arguments) -> str | None:
-    """Return the flag of the weights that the run starts from, if they are in ``--model_dir``."""
+def _starting_weights(args: Arguments) -> list[str]:
+    """Return the possible locations of the weights that the run starts from."""
     folder, name = args.finetune_checkpoint_load_dir, args.pretrained_model_name
     file = args.pretrained_checkpoint_file
-    locations = {
-        "hf_pretrained_model_name_or_dir": [args.hf_pretrained_model_name_or_dir],
-        "pretrained_model_name": [name],
-        "finetune_checkpoint_load_dir": [folder, os.path.join(folder, name) if folder and name else None],
-        "pretrained_checkpoint_file": [file],
-    }
+    paths = [args.hf_pretrained_model_name_or_dir, name, folder, file]
+    if folder and name:
+        paths.append(os.path.join(folder, name))
     if file and (file.endswith((".safetensors", ".bin", ".pt", ".pth")) or os.path.isfile(file)):
-        locations["pretrained_checkpoint_file"].append(os.path.dirname(file))
-    for flag, paths in locations.items():
-        if any(path is not None and _real_path(path) == _real_path(args.model_dir or "") for path in paths):
-            return f"--{flag} {getattr(args, flag)}"
-    return None
+        paths.append(os.path.dirname(file))
+    return [path for path in paths if path is not None]
 
 
 def _real_path(path: str) -> str:

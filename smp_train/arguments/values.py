@@ -15,8 +15,6 @@ from smp_train.errors import ConfigError
 
 TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 FALSE = frozenset({"0", "false", "no", "off", "n", "f"})
-NOT_GIVEN = object()
-"""The value of a flag without a value, such as ``--lr ''`` from SageMaker."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -50,15 +48,14 @@ def read_int(text: str) -> int:
 
 def read_float(text: str, complaint: str = "expects a number") -> float:
     """Read a finite number, a fraction such as ``1/3``, or a percentage such as ``0.1%``; ValueError otherwise."""
-    if text.strip().endswith("%"):
-        return read_float(text.strip()[:-1], complaint) / 100
+    digits = text.strip().removesuffix("%")
     try:
-        number = float(Fraction(text.replace(" ", ""))) if "/" in text else float(text)
+        number = float(Fraction(digits.replace(" ", ""))) if "/" in digits else float(digits)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(complaint) from None
+        number = math.nan
     if not math.isfinite(number):
         raise ValueError(complaint)
-    return number
+    return number / 100 if text.strip().endswith("%") else number
 
 
 def unquote(text: str) -> str:
@@ -75,18 +72,16 @@ READERS: dict[type, Callable[[str], Any]] = {bool: read_bool, int: read_int, flo
 
 
 def convert(flag: Flag, value: Any, spelling: str) -> Any:
-    """Return ``value`` (text, or a value of a configuration file) as the type of ``flag``.
+    """Return ``value`` (text, or a value of a configuration file) as the type of ``flag``; None if it is empty.
 
-    The result is ``NOT_GIVEN`` for an empty value of a flag that cannot be empty. A `ConfigError` begins with
-    ``spelling``, the flag as the user wrote it.
+    A `ConfigError` begins with ``spelling``, the flag as the user wrote it.
     """
     if isinstance(value, list | tuple) and len(value) == 1:
         (value,) = value
-    empty = None if flag.optional else NOT_GIVEN
     if _is_empty(flag, value):
-        return empty
+        return None
     try:
-        return [_scalar(flag, item) for item in _items(flag, value)] or empty if flag.many else _scalar(flag, value)
+        return [_scalar(flag, item) for item in _items(flag, value)] or None if flag.many else _scalar(flag, value)
     except ValueError as problem:
         raise ConfigError(f"{spelling} {value!r}: {problem}") from None
 

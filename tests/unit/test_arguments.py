@@ -429,13 +429,13 @@ def test_shard_degree_settles_the_strategy() -> None:
     turned = parse(["--shard_degree", "8", "--sharding_strategy", "full"], {})
     assert turned.args.sharding_strategy == "hybrid_shard"
     assert turned.sources["sharding_strategy"] == "follows from --hybrid_shard_degree"
-    assert "turns --sharding_strategy full_shard into hybrid_shard" in turned.notes[0]
+    assert "changes --sharding_strategy from full_shard to hybrid_shard" in turned.notes[0]
 
 
 def test_validation_that_is_never_due_asks_for_no_data() -> None:
     idle = parse(shlex.split("--validation_freq 500 --max_steps 4 --training_dir d"), {})
     assert idle.args.validation_freq is None
-    assert "no validation" in idle.notes[0]
+    assert "--max_steps changes --validation_freq from 500 to -" in idle.notes[0]
     for use in ("--keep_best 1", "--early_stopping 2", "--evaluate_first 1"):
         with pytest.raises(ConfigError, match="--test_dir"):  # not that it needs --validation_freq, which is there
             validate(parse(shlex.split(f"--validation_freq 500 --max_steps 4 --training_dir /d {use}"), {}).args, 1)

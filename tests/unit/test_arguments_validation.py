@@ -89,11 +89,11 @@ COMBINATIONS = {
     "--hf-model x --from-scratch": "both choose the model",
     "--hf-model x --model_size 7b": "both choose the model",
     "--save_final_model 1": "--save_final_model 1 needs --model_dir",
-    "--hf_model m --save_final_model 1 --model_dir ./m": "the weights that the run starts from (--hf_pretrained_model",
+    "--hf_model m --save_final_model 1 --model_dir ./m": "holds the weights that the run starts from (m)",
     "--finetune 1 --pretrained_model_name a/m --save_final_model 1 --model_dir a/../a/m/": "give another folder",
-    "--finetune 1 --hf_model m --pretrained_checkpoint_file a/f.pt --save_final_model 1 --model_dir a": "a/f.pt),",
+    "--finetune 1 --hf_model m --pretrained_checkpoint_file a/f.pt --save_final_model 1 --model_dir a": "from (a)",
     "--finetune 1 --pretrained_model_name m --finetune_checkpoint_load_dir a --save_final_model 1 --model_dir a/m":
-        "(--finetune_checkpoint_load_dir a)",
+        "starts from (a/m)",
     "--finetune 1": "--finetune 1 needs weights: give --pretrained_model_name",
     "--pretrained_model_name n": "--pretrained_model_name n needs --finetune 1",
     "--pretrained_checkpoint_file f": "needs --finetune 1",
@@ -189,7 +189,7 @@ SYNTHETIC = "--use_synthetic_data 1 trains on random tokens"
 INEFFECTIVE = {
     "": [],
     "--delayed_param 0 --lr 1": [
-        "--delayed_param 0 has no effect: parameters are always created after sharding",
+        "--delayed_param 0 has no effect: this is always done",
     ],
     "--use_synthetic_data 1 --training_dir /a /b": [f"--training_dir /a /b has no effect: {SYNTHETIC}"],
     "--use_synthetic_data 1 --training_dir d --short pack": [
