@@ -20,20 +20,18 @@ def count_parameters(config: PretrainedConfig) -> int:
     return _counts(config)[0]
 
 
-def flops_per_token(
-    config: PretrainedConfig, seq_len: int, *, causal: bool = False, frozen: bool = False
-) -> float:
+def flops_per_token(config: PretrainedConfig, seq_len: int, *, frozen: bool = False) -> float:
     """Return the model FLOPs of forward and backward for one token: ``6 N + 12 L H d S``.
 
     N: active parameters in matrix products (with the output head; without embedding look-ups, norms and biases); L
     layers, H heads, d head size, S ``seq_len``. Recomputation under activation checkpointing does not count. The
     formula is PaLM's (Chowdhery et al. 2022, appendix B); nanoGPT and torchtitan use it, too. Attention counts the full
-    S x S matrix, also with a sliding window or several documents. ``causal`` counts half of the matrix; the
-    two counts are not comparable. ``frozen`` weights have no gradient: ``4 N``, and adapters do not count.
+    S x S matrix, also with a sliding window or several documents. ``frozen`` weights have no gradient: ``4 N``, and
+    adapters do not count.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_len
-    return float((4 if frozen else 6) * _counts(config)[1] + (attention // 2 if causal else attention))
+    return float((4 if frozen else 6) * _counts(config)[1] + attention)
 
 
 def _counts(config: PretrainedConfig) -> tuple[int, int]:

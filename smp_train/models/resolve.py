@@ -46,19 +46,15 @@ class ModelSpec:
     """Content of the generation_config.json next to the weights."""
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A published model, or a model of the from-scratch ladder: one file in ``presets/``."""
+class Preset(NamedTuple):
+    """A published model, or a model of the from-scratch ladder: one file in ``presets/``, with its source."""
 
     model_type: str
     model_size: str
     parameters: int
     """Tied parameters are counted once."""
-    source: str
-    """Where the number of parameters is published."""
     config: dict[str, Any]
     """Fields with their names in transformers 4."""
-    note: str = ""
 
     @property
     def name(self) -> str:
@@ -69,7 +65,8 @@ class Preset:
 @cache
 def presets() -> dict[tuple[str, str], Preset]:
     """Return all presets by (model_type, model_size)."""
-    every = [Preset(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(PRESETS.glob("*.json"))]
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(PRESETS.glob("*.json"))]
+    every = [Preset(*(record[field] for field in Preset._fields)) for record in records]
     return {(preset.model_type, preset.model_size): preset for preset in every}
 
 

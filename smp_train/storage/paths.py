@@ -77,13 +77,13 @@ class S3Path:
         assert entry is not None
         return entry
 
-    def open_ranges(self, entry: Entry, read_ahead: int = READ_AHEAD) -> io.BufferedReader:
+    def open_ranges(self, entry: Entry) -> io.BufferedReader:
         """Return the object's version ``entry`` as a file that fetches only the bytes that are read."""
 
         def read(start: int, length: int) -> bytes:
             return b"".join(self.storage.ranges(parts("", start, length, entry.etag)))
 
-        return io.BufferedReader(RangeFile(entry.size, read), read_ahead)
+        return io.BufferedReader(RangeFile(entry.size, read), READ_AHEAD)
 
 
 Place = Path | S3Path

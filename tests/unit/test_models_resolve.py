@@ -224,6 +224,5 @@ def test_every_family_has_presets_and_the_documentation_lists_them() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     text = text.split("## Presets")[1].split("## From widths")[0]
     for preset in presets().values():
-        assert preset.source
         assert f"| `{preset.model_type}` | `{preset.model_size}` | {preset.parameters:,} |" in text
     assert text.count("\n| `") == len(presets())
