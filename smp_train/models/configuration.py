@@ -25,7 +25,6 @@ SHAPES = (
     "num_local_experts", "tie_word_embeddings",
 )  # fmt: skip
 """Flags that change the shape of a weight. With pretrained weights they must equal the configuration's values."""
-POSITIVE = (*SHAPES[:-1], "max_context_width", "num_experts_per_tok", "sliding_window")
 LLAMA3_SCALING = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
@@ -140,16 +139,12 @@ def checked(fields: dict[str, Any], family: Family, name: str, config_class: Any
 
 
 def _check_widths(family: Family, fields: dict[str, Any], name: str) -> None:
-    """Raise `ConfigError` for widths that are not positive, or do not divide each other."""
-    sizes = {flag: fields.get(family.fields.get(flag, "")) for flag in POSITIVE}
-    for flag, size in sizes.items():
-        if size is not None and size <= 0:
-            raise ConfigError(f"{name}: --{flag} must be at least 1, not {size}")
-    hidden, heads, key_value = (sizes[flag] for flag in ("hidden_width", "num_heads", "num_key_value_heads"))
-    experts, used = sizes["num_local_experts"], sizes["num_experts_per_tok"]
+    """Raise `ConfigError` for widths that do not divide each other."""
+    flags = ("hidden_width", "num_heads", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
+    hidden, heads, key_value, experts, used = (fields.get(family.fields.get(flag, "")) for flag in flags)
     if experts and used and used > experts:
         raise ConfigError(f"{name}: --num_experts_per_tok {used} is more than --num_local_experts {experts}")
-    if hidden is None or heads is None:
+    if not hidden or not heads:
         return
     if key_value and heads % key_value:
         raise ConfigError(f"{name}: --num_heads {heads} is not a multiple of --num_key_value_heads {key_value}")

@@ -1,5 +1,6 @@
 """From flags to a configuration."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -105,6 +106,11 @@ def test_flags_over_a_configuration_file(tmp_path: Path, caplog: pytest.LogCaptu
     changed = spec(**over, num_layers=3, hidden_width=128, rope_scaling_factor=16.0).config
     assert (changed.num_hidden_layers, changed.head_dim) == (3, 32)
     assert rope(changed) == rope(config) | {"factor": 16.0}
+    spec(model_type="mistral", **tiny).config.save_pretrained(tmp_path / "mistral")
+    without_window = json.loads((tmp_path / "mistral/config.json").read_text()) | {"sliding_window": 0}  # as Qwen2's
+    (tmp_path / "mistral/config.json").write_text(json.dumps(without_window))
+    mistral = spec(hf_pretrained_model_name_or_dir=str(tmp_path / "mistral"), max_context_width=64).config
+    assert mistral.sliding_window == 0
     positions = config.max_position_embeddings
     for width, warned in ((positions // 2, False), (positions, False), (2 * positions, True)):
         with caplog.at_level(logging.WARNING, "smp_train"):
@@ -155,8 +161,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"hidden_width": 65}, "--hidden_width 65 is not a multiple of --num_heads 12"),
     ({"model_type": "llama_v2", "num_heads": 12, "num_key_value_heads": 5}, "--num_key_value_heads 5"),
     ({"model_type": "llama_v2", "hidden_width": 36, "num_heads": 4}, "leaves 9"),
-    ({"num_layers": 0}, "--num_layers must be at least 1"),
-    ({"vocab_size": -1}, "--vocab_size must be at least 1"),
     ({"model_type": "mixtral", "num_experts_per_tok": 9}, "--num_local_experts 8"),
     ({"model_type": "llama_v3", "rope_scaling_type": "odd"}, "--rope_scaling_type odd"),
     ({"hf_pretrained_model_name_or_dir": "/does/not/exist"}, "does not exist"),
