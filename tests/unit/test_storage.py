@@ -253,7 +253,7 @@ def test_few_requests_and_parts_are_held(in_s3, server, monkeypatch):
     for taken in range(1, 101):
         assert next(coming) == b"\0"
         assert len(server.gets) < taken + client.AT_ONCE
-    go, waits, sent = threading.Event(), threading.Event(), []
+    go, waits, wrote, sent = threading.Event(), threading.Event(), threading.Event(), []
 
     def on_request(method: str, path: str) -> None:
         if "partNumber" in path:
@@ -267,12 +267,12 @@ def test_few_requests_and_parts_are_held(in_s3, server, monkeypatch):
             stream.write(bytes(client.AT_ONCE << 16))
             waits.set()
             stream.write(bytes(1 << 16))
+            wrote.set()
 
     writes = threading.Thread(target=write)
     writes.start()
     assert waits.wait(60), "so many are taken in"
-    writes.join(0.2)
-    assert writes.is_alive()
+    assert not wrote.wait(0.2), "one more waits for a part that is being sent"
     assert len(sent) <= client.AT_ONCE
     go.set()
     writes.join()
