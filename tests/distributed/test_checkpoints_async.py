@@ -22,9 +22,9 @@ from smp_train.distributed import host_copy
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_state import gather_state
 from tests.checkpoint_files import committed, manager, names
-from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
-from tests.distributed.test_checkpoints import train as updates
 from tests.harness import run, same_message
+from tests.small_model import digests, group, prepare, same_on_all
+from tests.small_model import train as updates
 from tests.training import flags, read_checkpoint, steps, train
 
 
@@ -62,15 +62,15 @@ def torn(folder: str, layout: str) -> list[dict[str, str]]:
     with group(), late_copies():
         written = threading.Event()
         saver = manager(folder, 1, 9, "m", asynchronous=True, on_stage=lambda stage: written.wait(600))
-        model, optimizer = prepare("small", layout, seed=1)
+        model, optimizer = prepare(layout, seed=1)
         optimizer.register_step_pre_hook(lambda *_: saver.staged())
-        updates("small", model, optimizer, range(1))
+        updates(model, optimizer, range(1))
         expected = []
         for step in (1, 2, 3):
             written.clear()
             expected.append(digests(model, optimizer))
             assert saver.save(step, gather_state(model, optimizer), {}) == []
-            updates("small", model, optimizer, range(step, step + 2))
+            updates(model, optimizer, range(step, step + 2))
             assert not saver.poll()
             written.set()
             while not saver.poll():
@@ -78,7 +78,7 @@ def torn(folder: str, layout: str) -> list[dict[str, str]]:
             assert [saved.step for saved in saver.finish()] == [step]
         problems = []
         for step, before in zip((1, 2, 3), expected, strict=True):
-            other, fresh = prepare("small", layout, seed=2)
+            other, fresh = prepare(layout, seed=2)
             open_verified(f"{folder}/m-{step}steps").load(gather_state(other, fresh))
             found = digests(other, fresh)
             problems.append({key: value for key, value in before.items() if found[key] != value})
@@ -165,7 +165,7 @@ def uncopied(folder: str, fault: str) -> list[str]:
             else:
                 host_copy._copy = fail
         saver = manager(folder, 1, 2, "m", asynchronous=True)
-        model, optimizer = prepare("small", "fsdp", seed=1)
+        model, optimizer = prepare("fsdp", seed=1)
         try:
             saved = saver.save(1, gather_state(model, optimizer), {})
             saver.staged()

@@ -33,9 +33,9 @@ from smp_train.distributed import host_copy
 from smp_train.distributed.job import Job
 from smp_train.models.hub_state import gather_state
 from tests.checkpoint_files import committed, keys, manager, resumed
-from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all, train
 from tests.harness import RankFailed, run
 from tests.s3_server import bucket, there
+from tests.small_model import digests, group, prepare, same_on_all, train
 
 WORLD, KILLED_IN, LAST = 2, 3, 4
 ON_EVERY_RANK = ("copy", "write", "checksum")
@@ -138,14 +138,14 @@ def training(place: str, asynchronous: bool, killer: Killer | None = None) -> di
     )  # fmt: skip
     try:
         found = resumed(place, strict=True)
-        model, optimizer = prepare("small", "fsdp", seed=1 if found is None else 2)
+        model, optimizer = prepare("fsdp", seed=1 if found is None else 2)
         states = {}
         if found is not None:
             found.load(gather_state(model, optimizer))
             states[found.step] = digests(model, optimizer)
         optimizer.register_step_pre_hook(lambda *_: saver.staged())
         for step in range(found.step + 1 if found else 1, LAST + 1):
-            train("small", model, optimizer, range(step, step + 1))
+            train(model, optimizer, range(step, step + 1))
             if killer is None:
                 states[step] = digests(model, optimizer)
             saver.save(step, gather_state(model, optimizer), {"step_was": step})

@@ -21,9 +21,9 @@ from smp_train.models.hub_state import gather_state
 from smp_train.run.resume import find_checkpoint
 from smp_train.run.start import Candidate, Start
 from tests.checkpoint_files import committed, flipped, names
-from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
-from tests.distributed.test_checkpoints import train as updates
 from tests.harness import RankFailed, run
+from tests.small_model import digests, group, prepare, same_on_all
+from tests.small_model import train as updates
 from tests.training import flags, records, steps, train
 
 MESH = {"shard": 2}
@@ -49,11 +49,11 @@ def write(folder: str, layout: str) -> dict[int, dict[str, str]]:
         near, far = folders(folder)
         policies = [Policy(near, 1, 2), Policy(far, 2, 2)]
         manager = CheckpointManager(policies, run_name="run", model_type="m", asynchronous=True)
-        model, optimizer = prepare("small", layout, seed=1)
+        model, optimizer = prepare(layout, seed=1)
         optimizer.register_step_pre_hook(lambda *_: manager.staged())
         seen = {}
         for step in (1, 2, 3):
-            updates("small", model, optimizer, range(step, step + 1))
+            updates(model, optimizer, range(step, step + 1))
             seen[step] = digests(model, optimizer)
             manager.save(step, gather_state(model, optimizer), {"mesh": MESH})
         saved = manager.finish()
@@ -73,7 +73,7 @@ def read(folder: str, layout: str, mesh: Any = MESH) -> tuple[int, str, dict[str
             return checksum(self, name, file, size)
 
         RunFolder.checksum = counted  # type: ignore[method-assign]
-        model, optimizer = prepare("small", layout, seed=2)
+        model, optimizer = prepare(layout, seed=2)
         checkpoint = found(folder, mesh)
         checkpoint.load(gather_state(model, optimizer))
         where = Path(checkpoint.path).relative_to(folder).parts[0]

@@ -1,4 +1,4 @@
-"""Finetuning on chats: the loss of transformers' own model on its own template, and answers that are learnt."""
+"""Finetuning on chats and prompts: the loss and gradient of transformers' own model, on every mesh."""
 
 from __future__ import annotations
 

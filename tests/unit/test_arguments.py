@@ -1,4 +1,4 @@
-"""Command lines, SageMaker's environment and configuration files, as users of the five systems write them."""
+"""Command lines, SageMaker's environment and configuration files as users write them; help and list of the flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements on a borrowed GPU: cells that fail, die and no longer fit; sums of traces; what a report looks like."""
+"""Measurements on a borrowed GPU: cells that fail, die and no longer fit."""
 
 from __future__ import annotations
 

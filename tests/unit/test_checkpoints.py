@@ -1,4 +1,4 @@
-"""Saving, finding and retaining in one process, in a folder and in S3; what needs several is in tests/distributed."""
+"""Saving, finding, retaining and loading in one process, in a folder and in S3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face -> ours -> Hugging Face, per family, and the verbs of `smp-train checkpoint`."""
+"""Models in and out of checkpoints: the hub's names, what the verbs refuse, and that only verified weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``index.bin`` of a tree: what it holds, what it refuses, and what a rank reads by it."""
+"""``index.bin`` of a tree: what it holds, and what it refuses."""
 
 from __future__ import annotations
 

@@ -142,6 +142,18 @@ def test_a_damaged_checkpoint_does_not_count(harmed: str, damaged: str, place: s
     assert open_verified(f"{place}/{step(6)}").step == 6
 
 
+@pytest.mark.parametrize("damaged", ["0", "1"])
+def test_nothing_is_deleted_where_nothing_is_intact(damaged: str, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    save(place, 3, 6)
+    for number in (3, 6):
+        harm(place, step(number), ".distcp", flipped)
+    before = contents(place)
+    with pytest.raises(CheckpointError, match="no checkpoint is intact, so nothing is deleted"):
+        main(["prune", str(place), "--keep", "1", "--damaged", damaged])
+    assert contents(place) == before
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_the_best_checkpoint_is_kept(keeps: bool, tmp_path: Path, capsys: Capture) -> None:
     place = tmp_path / "run"

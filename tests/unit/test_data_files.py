@@ -1,4 +1,4 @@
-"""The files of a location, in a folder or on the hub: what is listed, left out with a warning, or refused."""
+"""The files of a location, in a folder or on the hub: what is listed, left out or refused; manifests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every epoch is a permutation that (seed, epoch) names; blends draw from each source by weight."""
+"""Which sample is at a position, and which tokens a sample has: permutations, blends, cutting, joining and packing."""
 
 
 from itertools import pairwise

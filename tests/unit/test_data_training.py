@@ -1,4 +1,4 @@
-"""Which rank reads which sample, over any history; validation, synthetic rows, and a program's rows."""
+"""Reading ahead, state, validation, synthetic rows, and a program's rows."""
 
 import gc
 import re

@@ -1,4 +1,4 @@
-"""Long work shows how far it is: a bar on a terminal, lines elsewhere, log lines whole beside both."""
+"""Long work shows how far it is: lines, and on a terminal a line below whole log lines."""
 
 import fcntl
 import os
