@@ -14,7 +14,7 @@ from smp_train.errors import ConfigError
 from smp_train.telemetry import page, run_data
 from smp_train.telemetry.metrics import MetricsWriter
 from smp_train.telemetry.report import main
-from smp_train.telemetry.run_data import PALETTES, POINTS, RunData, duration, read_runs, smooth, thinned, three
+from smp_train.telemetry.run_data import POINTS, RunData, duration, read_runs, smooth, thinned, three
 from smp_train.telemetry.run_folder import RunFolder
 
 
@@ -236,12 +236,6 @@ for (const axis of ["time", "tokens", "step"]) {
 for (const box of document.querySelectorAll("#runs input")) { box.click(); box.click(); }
 document.body.dataset.cut = [document.documentElement, ...document.querySelectorAll("section")].filter(
   each => each.scrollWidth > each.clientWidth).map(each => each.id || each.parentNode.id);
-const numbers = [...document.querySelectorAll("figure svg")].map(svg => [...svg.querySelectorAll("text")]);
-const below = each => +each.getAttribute("y") === each.ownerSVGElement.viewBox.baseVal.height - 8;
-document.body.dataset.ticks = [true, false].map(
-  side => Math.min(...numbers.map(texts => texts.filter(each => below(each) === side).length)));
-document.body.dataset.digits = Math.max(
-  ...numbers.flat().map(each => each.textContent.replace(/^[\\D0]+|\\D/g, "").length));
 """
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -277,15 +271,8 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path, width, theme, count
     assert shown.stdout.count('class="attempt"') == 2 * count
     assert re.search(r'data-cut="([^"]*)"', shown.stdout)[1] == "", "nothing is wider than its frame"
     assert 10 < int(re.search(r'data-zoomed="(\d+)"', shown.stdout)[1]) < 30, "of 60 steps those in the window"
-    assert min(map(int, re.search(r'data-ticks="(\d+),(\d+)"', shown.stdout).groups())) >= 4
-    assert int(re.search(r'data-digits="(\d+)"', shown.stdout)[1]) <= 4
-    marks = re.findall(r'<path class="spike" [^>]*fill="([^"]+)"', shown.stdout)
-    assert marks == 2 * ["var(--bad)" if count == 1 else PALETTES[theme][0]], "on the loss and on the norm"
-    assert all(said in shown.stdout for said in ("<p>Bound.</p>", "<pre>9 %  mm</pre>"))
-    assert '{"0":["x.json:1"]}' in shown.stdout
+    assert all(said in shown.stdout for said in ("<p>Bound.</p>", "<pre>9 %  mm</pre>", '{"0":["x.json:1"]}'))
     tips = re.search(r'data-tips="([^"]*)"', shown.stdout)[1].split(";")
     assert len(tips) == 3 * len(titles) + 1
-    every = len(titles)
-    assert all(re.match(r"(seconds|tokens|step) [\d.e-]+.*Learning rate 0.001", tip) for tip in tips[2::every]), tips
-    assert all("Slowest rank 5, rank 3" in tip for tip in tips[-3:-1:every]), tips
+    assert all("Slowest rank 5, rank 3" in tip for tip in tips[-3 : -1 : len(titles)]), tips
     assert "max_steps 40 → 60" in shown.stdout
