@@ -125,13 +125,6 @@ def _check_folders(spec: Spec, options: argparse.Namespace) -> None:
                 )
 
 
-def text_of(spec: Spec, options: argparse.Namespace) -> str:
-    """Return the manifest as YAML."""
-    import yaml
-
-    return str(yaml.safe_dump(manifest(spec, options), sort_keys=False, width=200))
-
-
 def warnings(options: argparse.Namespace) -> list[str]:
     """Return warnings about the cluster of this job."""
     lines = []
@@ -150,19 +143,13 @@ def kubectl(*arguments: str, text: str = "") -> None:
     call("kubectl", *arguments, text=text, absent="install it, or add --dry_run to see the manifest", advice=ADVICE)
 
 
-def check(text: str, options: argparse.Namespace) -> None:
-    """Have the cluster validate the manifest, and look for its claims and secrets."""
-    kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", text=text)
-    for claim, _ in options.claims:
-        kubectl("get", "persistentvolumeclaims", claim, "-n", options.namespace, "-o", "name")
-    for _, secret, _ in options.secrets:
-        kubectl("get", "secrets", secret, "-n", options.namespace, "-o", "name")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run ``smp-train launch k8s`` and return its exit code."""
+    import yaml
+
     spec, options = prepare(arguments)
-    text, job = text_of(spec, options), f"{resource(options)}/{options.job_name}"
+    text = str(yaml.safe_dump(manifest(spec, options), sort_keys=False, width=200))
+    job, in_namespace = f"{resource(options)}/{options.job_name}", f"-n {options.namespace}"
     lines = [*warnings(options), *timing.save_warnings(spec.resolved, spec.machines, None, GRACE_SECONDS)]
     if options.dry_run:
         describe(spec, lines)
@@ -170,13 +157,18 @@ def main(arguments: Sequence[str]) -> int:
         print(text, end="")
         return 0
     describe(spec, [*lines, *planned.check(spec.resolved, spec.train_flags, spec.machines)])
-    check(text, options)
+    kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", text=text)
+    for kind, names in (
+        ("persistentvolumeclaims", [claim for claim, _ in options.claims]),
+        ("secrets", [secret for _, secret, _ in options.secrets]),
+    ):
+        for name in names:
+            kubectl("get", kind, name, "-n", options.namespace, "-o", "name")
     if options.check:
         say(f"the cluster would take {job}")
         return 0
     kubectl("create", "-f", "-", text=text)
     pod = f"{options.job_name}-{'worker' if options.operator == 'kubeflow' else 'pods'}-0"
-    in_namespace = f"-n {options.namespace}"
     print(f"submitted {job}")
     print(f"pods:   kubectl get pods {in_namespace} | grep ^{options.job_name}-")
     print(f"log:    {spec.run_dir}/metrics.jsonl on the volume")

@@ -71,11 +71,8 @@ EKS: Table = {
     "CLAIM": ("", "NAME:/path of the persistent volume claim that all pods share"),
     "NODES": ("8", ""),
     "INSTANCE_TYPE": ("ml.p5.48xlarge", ""),
-    "OPERATOR": ("kubeflow", ""),
-    "NAMESPACE": ("kubeflow", ""),
-    "JOB_NAME": ("", ""),
-    "QUEUE": ("", ""),
-    "SERVICE_ACCOUNT": ("", ""),
+    **dict.fromkeys(("OPERATOR", "NAMESPACE"), ("kubeflow", "")),
+    **dict.fromkeys(("JOB_NAME", "QUEUE", "SERVICE_ACCOUNT"), ("", "")),
     "HF_SECRET": ("", "SECRET:KEY that holds the Hugging Face token"),
 }
 KINDS: dict[str, Table] = {
