@@ -12,17 +12,17 @@ _SENTENCE = re.compile(r"\. (?:If|See|Error code|Process|Including)")
 
 
 class SmpTrainError(Exception):
-    """A failure with a one-line message that says what, where, and what to do about it."""
+    """A failure with a one-line message: the value, its place, and the remedy."""
 
     exit_code = 1
 
 
 class LostPeerError(SmpTrainError):
-    """Another rank is gone or cannot be reached, for a reason this rank does not know."""
+    """Another rank is gone or cannot be reached; this rank does not know why."""
 
 
 class ConfigError(SmpTrainError):
-    """Bad arguments, a bad combination of them, or an environment that does not fit them."""
+    """Bad arguments, a bad combination of arguments, or an environment that does not fit them."""
 
     exit_code = 2
 
@@ -34,13 +34,13 @@ class DataError(SmpTrainError):
 
 
 class CheckpointError(SmpTrainError):
-    """A checkpoint that is missing, damaged, unwritable, or of another model."""
+    """A checkpoint that is missing, damaged, unwritable, or saved from a different model."""
 
     exit_code = 4
 
 
 CAUSE_VARIABLE = "SMP_TRAIN_CAUSE_FILE"
-"""Names the file in which a process leaves the cause for its launcher, where its exit code does not suffice."""
+"""Environment variable with the file in which a process reports a cause to its launcher that no exit code shows."""
 LOST_PEER = "lost-peer"
 
 EXIT_CODES: dict[int, type[SmpTrainError]] = {
@@ -49,24 +49,24 @@ EXIT_CODES: dict[int, type[SmpTrainError]] = {
 
 
 def one_line(failure: BaseException) -> str:
-    """Return the message of another library's exception in one line, or its type where the message is empty.
+    """Return the message of a library's exception in one line, or the exception's type if the message is empty.
 
-    Where the exception wraps a failed import, the message of that import is returned.
+    If the exception wraps a failed import, return the message of that import.
     """
-    failure = _broken_import(failure) or failure
+    failure = _failed_import(failure) or failure
     return " ".join(str(failure).split()) or type(failure).__name__
 
 
 def first_few(items: Sequence[str], separator: str = ", ", most: int = 3) -> str:
-    """Return the first items for a message, and how many there are besides."""
+    """Return the first items, and the number of further items, for a message."""
     more = len(items) - most
     return separator.join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def no_memory(failure: BaseException) -> str | None:
-    """Return what an allocator says in one sentence where memory ran out; None for another failure.
+    """Return the first sentence of the allocator's message if memory ran out, else None.
 
-    torch has an exception of its own on a GPU; on a CPU only the message of its allocator tells.
+    On a GPU torch raises OutOfMemoryError; on a CPU it raises RuntimeError with the allocator's message.
     """
     text = one_line(failure)
     if isinstance(failure, MemoryError) or _NO_MEMORY.search(f"{type(failure).__name__}: {text}"):
@@ -75,12 +75,12 @@ def no_memory(failure: BaseException) -> str | None:
 
 
 def first_line(failure: BaseException) -> str:
-    """Return the first line of the message of another library's exception, or its type where the message is empty."""
+    """Return the first line of a library's exception, or the exception's type if its message is empty."""
     return (str(failure).strip().splitlines() or [type(failure).__name__])[0]
 
 
 def install(extras: str) -> str:
-    """Return the command that installs extras of this package, which is on no package index."""
+    """Return the command that installs extras of this package. No package index has this package."""
     return f"pip install '.[{extras}]' in smp-train's checkout"
 
 
@@ -90,28 +90,28 @@ def redacted(text: str) -> str:
 
 
 def explained(failure: Exception) -> Exception:
-    """Return `ConfigError` where an installed package cannot be imported, else ``failure`` itself.
+    """Return `ConfigError` if an installed package cannot be imported, else ``failure`` itself.
 
-    A retry of the same image or environment would fail again, so launchers must not retry.
+    A new start in the same image or environment would fail again, so launchers must not retry.
     """
-    broken = None if isinstance(failure, SmpTrainError) else _broken_import(failure)
-    if broken is None or (getattr(broken, "name", None) or "").startswith("smp_train"):
+    failed_import = None if isinstance(failure, SmpTrainError) else _failed_import(failure)
+    if failed_import is None or (getattr(failed_import, "name", None) or "").startswith("smp_train"):
         return failure
     error = ConfigError(
-        f"this environment, or image, is broken: {type(broken).__name__}: {' '.join(str(broken).split())}; "
+        f"this environment, or image, is broken: {type(failed_import).__name__}: {one_line(failed_import)}; "
         "install the package again, or take another image"
     )
     error.__cause__ = failure
     return error
 
 
-def _broken_import(failure: BaseException) -> BaseException | None:
+def _failed_import(failure: BaseException) -> BaseException | None:
     """Return the first cause of a failure to import a package or to load its library; None for other failures."""
-    of_import = False
+    importing = False
     while True:
-        # transformers wraps what an import raised: in RuntimeError up to 4, in ModuleNotFoundError since 5.
-        of_import = of_import or isinstance(failure, ImportError) or "Failed to import" in str(failure)
-        of_import = of_import or (isinstance(failure, OSError) and "shared object" in str(failure))
+        # transformers wraps the exception of an import: in RuntimeError up to 4, in ModuleNotFoundError since 5.
+        importing |= isinstance(failure, ImportError) or "Failed to import" in str(failure)
+        importing |= isinstance(failure, OSError) and "shared object" in str(failure)
         if failure.__cause__ is None:
-            return failure if of_import else None
+            return failure if importing else None
         failure = failure.__cause__

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from smp_train.distributed import Runtime
 
 GIVE_WAY_SECONDS = 5.0
-"""Wait of a rank that failed because of another rank, if the launcher blames the first process that ends."""
+"""Wait of a rank that lost its peer, if the launcher blames the first process that ends."""
 QUIET_SECONDS = 1.0
 """The same wait under other launchers."""
 LOCAL_RANK_0_SECONDS = 5.0

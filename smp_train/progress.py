@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar on a terminal, else a line every few seconds."""
+"""Progress of long work: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from smp_train.errors import redacted
 T = TypeVar("T")
 
 LINE_SECONDS = 10.0
-"""Between lines where there is no terminal."""
+"""Interval of lines without a terminal."""
 BAR_SECONDS = 1.0
-"""Until the bar of a piece of work is drawn, so that short work draws none; half of it between updates."""
+"""Delay of the bar, so that short work draws no bar; the bar is updated twice in this time."""
 
 
 def bar_class() -> Any:
-    """Return tqdm's bar where stderr is a terminal that can draw one, else None."""
+    """Return tqdm's bar if stderr is a terminal that can draw a bar, else None."""
     try:
         # Terminals of containers and batch systems may have no size, where tqdm draws nothing at all.
         drawn = sys.stderr.isatty() and 0 not in os.get_terminal_size(sys.stderr.fileno())
@@ -40,8 +40,8 @@ def without_bars(stream: Any) -> AbstractContextManager[Any]:
     return nullcontext() if tqdm is None else tqdm.external_write_mode(file=stream)
 
 
-class Moved:
-    """Bytes of a checkpoint that this process has written or read, and how many there will be, for a `Progress`."""
+class Count:
+    """Units of work that this process has done, and their total if it is known."""
 
     done, total = 0, 0
 
@@ -50,38 +50,40 @@ class Moved:
         self.done, self.total = 0, total
 
 
-MOVED = Moved()
-"""Of the last save or load."""
+MOVED = Count()
+"""Bytes of the checkpoint that this process saves or loads, or has saved or loaded last."""
 
 
 class Progress:
-    """Counts ``unit``s of work: bytes (B), rows; or only the time. Nothing is shown where ``shown`` is False.
+    """Shows in a thread how much of some work is done, or only its time; nothing if ``shown`` is False.
 
-    A thread shows the count, also while the work is in one long call; with ``moved`` that of another thread. Lines go
-    to the log where one is set up, else to stderr.
+    The thread also shows it during one long call. Lines go to the log if it is set up, else to stderr.
     """
 
     def __init__(
-        self, what: str, total: int | None = None, unit: str = "", shown: bool = True, moved: Moved | None = None
+        self, title: str, total: int | None = None, unit: str = "", shown: bool = True, moved: Count | None = None
     ) -> None:
-        self._what, self._total, self._unit, self._shown = redacted(what), total, unit.strip(), shown
-        self._done, self._moved = 0, moved
+        """Prepare to count ``unit``s, bytes ("B") or others; ``moved`` is a count that other code keeps."""
+        self._title, self._unit, self._shown = redacted(title), unit.strip(), shown
+        self._count = moved or Count()
+        if moved is None:
+            self._count.begin(total or 0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
     def update(self, done: int) -> None:
         """Count ``done`` more units."""
-        self._done += done
+        self._count.done += done
 
-    def at(self, done: int, total: int) -> None:
-        """Set the count, and what it will come to."""
-        self._done, self._total = done, total
+    def set_count(self, done: int, total: int) -> None:
+        """Set the units done and their total."""
+        self._count.done, self._count.total = done, total
 
-    def over(self, work: Iterable[T]) -> Iterator[T]:
-        """Yield each piece of the work, and count it when the next one is asked for."""
-        for each in work:
-            yield each
-            self._done += 1
+    def over(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield each item, and count it when the next one is asked for."""
+        for item in items:
+            yield item
+            self._count.done += 1
 
     def __enter__(self) -> Progress:
         self._began = time.monotonic()
@@ -95,33 +97,28 @@ class Progress:
             self._thread.join()
 
     def _show(self) -> None:
-        bar_of = bar_class()
-        if bar_of is None:
+        new_bar = bar_class()
+        if new_bar is None:
             while not self._ended.wait(LINE_SECONDS):
-                self._say()
+                self._write_line()
         elif not self._ended.wait(BAR_SECONDS):
             unit = self._unit if self._unit == "B" else f" {self._unit}"
             form = None if self._unit else "{desc}: {elapsed}"
             options = {"unit_scale": True, "dynamic_ncols": True, "leave": False, "bar_format": form}
-            with bar_of(desc=self._what, total=self._total, unit=unit, **options) as bar:
+            with new_bar(desc=self._title, total=self._count.total or None, unit=unit, **options) as bar:
                 bar.start_t -= BAR_SECONDS
                 while not self._ended.wait(BAR_SECONDS / 2):
-                    self._look()
-                    bar.n, bar.total = self._done, self._total
+                    bar.n, bar.total = self._count.done, self._count.total or None
                     bar.refresh()
 
-    def _look(self) -> None:
-        if self._moved is not None:
-            self.at(self._moved.done, self._moved.total)
-
-    def _say(self) -> None:
-        self._look()
-        scale = 1e6 if self._unit == "B" else 1
-        done, unit = f"{self._done / scale:,.0f}", "MB" if self._unit == "B" else self._unit
-        of = f" of {self._total / scale:,.0f}" if self._total else ""
-        line = f"{self._what}: {f'{done}{of} {unit}, ' if unit else ''}{time.monotonic() - self._began:.0f} s"
+    def _write_line(self) -> None:
+        amount = f"{time.monotonic() - self._began:.0f} s"
+        if self._unit:
+            scale, unit = (1e6, "MB") if self._unit == "B" else (1, self._unit)
+            total = f" of {self._count.total / scale:,.0f}" if self._count.total else ""
+            amount = f"{self._count.done / scale:,.0f}{total} {unit}, {amount}"
         log = logging.getLogger("smp_train")
         if log.handlers and log.isEnabledFor(logging.INFO):
-            log.info(line)
+            log.info("%s: %s", self._title, amount)
         else:
-            print(line, file=sys.stderr, flush=True)
+            print(f"{self._title}: {amount}", file=sys.stderr, flush=True)

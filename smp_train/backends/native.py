@@ -223,7 +223,7 @@ class NativeBackend(Backend):
             initialise(model, seed)
         else:
             with Progress(f"Reading {spec.pretrained}, rank 0's part", unit="B", shown=rank() == 0) as progress:
-                load_weights(model, spec.pretrained, progress.at)
+                load_weights(model, spec.pretrained, progress.set_count)
 
     def _allocate(self, model: nn.Module) -> None:
         device = self.topology.device

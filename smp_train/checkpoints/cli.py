@@ -185,7 +185,7 @@ def export_model(options: argparse.Namespace) -> None:
         export(
             checkpoint, options.target, dtype=dtype, tokenizer=options.tokenizer,
             shard_bytes=int(options.max_shard_gb * 1e9), overwrite=bool(options.overwrite),
-            merge=bool(options.merge), base=options.model, on_progress=progress.at,
+            merge=bool(options.merge), base=options.model, on_progress=progress.set_count,
         )  # fmt: skip
     print(f"wrote step {checkpoint.step} of {checkpoint.path} to {options.target}")
 
@@ -212,7 +212,7 @@ def convert(options: argparse.Namespace) -> None:
         # Open the weights before the target folder: if they cannot be read, the target's old model stays.
         items = stored_tensors(WeightFiles(source, stack), options.dtype and getattr(torch, options.dtype))
         with new_model(options.target, overwrite=bool(options.overwrite)) as out:
-            index = write_weights(out.stream, items, int(options.max_shard_gb * 1e9), progress.at)
+            index = write_weights(out.stream, items, int(options.max_shard_gb * 1e9), progress.set_count)
             out.put_all(small | index)
     print(f"wrote {len(items)} tensors of {source} to {options.target}")
 
@@ -244,7 +244,7 @@ def import_weights(options: argparse.Namespace) -> None:
     else:
         usage = "start from it with --finetune 1 --pretrained_checkpoint_file"
         with Progress(f"read {source.name}", unit="B") as progress:
-            load_weights(model, str(source if sample is None else sample.path), progress.at)
+            load_weights(model, str(source if sample is None else sample.path), progress.set_count)
         state = gather_state(model)
     imported = {"from": redacted(str(source)), **({} if sample is None else sample.meta["imported"])}
     meta = {"model_config": spec.config.to_dict(), "tokens": 0, "imported": imported}

@@ -56,7 +56,7 @@ def finish_together(
         while not (finished or failed):
             wait([running], REPORT_SECONDS)
             counts, ends, failures = zip(*gather(action, state), strict=True)
-            progress.at(sum(counts), total)
+            progress.set_count(sum(counts), total)
             finished, failed = all(ends), any(failures)
     finally:
         stopped.set()

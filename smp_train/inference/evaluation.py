@@ -1,7 +1,7 @@
 """``smp-train evaluate``: loss and perplexity of a checkpoint on data sets, on one device or sharded over all ranks.
 
-Every flag of ``train`` that lays out the model or the data may be given; some are by default as in the checkpoint's
-run. There is no optimizer and no training data.
+Every flag of ``train`` that lays out the model or the data may be given; the checkpoint's run sets the default of some.
+There is no optimizer and no training data.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smp_train import backends, distributed, train_utils
-from smp_train.arguments import Arguments, Resolved, parse
+from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.groups import flags
 from smp_train.arguments.model_flags import ParallelArguments
-from smp_train.arguments.parse import from_keywords
+from smp_train.arguments.parse import from_keywords, read_command_line
 from smp_train.arguments.validation import check_values, refuse_natively
 from smp_train.arguments.verb_parser import parser_with_train_flags
 from smp_train.data.indexed import ValidationData
@@ -91,23 +91,20 @@ def options() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Collective under a launcher."""
-    given, flags_of_train = options().parse_known_args(list(argv))
-    evaluation = evaluate_with_flags(
-        parse(flags_of_train, environ={}), given.checkpoint, given.data, batches=given.batches, model=given.model
+    arguments, flags_of_train = options().parse_known_args(list(argv))
+    flags = {flag.name: flag.value for flag in read_command_line(flags_of_train, [])}
+    evaluation = evaluate(
+        arguments.checkpoint, arguments.data, batches=arguments.batches, model=arguments.model, **flags
     )
     if distributed.detect().is_main:
-        report(evaluation, as_json=given.json)
+        report(evaluation, as_json=arguments.json)
     return 0
 
 
 def evaluate(
-    checkpoint: str,
-    data: str | Source | Sequence[str] | Mapping[str, str | Source],
-    *,
-    batches: int | None = None,
-    model: str | None = None,
-    **flags: Any,
-) -> Evaluation:
+    checkpoint: str, data: str | Source | Sequence[str] | Mapping[str, str | Source], *, batches: int | None = None,
+    model: str | None = None, **flags: Any,
+) -> Evaluation:  # fmt: skip
     """Return loss, perplexity and tokens of a checkpoint on data sets, as ``smp-train evaluate`` does; collective.
 
     Args:
@@ -118,14 +115,7 @@ def evaluate(
         flags: flags of ``smp-train train``, by name; the defaults of `FLAGS_OF_RUN` are their values in the
             checkpoint's run.
     """
-    return evaluate_with_flags(from_keywords(flags, environ={}), checkpoint, data, batches=batches, model=model)
-
-
-def evaluate_with_flags(
-    resolved: Resolved, checkpoint: str, data: str | Source | Sequence[str] | Mapping[str, str | Source], *,
-    batches: int | None, model: str | None,
-) -> Evaluation:  # fmt: skip
-    """Return what `evaluate` returns, for flags of ``train`` that are parsed already; collective."""
+    resolved = from_keywords(flags, environ={})
     if isinstance(data, Source):
         data = {"data": data}
     elif not isinstance(data, Mapping):
@@ -154,12 +144,12 @@ def evaluate_with_flags(
         tokenizer = functools.cache(lambda: args.tokenizer or opened.enter_context(saved.tokenizer_location()))
         vocab_size = saved.spec.config.vocab_size
         opener = Opener(args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks, tokenizer=tokenizer)
-        validation = {name: open_data(opener, name, each, backend, batches) for name, each in data.items()}
-        network = backend.build(meta_model, seed=args.seed, initial=False)
-        saved.load_weights(network)
-        scores = {name: score(backend, network, each, name) for name, each in validation.items()}
-    tokens = sum(each.tokens for each in scores.values())
-    loss = sum(each.loss * each.tokens for each in scores.values()) / tokens
+        rows = {name: open_data(opener, name, location, backend, batches) for name, location in data.items()}
+        loaded = backend.build(meta_model, seed=args.seed, initial=False)
+        saved.load_weights(loaded)
+        scores = {name: score(backend, loaded, rows[name], name) for name in data}
+    tokens = sum(row.tokens for row in scores.values())
+    loss = sum(row.loss * row.tokens for row in scores.values()) / tokens
     step = None if saved.checkpoint is None else saved.checkpoint.step
     return Evaluation(saved.location, step, scores, Score(loss, perplexity(loss), tokens))
 
@@ -175,11 +165,11 @@ def refuse_flags(resolved: Resolved) -> None:
 
 
 def with_flags_of_run(args: Arguments, resolved: Resolved, saved: SavedModel) -> Arguments:
-    """Return the settings in which those of `FLAGS_OF_RUN` that are not given are as in the checkpoint's run."""
+    """Return the settings, with the values of the checkpoint's run for `FLAGS_OF_RUN` that the user has not set."""
     meta = {} if saved.checkpoint is None else saved.checkpoint.meta
-    of_run = meta.get("arguments") or {}
-    names = [name for name in FLAGS_OF_RUN if not resolved.given(name) and of_run.get(name) is not None]
-    return replace(args, **{name: of_run[name] for name in names})
+    run = meta.get("arguments") or {}
+    names = [name for name in FLAGS_OF_RUN if not resolved.given(name) and run.get(name) is not None]
+    return replace(args, **{name: run[name] for name in names})
 
 
 def open_data(

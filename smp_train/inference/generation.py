@@ -78,7 +78,7 @@ class Printer:
 
 
 def options() -> argparse.ArgumentParser:
-    """Return the parser of this verb's flags. It has no defaults: `generate` has them."""
+    """Return the parser of this verb's flags; `generate` has the defaults."""
     parser = VerbParser(
         prog="smp-train generate", description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
@@ -103,11 +103,11 @@ def options() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Collective under a launcher; raises what `generate` raises."""
-    given = vars(options().parse_args(list(argv)))
-    prompts = given.pop("prompt", [])
-    if file := given.pop("prompt_file", None):
+    arguments = vars(options().parse_args(list(argv)))
+    prompts = arguments.pop("prompt", [])
+    if (file := arguments.pop("prompt_file", None)) is not None:
         prompts = [*prompts, read_prompt(file)]
-    generate(prompt=prompts, printer=Printer(stream=given.pop("stream", sys.stdout.isatty())), **given)
+    generate(prompt=prompts, printer=Printer(stream=arguments.pop("stream", sys.stdout.isatty())), **arguments)
     return 0
 
 

@@ -51,7 +51,7 @@ class SavedModel:
 
     @contextmanager
     def tokenizer_location(self) -> Iterator[str | None]:
-        """Yield the folder, or name on the hub, of the saved tokenizer; None if none is saved. Not collective.
+        """Yield the folder, or name on the hub, of the saved tokenizer; None without a tokenizer. Not collective.
 
         The tokenizer of a checkpoint is copied to a temporary folder.
         """
@@ -66,7 +66,7 @@ class SavedModel:
 
     @contextmanager
     def tokenizer(self, location: str | None = None) -> Iterator[Any]:
-        """Yield the tokenizer at ``location``, by default the saved one, or None if none is saved. Not collective."""
+        """Yield the tokenizer at ``location``, by default the saved tokenizer or None; not collective."""
         with ExitStack() as opened:
             location = location or opened.enter_context(self.tokenizer_location())
             yield None if location is None else opened.enter_context(tokenizers.open_tokenizer(location))

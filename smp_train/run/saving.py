@@ -176,5 +176,5 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
         opened = None if checkpoint is None else (open_verified if weights is None else open_checkpoint)(checkpoint)
     with distributed.together(task), Progress(task, unit="B", shown=run.runtime.is_main) as progress:
         if run.runtime.is_main and opened is not None:
-            export(opened, folder, weights=weights, overwrite=True, on_progress=progress.at)
+            export(opened, folder, weights=weights, overwrite=True, on_progress=progress.set_count)
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)

@@ -36,7 +36,7 @@ def test_lines_say_how_far_the_work_is_also_while_it_is_silent(capsys):
         until(capsys, "reading: 0 of 3 MB")
         work.update(2_000_000)
         until(capsys, "reading: 2 of 3 MB, ", " s")
-        work.at(4_000_000, 8_000_000)
+        work.set_count(4_000_000, 8_000_000)
         until(capsys, "4 of 8 MB")
     with Progress("saving"):
         assert re.fullmatch(r"saving: \d+ s", until(capsys, "saving"))
