@@ -18,10 +18,8 @@ from smp_train.run.stop import wait_for_request
 if TYPE_CHECKING:
     from smp_train.distributed import Runtime
 
-GIVE_WAY_SECONDS = 5.0
-"""Wait of a rank that lost its peer, if the launcher blames the first process that ends."""
 QUIET_SECONDS = 1.0
-"""The same wait under other launchers."""
+"""Wait of a rank that ends because of another rank, under launchers that do not blame the first process that ends."""
 LOCAL_RANK_0_SECONDS = 5.0
 """Wait of a node's other ranks for local rank 0 to report a failure that all of them have."""
 LOST_PEER = re.compile(
@@ -46,7 +44,7 @@ class FailureReporter:
         """Print a failure, pass it to peers and launcher, and return the exit code."""
         heartbeat.end()
         if note := heartbeat.ending():  # the watcher has reported the reason
-            time.sleep(GIVE_WAY_SECONDS)
+            time.sleep(failures.GIVE_WAY_SECONDS)
             failures.write_error_file(note["end"], 1)
             failures.write_cause()
             return 1
@@ -72,7 +70,7 @@ class FailureReporter:
             failures.write_cause()
         if runtime is not None and (lost or repeats):
             blames_first = CAUSE_VARIABLE in os.environ or failures.ERROR_FILE in os.environ
-            wait_for_request(GIVE_WAY_SECONDS if blames_first else QUIET_SECONDS)
+            wait_for_request(failures.GIVE_WAY_SECONDS if blames_first else QUIET_SECONDS)
         failures.write_error_file(text, code, callstack)
         return code
 

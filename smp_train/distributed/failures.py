@@ -30,6 +30,8 @@ SURVIVORS = "lost"
 PATIENCE_SECONDS = group.ANSWER_SECONDS
 """How long survivors wait for each other before they name the silent ranks."""
 POLL_SECONDS = 0.05
+GIVE_WAY_SECONDS = 5.0
+"""Wait of a rank that ends because of another rank: some launchers blame the first process that ends."""
 DUMP_BYTES = 1 << 16
 """Bytes at the end of a log in which a stack is searched."""
 _LOGGED = re.compile(r"^\d{4}-\d\d-\d\d ", re.MULTILINE)

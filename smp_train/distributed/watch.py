@@ -33,8 +33,6 @@ from smp_train.distributed.environment import Runtime
 TIMES_USUAL = 10
 GONE_SECONDS = 10.0
 """The peers of a dead process have this long to notice the death and report it themselves."""
-GIVE_WAY_SECONDS = 5.0
-"""The missing rank ends this much earlier than its peers, as launchers report the process that ends first."""
 STOP_SECONDS = 5.0
 """At its end, a rank waits this long for its watcher, which may be waiting for the store or for a stack."""
 NAMED = 8
@@ -318,7 +316,7 @@ class Watcher:
 
     def _leave(self, text: str, absent: Collection[int]) -> None:
         if self.ranks.rank not in absent:
-            time.sleep(GIVE_WAY_SECONDS)
+            time.sleep(failures.GIVE_WAY_SECONDS)
         failures.write_error_file(text, 1)
         failures.write_cause()
         sys.stdout.flush()
