@@ -230,7 +230,9 @@ def test_evaluate_is_the_validation_of_the_run(trained: Path, tmp_path: Path) ->
     with gzip.open(SAMPLE / "test/test-00000.json.gz", "rt") as rows:
         (tmp_path / "one/a.json").write_text(rows.readline())
     places = [SAMPLE / "test", tmp_path / "one"]
+    (tmp_path / "run.yaml").write_text("lr: 1\ntraining_dir: [/nowhere]\n")  # flags of a training, without effect here
     words = ["--checkpoint", trained / "checkpoints", "--data", *places, "--json", "--val_batch_size=3"]
+    words += ["--config", tmp_path / "run.yaml"]
     found, *others = (json.loads(harness.run(verb, world, "evaluate", *words)[0]) for world in (1, 2, 4))
     test, whole = found["data"][str(places[0])], found["all"]
     assert test["loss"] == pytest.approx(event["loss"], rel=1e-6)
