@@ -226,7 +226,7 @@ def _resolve(sources: list[list[Entry]], environ: Mapping[str, str], notes: list
     source_of = {name: source for name, (_, source) in settings.items()}
     for name, cause in FOLLOWING.items():
         value, final = (show(setting or None) for setting in (settings[name][0], getattr(args, name)))
-        if value.lower() != final:
+        if final not in (value, value.lower()):
             if name in values:
                 notes.append(f"{cause} changes --{name} from {value} to {final}")
             source_of[name] = f"follows from {cause}"

@@ -14,7 +14,7 @@ from smp_train.arguments.run_name import CHECKPOINT_NAME, is_run_name
 from smp_train.arguments.sources import is_streamed, may_be_held_out, training_sources
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed import smp_installed
-from smp_train.distributed.degrees import divisors, plan
+from smp_train.distributed.degrees import plan
 from smp_train.errors import ConfigError
 
 CACHE_FLAGS = ("data_num_workers", "data_cache_dir")
@@ -119,15 +119,6 @@ def _model(args: Arguments) -> Iterator[str]:
     shard = args.hybrid_shard_degree or 1
     if args.sharding_strategy == "no_shard" and shard > 1:
         yield f"--sharding_strategy no_shard and --hybrid_shard_degree {shard} contradict each other; give one of them"
-    width, heads, kv = args.hidden_width, args.num_heads, args.num_key_value_heads
-    if width and heads and width % heads:
-        yield f"--hidden_width {width} is not a multiple of --num_heads {heads}"
-    if heads and kv and heads % kv:
-        divide = ", ".join(map(str, divisors(heads)))
-        yield f"--num_key_value_heads {kv} does not divide --num_heads {heads}; {divide} would"
-    experts, used = args.num_local_experts, args.num_experts_per_tok
-    if experts and used and used > experts:
-        yield f"--num_experts_per_tok {used} is above --num_local_experts {experts}"
     model = args.pretrained_model_name or args.hf_pretrained_model_name_or_dir
     if args.finetune and not (model or args.pretrained_checkpoint_file):
         yield (

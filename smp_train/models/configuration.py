@@ -130,7 +130,7 @@ def checked(fields: dict[str, Any], family: Family, name: str, config_class: Any
         token = fields.get(key, getattr(defaults, key, None))
         if isinstance(token, int) and token >= fields.get("vocab_size", token + 1):
             fields[key] = None  # --vocab_size is too small for this token
-    _check_widths(family, fields, name)
+    check_widths(family, fields, name)
     try:
         config: PretrainedConfig = config_class.from_dict(fields)
     except Exception as failure:  # transformers' validation raises exceptions of several libraries
@@ -138,7 +138,7 @@ def checked(fields: dict[str, Any], family: Family, name: str, config_class: Any
     return config
 
 
-def _check_widths(family: Family, fields: dict[str, Any], name: str) -> None:
+def check_widths(family: Family, fields: dict[str, Any], name: str) -> None:
     """Raise `ConfigError` for widths that do not divide each other."""
     flags = ("hidden_width", "num_heads", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
     hidden, heads, key_value, experts, used = (fields.get(family.fields.get(flag, "")) for flag in flags)

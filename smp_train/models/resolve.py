@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smp_train.arguments.values import nearest
 from smp_train.errors import CheckpointError, ConfigError, one_line
-from smp_train.models.configuration import SHAPES, apply_flags, checked, following_heads, with_flags
+from smp_train.models.configuration import SHAPES, apply_flags, check_widths, checked, following_heads, with_flags
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, SYNONYMS, Family, family_of
 from smp_train.models.hugging_face import CONFIG_FILE, OUR_META, open_configuration, trust_code
 from smp_train.storage.paths import Place, place
@@ -253,6 +253,7 @@ def _described(args: Arguments, flags: dict[str, Any]) -> tuple[str, Family, str
         if "num_key_value_heads" in family.fields and family.hf_model_type != "falcon":
             flags = {"num_key_value_heads": flags["num_heads"]} | flags
     apply_flags(fields, family, family_name, flags)
+    check_widths(family, fields, name)
     return family_name, family, name, fields, sources
 
 

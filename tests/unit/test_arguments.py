@@ -235,7 +235,7 @@ def test_spellings_of_values(name: str, text: str, value: Any) -> None:
         ("", "run_name", ""), ("", "run_dir", ""), ("", "checkpoint_dir", ["checkpoints"]), ("", "label", "gpt_neox"),
         ("--model_size 13B", "label", "scratch-13b"), ("--model_name llama2_7b", "label", "llama_v2-7b"),
         ("--hf-model org/name", "label", "name"), ("--run_name x", "run_dir", "runs/x"),
-        ("--run_name x", "checkpoint_dir", ["checkpoints"]), ("--run_name x --run_dir y", "run_dir", "y"),
+        ("--run_name x", "checkpoint_dir", ["checkpoints"]), ("--run_name x --run_dir Y", "run_dir", "Y"),
         ("--run_name x --checkpoint_dir y", "checkpoint_dir", ["y"]),
         # Validation that is never due asks for no data.
         ("--validation_freq 500 --max_steps 4 --use_synthetic_data 1", "validation_freq", 500),
@@ -513,6 +513,7 @@ def test_settings_are_immutable_after_parsing() -> None:
     for settings, name in ((resolved.args, "lr"), (resolved, "args"), (resolved.inputs, "loss")):
         with pytest.raises(FrozenInstanceError):
             setattr(settings, name, None)
+    assert parse(["--run_dir", "Out", "--run_name", "x"], {}).given("run_dir")
     changed = resolved.with_values("--auto", hybrid_shard_degree=2)
     assert (resolved.args.hybrid_shard_degree, resolved.sources["hybrid_shard_degree"]) == (None, "default")
     assert (changed.args.sharding_strategy, changed.sources["hybrid_shard_degree"]) == ("hybrid_shard", "--auto")

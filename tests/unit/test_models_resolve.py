@@ -176,6 +176,12 @@ def test_contradicting_flags_are_refused_in_one_line(flags: dict[str, Any], word
     assert "\n" not in str(caught.value)
 
 
+def test_widths_are_refused_before_a_model_is_built() -> None:
+    for flags in ({"hidden_width": 65}, {"model_type": "mixtral", "num_experts_per_tok": 9}):
+        with pytest.raises(ConfigError, match=r"--hidden_width 65|--num_local_experts 8"):
+            settled_flags(Arguments(**flags))
+
+
 def test_a_folder_without_a_usable_configuration_is_refused(tmp_path: Path) -> None:
     for content, named in ((None, r"config\.json"), ("{broken", str(tmp_path)), ('{"model_type": "lama"}', "lama")):
         if content is not None:
