@@ -41,13 +41,11 @@ class Launcher(NamedTuple):
     local_world_size: str = ""
     node_rank: str = ""
     num_nodes: str = ""
-    address: str = ""
 
 
 LAUNCHERS = {
     "torchrun": Launcher(
         "torchrun", "", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-        "MASTER_ADDR",
     ),
     "openmpi": Launcher(
         "Open MPI's mpiexec", "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
@@ -179,7 +177,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 def _numbers(environ: Mapping[str, str], launcher: str) -> tuple[int, int, int, int, int, int]:
     """Return rank, world size, local rank, local world size, node rank and number of nodes."""
     names = LAUNCHERS[launcher]
-    required = [names.rank, names.world_size, names.local_rank, names.local_world_size, names.address]
+    required = [names.rank, names.world_size, names.local_rank, names.local_world_size]
     missing = [name.replace(" ", " or ") for name in required if name and not _first(environ, name)]
     if missing:
         present = ", ".join(filter(None, (_first(environ, name) for name in required))) or "TORCHELASTIC_RUN_ID"

@@ -1,16 +1,16 @@
 """Step and phase of each rank of this node, in memory that the node's ranks share and that outlives a dead rank.
 
 A rank's slot holds its process, step, phase and two times of the node's monotonic clock: when the main thread entered
-the phase, and when the rank's watcher (`distributed.watch`) last ran. `enter` is one write to mapped memory, without a
-system call, in less than a microsecond. Telemetry that measures phases listens to it.
+the phase, and when the rank's watcher (`distributed.watch`) last ran. `enter` writes to mapped memory, without a system
+call, in about a microsecond. Telemetry that measures phases listens to it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
-import struct
 import tempfile
 import time
 from collections import deque
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 START, DATA, VOTE, FORWARD, BACKWARD, CLIP, UPDATE, OUTCOME, LOG, CALLBACK, SAVE, VALIDATION, END = range(13)
 PHASES = (
@@ -30,15 +30,11 @@ IN_A_STEP = {DATA, VOTE, FORWARD, BACKWARD, CLIP, UPDATE, OUTCOME, LOG}
 USUAL_STEPS = 33
 """The usual time is the median of this many steps; at least three must be done, since the first may compile."""
 
-SLOT_BYTES = 4096
-_WHO = struct.Struct("<qq")  # rank, process
-_BEAT = struct.Struct("<qqd")  # step, phase, since
-_TICK = struct.Struct("<d")
-_AT_BEAT, _AT_TICK, _AT_NOTE = _WHO.size, _WHO.size + _BEAT.size, _WHO.size + _BEAT.size + _TICK.size
+NOTE_BYTES = 4000
 
 
-class Beat(NamedTuple):
-    """A rank's slot, as another rank reads it."""
+class Slot(ctypes.Structure):
+    """A rank's slot."""
 
     rank: int
     pid: int
@@ -46,8 +42,20 @@ class Beat(NamedTuple):
     phase: int
     since: float
     tick: float
-    note: dict[str, Any]
-    """What the rank's watcher has to report."""
+    text: bytes
+    """What the rank's watcher has to report, as JSON."""
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rank", "pid", "step", "phase")),
+        *((name, ctypes.c_double) for name in ("since", "tick")), ("text", ctypes.c_char * NOTE_BYTES),
+    ]  # fmt: skip
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """What the rank's watcher has to report."""
+        try:
+            return dict(json.loads(self.text or b"{}"))
+        except ValueError:  # it is being written
+            return {}
 
 
 class Board:
@@ -56,56 +64,41 @@ class Board:
     def __init__(self, memory: mmap.mmap, local_rank: int, rank: int, logs: Path) -> None:
         """Open this rank's slot; ``logs`` is the folder of the ranks' logs."""
         self.memory, self.logs = memory, logs
-        self.step, self.phase = 0, START
-        self._offset, self._began = local_rank * SLOT_BYTES, 0.0
+        self._slots = (Slot * (len(memory) // ctypes.sizeof(Slot))).from_buffer(memory)
+        self.slot = self._slots[local_rank]
+        self._began = 0.0
         self._durations: deque[float] = deque(maxlen=USUAL_STEPS)
-        _WHO.pack_into(memory, self._offset, rank, os.getpid())
-        self.tick(time.monotonic())
+        self.slot.rank, self.slot.pid = rank, os.getpid()
+        self.slot.tick = time.monotonic()
         self.enter(START, 0)
 
     def enter(self, phase: int, step: int | None = None) -> None:
         """Record that the main thread enters a phase, and with ``step`` that it begins this step."""
-        now = time.monotonic()
+        slot, now = self.slot, time.monotonic()
         if step is not None:
-            if step == self.step + 1 and self._began:
+            if step == slot.step + 1 and self._began:
                 self._durations.append(now - self._began)
-            self.step, self._began = step, now
-        self.phase = phase
-        _BEAT.pack_into(self.memory, self._offset + _AT_BEAT, self.step, phase, now)
-
-    def log(self, rank: int) -> Path:
-        """Return the path of a rank's log, which also gets the stacks of `faulthandler`."""
-        return self.logs / f"rank-{rank}.log"
+            slot.step, self._began = step, now
+        slot.phase, slot.since = phase, now
 
     def usual(self) -> float | None:
         """Return the median time of a step in seconds; None before three are done."""
         durations = list(self._durations)
         return median(durations) if len(durations) >= 3 else None
 
-    def tick(self, now: float) -> None:
-        """Record that the watcher runs."""
-        _TICK.pack_into(self.memory, self._offset + _AT_TICK, now)
-
     def note(self, content: dict[str, Any]) -> None:
         """Write the watcher's note for the node's other ranks."""
-        size = SLOT_BYTES - _AT_NOTE
         text = json.dumps(content).encode()
-        if len(text) <= size:  # a part of the JSON would be useless
-            self.memory[self._offset + _AT_NOTE : self._offset + SLOT_BYTES] = text.ljust(size, b"\0")
+        if len(text) <= NOTE_BYTES:  # a part of the JSON would be useless
+            self.slot.text = text
 
-    def read(self) -> list[Beat]:
-        """Return the beats of this node's ranks that have opened their slots."""
-        beats = []
-        for offset in range(0, len(self.memory), SLOT_BYTES):
-            rank, pid = _WHO.unpack_from(self.memory, offset)
-            step, phase, since = _BEAT.unpack_from(self.memory, offset + _AT_BEAT)
-            (tick,) = _TICK.unpack_from(self.memory, offset + _AT_TICK)
-            note: dict[str, Any] = {}
-            with suppress(ValueError):  # it is being written
-                note = json.loads(self.memory[offset + _AT_NOTE : offset + SLOT_BYTES].rstrip(b"\0") or b"{}")
-            if pid:
-                beats.append(Beat(rank, pid, step, phase, since, tick, note))
-        return beats
+    def read(self) -> list[Slot]:
+        """Return copies of the slots of this node's ranks that have opened theirs."""
+        return [Slot.from_buffer_copy(slot) for slot in self._slots if slot.pid]
+
+    def log(self, rank: int) -> Path:
+        """Return the path of a rank's log, which also gets the stacks of `faulthandler`."""
+        return self.logs / f"rank-{rank}.log"
 
 
 board: Board | None = None
@@ -123,7 +116,7 @@ at_end: list[Callable[[], None]] = []
 def open_board(name: str, local_rank: int, local_world_size: int, rank: int, logs: Path) -> Board:
     """Map the node's file ``name``, which the first rank creates, and let `enter` write to this rank's slot."""
     global board
-    size = local_world_size * SLOT_BYTES
+    size = local_world_size * ctypes.sizeof(Slot)
     descriptor = os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         os.ftruncate(descriptor, size)
@@ -149,7 +142,7 @@ def enter(entered: int, step: int | None = None) -> None:
     phase = entered
     for listener in listeners:
         listener(entered)
-    if board is not None and board.phase != END:
+    if board is not None and board.slot.phase != END:
         board.enter(entered, step)
 
 
@@ -168,5 +161,5 @@ def ending() -> dict[str, Any] | None:
 
     None while the run goes on.
     """
-    beats = board.read() if board is not None else []
-    return next((beat.note for beat in beats if "end" in beat.note), None)
+    notes = [slot.note for slot in board.read()] if board is not None else []
+    return next((note for note in notes if "end" in note), None)

@@ -193,8 +193,8 @@ class Watcher:
             self._awake = now
         self._ran = now
         if self._log is not None:
-            faulthandler.dump_traceback_later(self.report_seconds, file=self._log)
-        self.board.tick(now)
+            faulthandler.dump_traceback_later(self.report_seconds, repeat=True, file=self._log)
+        self.board.slot.tick = now
         if (note := heartbeat.ending()) is not None:
             self._leave(note["end"], note["missing"])
         beats = {beat.rank: beat for beat in self.board.read()}
@@ -211,7 +211,7 @@ class Watcher:
         if self.ranks.rank == min(rank for rank, beat in beats.items() if now - beat.tick < self.stale_seconds):
             self._lead(beats, now, still, limit)
 
-    def _lead(self, beats: dict[int, heartbeat.Beat], now: float, still: float, limit: float) -> None:
+    def _lead(self, beats: dict[int, heartbeat.Slot], now: float, still: float, limit: float) -> None:
         """Report or end a hung run, as this node's leader; this rank has not moved for ``still`` seconds."""
         on_node = {rank: self._report(beat, now) for rank, beat in beats.items()}
 
@@ -220,7 +220,7 @@ class Watcher:
             return max((now - beats[rank].tick for rank in silent), default=0.0)
 
         gone, stopped = silence("gone") > GONE_SECONDS, silence("stopped") > self.report_seconds
-        reports = self._exchange(on_node, now, wanted=gone or stopped or still > limit / 2)
+        reports = self._exchange(on_node, now, all_nodes=gone or stopped or still > limit / 2)
         if not (gone or stopped or still > limit):
             if self._reported is not None:
                 logger.warning("The run goes on")
@@ -230,7 +230,7 @@ class Watcher:
         suspects = [reports[rank] for rank in absent or reports]
         if not any(report.condition for report in suspects) and any(report.patient() for report in suspects):
             return
-        seconds, usual, step = max(still, silence("gone"), silence("stopped")), self.board.usual(), self.board.step
+        seconds, usual, step = max(still, silence("gone"), silence("stopped")), self.board.usual(), self.board.slot.step
         waited = f"no progress for {seconds:.0f} s" + (f", where a step takes {usual:.2g} s" if usual else "")
         text = f"{waited}: {verdict(reports)}"
         if self._reported != step and self._claims(f"hang/{step}", now):
@@ -243,20 +243,18 @@ class Watcher:
             if self._claims("end", now):
                 sys.stderr.write(f"smp-train: [rank {self.ranks.rank} on {self.ranks.hostname}] error: {text}\n")
             # The node's other ranks read this.
-            self.board.note({"end": text[: heartbeat.SLOT_BYTES // 4], "missing": absent})
+            self.board.note({"end": text[: heartbeat.NOTE_BYTES // 4], "missing": absent})
             for rank in absent:
                 if rank in on_node and on_node[rank].condition in ("stopped", "silent"):
                     os.kill(beats[rank].pid, signal.SIGKILL)
             failures.tell_peers(text.partition("; ")[0])
             self._leave(text, absent)
 
-    def _report(self, beat: heartbeat.Beat, now: float) -> Report:
+    def _report(self, beat: heartbeat.Slot, now: float) -> Report:
         """Return the report about a rank of this node."""
-        note = beat.note if beat.note.get("since") == beat.since else {}
-        report = Report(
-            self.ranks.hostname, beat.step, beat.phase, waits=note.get("waits"), stack=note.get("stack", ""),
-            compiling=note.get("compiling", False),
-        )  # fmt: skip
+        note = beat.note
+        known = {name: note[name] for name in ("waits", "stack", "compiling") if note.get("since") == beat.since}
+        report = Report(self.ranks.hostname, beat.step, beat.phase, **known)
         quiet = now - beat.tick
         if quiet < 3 * self.interval:
             return report
@@ -290,15 +288,15 @@ class Watcher:
         except Exception:
             return True
 
-    def _exchange(self, on_node: dict[int, Report], now: float, *, wanted: bool) -> dict[int, Report]:
-        """Publish this node's reports; return the reports about all ranks if they are ``wanted``."""
+    def _exchange(self, on_node: dict[int, Report], now: float, *, all_nodes: bool) -> dict[int, Report]:
+        """Publish this node's reports; return the reports about the ranks of ``all_nodes``, or of this one."""
         node, reports = self.ranks.node_rank, dict(on_node)
         if self.ranks.num_nodes > 1 and now - self._published > self.publish_seconds:
             self._published = now
             text = json.dumps([now, list(on_node.items())])
             with suppress(Exception):
                 self._ask(now, lambda store: store.set(f"beats/{node}", text))
-        if self.ranks.num_nodes == 1 or not wanted:
+        if self.ranks.num_nodes == 1 or not all_nodes:
             return reports
         peers = [peer for peer in range(self.ranks.num_nodes) if peer != node]
         try:

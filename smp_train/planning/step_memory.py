@@ -173,8 +173,7 @@ def on_device(live: Counter[str]) -> int:
 
 
 def peaks(
-    args: Arguments, backend: Backend, model: nn.Module, *, seq_len: int, counter: WorkCounter | None = None,
-    live: LiveMemory | None = None,
+    args: Arguments, backend: Backend, model: nn.Module, *, seq_len: int, counter: WorkCounter | None = None
 ) -> dict[Phase, Counter[str]]:  # fmt: skip
     """Return the largest bytes of live tensors in two steps of this rank, by phase and use; collective.
 
@@ -186,11 +185,10 @@ def peaks(
         model: With real parameters, or with fake ones inside their mode.
         seq_len: Tokens per row.
         counter: Counts the work of the second step.
-        live: Counts the memory; by default a new one.
     """
     optimizer = train_utils.build_optimizer(args, backend, model)
     device = backend.topology.device
-    live = live or LiveMemory()
+    live = LiveMemory()
     handles = _enter_phases(model, live)
 
     def before_update(*_: object) -> None:

@@ -98,7 +98,7 @@ def dealt(
     return exchange(compute, share, group, profile, hidden, index, weights)
 
 
-def measured(settings: list[dict[str, Any]], live: Any = None) -> list[Any]:
+def measured(settings: list[dict[str, Any]]) -> list[Any]:
     """Return the bytes of rank 0's tensors for each setting: on the device, on the host, and saved from a GPU."""
     from smp_train import train_utils
     from smp_train.distributed.host_copy import local_bytes
@@ -113,7 +113,7 @@ def measured(settings: list[dict[str, Any]], live: Any = None) -> list[Any]:
         for changes in settings:
             args, backend, spec = built(ranks, device, **{**DEEP, **changes})
             model = backend.build(backend.check(spec, seq_len=args.max_context_width), seed=args.seed)
-            memory = Memory(step_memory.peaks(args, backend, model, seq_len=args.max_context_width, live=live), 0)
+            memory = Memory(step_memory.peaks(args, backend, model, seq_len=args.max_context_width), 0)
             state = gather_state(model, train_utils.build_optimizer(args, backend, model))
             found.append((memory.peak, memory.offloaded, local_bytes(present(state), pinned=True)))
     return found
@@ -135,41 +135,6 @@ def planned(world: int, settings: list[dict[str, Any]]) -> Iterator[tuple[Any, A
         args = arguments.parse(flags(Path("unused"), **{**DEEP, **changes}), {}).args
         run = planned_run(args, world, world, gpu=False)
         yield run, estimate(run)
-
-
-LIMITED = ["llama fsdp 2 none", "gpt2 fsdp 2 bf16 none", "mixtral ep 2", "llama tp 2", "llama fsdp 2 all logits"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LIMITED)
-def test_a_step_needs_the_planned_memory_without_its_slack(name: str) -> None:
-    """A step runs in the memory that the plan needs, and runs out of memory in less than that without the slack."""
-    world, changes = SETTINGS[name]
-    needed, slack = harness.run(verdict, 1, world, changes)[0]
-    harness.run(limited, world, changes, needed)
-    with pytest.raises(harness.RankFailed, match="OutOfMemoryError"):
-        harness.run(limited, world, changes, int(0.99 * (needed - slack)))
-
-
-def verdict(world: int, changes: dict[str, Any]) -> tuple[int, int]:
-    """Return the bytes that a setting needs, and how many of them are slack."""
-    ((_, memory),) = planned(world, [changes])
-    return memory.needed, memory.slack
-
-
-def limited(changes: dict[str, Any], limit: int) -> None:
-    """Take two steps on a device of ``limit`` bytes."""
-    import torch
-
-    from smp_train.planning.step_memory import LiveMemory, on_device
-
-    class Device(LiveMemory):
-        def note_peak(self) -> None:
-            super().note_peak()
-            if on_device(self.live) > limit:
-                raise torch.OutOfMemoryError
-
-    measured([changes], Device())
 
 
 LARGEST = {

@@ -212,33 +212,30 @@ def test_a_gpu_backend_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch)
         start(detect({}), distributed_backend="nccl", timeout_seconds=5)
 
 
-def devices(count: int, launcher: str, local_rank: int, local_world: int) -> str:
-    import dataclasses
-    from unittest import mock
-
+@pytest.mark.parametrize(
+    ("launcher", "count", "local_rank", "expected"),
+    [
+        ("torchrun", 8, 3, "cuda:3"), ("srun", 1, 3, "cuda:0"),  # Slurm shows each task its own GPU
+        *((launcher, count, 7, "8 processes on .* but {} visible GPU") for launcher, count in
+          (("torchrun", 1), ("torchrun", 4), ("openmpi", 1), ("srun", 2))),
+    ],
+)  # fmt: skip
+def test_devices(
+    launcher: str, count: int, local_rank: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     from smp_train.distributed import detect
     from smp_train.distributed.group import device_of
 
-    place = dataclasses.replace(
-        detect({}), launcher=launcher, local_rank=local_rank, local_world_size=local_world, world_size=local_world
-    )
-    with (
-        mock.patch.object(torch.cuda, "is_available", return_value=True),
-        mock.patch.object(torch.cuda, "device_count", return_value=count),
-        mock.patch.object(torch.cuda, "set_device"),
-    ):
-        return str(device_of(place, "auto"))
-
-
-def test_devices() -> None:
-    assert devices(8, "torchrun", 3, 8) == "cuda:3"
-    # Slurm shows each task its own GPU.
-    assert devices(1, "srun", 3, 8) == "cuda:0"
-    for launcher, count in (("torchrun", 1), ("torchrun", 4), ("openmpi", 1), ("srun", 2)):
-        with pytest.raises(ConfigError, match=f"8 processes on .* but {count} visible GPU"):
-            devices(count, launcher, 7, 8)
+    for name, value in (("is_available", True), ("device_count", count), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    place = replace(detect({}), launcher=launcher, local_rank=local_rank, local_world_size=8, world_size=8)
+    if expected.startswith("cuda"):
+        assert str(device_of(place, "auto")) == expected
+        return
+    with pytest.raises(ConfigError, match=expected.format(count)):
+        device_of(place, "auto")
 
 
 def past_the_mesh() -> bool:

@@ -108,10 +108,8 @@ def test_a_search_ends_before_the_ranks_that_wait_for_it(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_the_search_answers_where_trusted_code_is_warned_of(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=f"^(?!.*planning failed).*{missing}"):
         planned(tmp_path, "--hf_pretrained_model_name_or_dir", missing, "--trust_remote_code=1")
-    assert missing in str(refused.value)
-    assert "planning failed" not in str(refused.value)
     assert "--trust_remote_code" in (tmp_path / "logs" / "auto.log").read_text()
 
 

@@ -90,7 +90,7 @@ def without(environ: dict[str, str], *names: str, **changes: str) -> dict[str, s
 # What the message must name.
 REFUSED: dict[str, tuple[dict[str, str], list[str]]] = {
     "no LOCAL_RANK": (without(TORCHRUN, "LOCAL_RANK"), ["not LOCAL_RANK", "torchrun"]),
-    "RANK alone": ({"RANK": "0"}, ["not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR", "unset RANK"]),
+    "RANK alone": ({"RANK": "0"}, ["not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE", "unset RANK"]),
     "torchrun without its variables": ({"TORCHELASTIC_RUN_ID": "1"}, ["not RANK, WORLD_SIZE"]),
     "RANK is no number": (without(TORCHRUN, RANK="x"), ["RANK='x'"]),
     "rank outside the world": (without(TORCHRUN, RANK="16"), ["torchrun", "rank 16 of 16"]),

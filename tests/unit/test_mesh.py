@@ -29,19 +29,13 @@ def in_full(given: dict) -> dict:
     ("given", "expected"),
     [
         ({"sharding_strategy": "full_shard"}, Degrees(1, 16)),
-        ({"sharding_strategy": "shard_grad_op"}, Degrees(1, 16)),
         ({"sharding_strategy": "no_shard"}, Degrees(16, 1)),
         ({"sharding_strategy": "hybrid_shard"}, Degrees(2, 8)),
-        ({"sharding_strategy": "_hybrid_shard_zero2"}, Degrees(2, 8)),
         ({"sharding_strategy": "hybrid_shard", "hybrid_shard_degree": 4}, Degrees(4, 4)),
-        ({"sharding_strategy": "full_shard", "hybrid_shard_degree": 16}, Degrees(1, 16)),
         ({"sharding_strategy": "full_shard", "hybrid_shard_degree": 1}, Degrees(16, 1)),
-        ({"sharding_strategy": "full_shard", "tensor": 4}, Degrees(1, 4, 1, 4)),
         ({"sharding_strategy": "hybrid_shard", "tensor": 4}, Degrees(2, 2, 1, 4)),
-        ({"sharding_strategy": "full_shard", "context": 4}, Degrees(1, 4, 4, 1)),
         ({"sharding_strategy": "hybrid_shard", "hybrid_shard_degree": 4, "tensor": 2, "context": 2}, TWO_OF_EACH),
         ({"sharding_strategy": "no_shard", "context": 2}, Degrees(8, 1, 2, 1)),
-        ({"sharding_strategy": "full_shard", "expert": 4}, Degrees(1, 4, 1, 1, 4)),
         ({"hybrid_shard_degree": 2, "expert": 4}, Degrees(2, 2, 1, 1, 4)),
         ({"sharding_strategy": "full_shard", "expert": 2, "tensor": 2, "context": 2}, Degrees(1, 2, 2, 2, 2)),
     ],
@@ -84,7 +78,6 @@ def test_little_work_over_a_network_is_pointed_out() -> None:
         (8, {"context": 3}, r"--context_parallel_degree 3 does not divide the 8 processes"),
         (8, {"tensor": 4, "context": 4}, r"does not divide the 2 ranks left by --tensor_parallel_degree 4"),
         (12, {"tensor": 4, "expert": 2}, r"4 and --expert_parallel_degree 2 does not divide the 12 processes"),
-        (8, {"expert": 4, "hybrid_shard_degree": 4}, r"divide the 2 ranks left by --expert_parallel_degree 4"),
         (8, {"hybrid_shard_degree": 2, "context": 4}, r"the shard degree 2 of --hybrid_shard_degree 2; 1, 2 would"),
     ],
 )
@@ -131,7 +124,6 @@ LLAMA_OF_8 = {**LLAMA.to_dict(), "num_key_value_heads": 8}
         ("llama", LLAMA_OF_8 | {"intermediate_size": 90}, 4, 32, r"90 columns of the feed-forward layer"),
         ("llama", LLAMA_OF_8, 4, 30, r"30 tokens .* of each sequence; change --max_context_width"),
         ("gpt2", {}, 2, 32, r"gpt2.*--hybrid_shard_degree"),
-        ("falcon", {}, 2, 32, r"falcon.*--hybrid_shard_degree"),
         ("mixtral", {"router_jitter_noise": 0.1}, 2, 32, r"router_jitter_noise 0\.1 .*mixtral"),
         # The experts by whatever name the family has for their number.
         (

@@ -126,14 +126,16 @@ def test_a_process_whose_watcher_cannot_run_shows_its_stack(tmp_path: Path) -> N
     """As C code holds the interpreter's lock; and what the kernel reports about the process."""
     log = tmp_path / "rank-0.log"
     with subprocess.Popen([sys.executable, "-c", HOLDS_THE_LOCK, tmp_path]) as process:
-        while not failures.stack_in(log):
-            assert process.poll() is None
-        assert failures.stack_in(log).startswith("in_c (<string>:")
-        for number, state in ((signal.SIGSTOP, "stopped"), (signal.SIGKILL, "gone")):  # unwaited for, it is a zombie
-            assert failures.process_state(process.pid) in ("", "blocked", "stopped")
-            process.send_signal(number)
-            while failures.process_state(process.pid) != state:
-                pass
+        try:
+            while not failures.stack_in(log).startswith("in_c (<string>:"):
+                assert process.poll() is None
+            for number, state in ((signal.SIGSTOP, "stopped"), (signal.SIGKILL, "gone")):  # unwaited for: a zombie
+                assert failures.process_state(process.pid) in ("", "blocked", "stopped")
+                process.send_signal(number)
+                while failures.process_state(process.pid) != state:
+                    pass
+        finally:
+            process.kill()
     assert failures.process_state(process.pid) == "gone"
 
 
