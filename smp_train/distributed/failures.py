@@ -100,11 +100,12 @@ def _ask_store(met: group.Meeting) -> str:
 
 def dead_ranks(host: str, alive: Iterable[int] = ()) -> str:
     """Return which of this node's ranks died without a report, and in which step; ranks in ``alive`` cannot have."""
+    if (board := heartbeat.board) is None:
+        return ""
     deaths = []
-    board = heartbeat.board
-    for beat in board.read() if board is not None else []:
+    for beat in board.read():
         if beat.phase != heartbeat.END and beat.rank not in alive and process_state(beat.pid) == "gone":
-            crash = crash_in(board.log(beat.rank)) if board is not None else ""
+            crash = crash_in(board.log(beat.rank))
             death, line = ("crashed", f", at {crash}") if crash else ("was killed", "")
             phase = heartbeat.PHASES[beat.phase]
             deaths.append(f"rank {beat.rank} on {host} {death} in step {beat.step}, {phase}{line}")
@@ -155,7 +156,7 @@ def start_thread(work: Callable[[], T], name: str) -> Future[T]:
     def run() -> None:
         try:
             result.set_result(work())
-        except Exception as failure:
+        except BaseException as failure:
             result.set_exception(failure)
 
     threading.Thread(target=run, name=name, daemon=True).start()
