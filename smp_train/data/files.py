@@ -6,7 +6,6 @@ import fnmatch
 import json
 import logging
 import os
-import pickle
 import re
 import stat
 from collections.abc import Iterable, Sequence
@@ -123,7 +122,7 @@ def list_sources(
 
     ``held_out`` uses `list_held_out`, and skips locations with no split to validate on. Raises DataError, ConfigError.
     """
-    content = b""
+    filesets: list[FileSet] = []
     with distributed.together(f"listing {first_few(locations)}"):
         if distributed.rank() == 0:
             listed = [
@@ -132,8 +131,7 @@ def list_sources(
             ]
             filesets = [fileset for fileset in listed if fileset is not None]
             _refuse_duplicates([file for fileset in filesets for file in fileset.files])
-            content = pickle.dumps(filesets)
-    filesets = pickle.loads(distributed.from_main(content))
+    filesets = distributed.from_main(filesets)
     with distributed.together("checking the listed files"):
         if ranks.local_rank == 0:
             check_local_files([file for fileset in filesets for file in fileset.files])

@@ -149,13 +149,11 @@ def largest(values: Sequence[int]) -> list[int]:
     return [int(value) for value in merged.tolist()]
 
 
-def from_main(content: bytes) -> bytes:
-    """Return rank 0's ``content`` on every rank, without the copy per rank that `gather` makes."""
-    length = on_main("broadcasting", lambda: len(content))
-    if is_alone() or not length:
-        return content[:length]
-    import torch
-
-    received = torch.frombuffer(bytearray(content if rank() == 0 else length), dtype=torch.uint8)
-    _peers().broadcast(received, src=0, group=group())
-    return received.numpy().tobytes()
+def from_main(value: T) -> T:
+    """Return rank 0's ``value`` on every rank, without the copy per rank that `gather` makes."""
+    if is_alone():
+        return value
+    values: list[Any] = [value if rank() == 0 else None]
+    _peers().broadcast_object_list(values, src=0, group=group())
+    received: T = values[0]
+    return received

@@ -20,9 +20,13 @@ MACHINE = "g5.12xlarge"
 
 @pytest.mark.slow
 def test_the_best_is_that_of_all_settings(tmp_path: Path) -> None:
-    with warm(tmp_path, "plan", *FLAGS, "--instance_type", MACHINE, "--search", "--json") as command:
+    costs = ["--tokens=1B", "--price_per_hour=3"]
+    with warm(tmp_path, "plan", *FLAGS, "--instance_type", MACHINE, "--search", "--json", *costs) as command:
         assert command.code() == 0
+        assert "searching settings for 4 devices" in command.err
         found = json.loads(command.out)
+    assert found["cost"]["price"] == pytest.approx(3 * found["cost"]["hours"])
+    assert found["cost"]["training"] == pytest.approx(1e9 / found["best"][0]["tokens_per_second"] / 3600)
     every = harness.run(all_settings, 1)[0]
     fitting = {words: seconds for words, (needed, seconds) in every.items() if needed <= 24 * 10**9}
     assert 0 < len(fitting) < len(every)

@@ -92,7 +92,7 @@ def values() -> list[Any]:
     seen = [
         distributed.gather("telling", lambda: ("rank", mine)), distributed.on_main("choosing", lambda: f"by {mine}"),
         distributed.any_rank(mine == 1), distributed.any_rank(False), distributed.largest([mine, -mine]),
-        distributed.from_main(b"abc"[mine:]), distributed.from_main(b"abc"[:mine]),
+        distributed.from_main({"of": mine}),
     ]  # fmt: skip
     with distributed.alone():
         seen += [distributed.gather("telling", lambda: mine), distributed.any_rank(mine == 1), distributed.rank()]
@@ -100,7 +100,7 @@ def values() -> list[Any]:
 
 
 def test_values_are_known_to_all_ranks_unless_alone() -> None:
-    shared = [[("rank", 0), ("rank", 1), ("rank", 2)], "by 0", True, False, [2, 0], b"abc", b""]
+    shared = [[("rank", 0), ("rank", 1), ("rank", 2)], "by 0", True, False, [2, 0], {"of": 0}]
     assert run(values, 3) == [[*shared, [rank], rank == 1, 0, rank] for rank in range(3)]
 
 

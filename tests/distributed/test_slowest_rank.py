@@ -1,4 +1,4 @@
-"""The rank that the others wait for, and the shares of a step's time, are in metrics.jsonl; the rule: test_step_times."""
+"""The rank that the others wait for, and the shares of a step's time, are in metrics.jsonl (rule: test_step_times)."""
 
 from __future__ import annotations
 

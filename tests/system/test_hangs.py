@@ -34,27 +34,24 @@ def log(folder: Path) -> str:
     return "".join(path.read_text() for path in sorted((folder / "run/logs").glob("rank-*.log")))
 
 
-def test_a_stopped_rank_0_is_named_and_ended(tmp_path: Path) -> None:
-    """It serves the store where ranks meet."""
-    words = flags(tmp_path, **HANGS, train_timeout_seconds=3)
-    with Ranks(tmp_path, 3, "train", *words, launcher=as_torchrun) as ranks:
+@pytest.mark.parametrize(
+    ("world", "stopped", "launcher"), [(3, 0, as_torchrun), (4, 3, two_nodes)], ids=["the store's rank", "another node"]
+)
+def test_a_stopped_rank_is_named_and_ended(world: int, stopped: int, launcher: Any, tmp_path: Path) -> None:
+    words = flags(tmp_path, **HANGS, train_timeout_seconds=5)
+    with Ranks(tmp_path, world, "train", *words, launcher=launcher) as ranks:
         running(ranks[0], tmp_path, 4)
-        ranks[0].signal(signal.SIGSTOP)
-        assert ranks.codes() == [-signal.SIGKILL, 1, 1], ranks.err
-        (line,) = (line for line in ranks.err.splitlines() if line.startswith("smp-train: "))
-        assert re.search(r"error: no progress.*: rank 0 on \S+ is stopped, in step \d+", line)
-
-
-def test_who_ends_a_run_that_hangs_promises_no_save(tmp_path: Path) -> None:
-    """A launcher asks the others to stop once the first has ended."""
-    with Ranks(tmp_path, 2, "train", *flags(tmp_path, **HANGS, train_timeout_seconds=3), launcher=as_torchrun) as ranks:
-        running(ranks[0], tmp_path, 4)
-        ranks[1].signal(signal.SIGSTOP)
-        ranks[1].code(120)
-        with suppress(ProcessLookupError):  # on a busy machine it may have ended as well
-            ranks[0].signal(signal.SIGTERM)
-        assert ranks.codes() == [1, -signal.SIGKILL], ranks.err
-    assert "asked to stop" not in log(tmp_path)
+        ranks[stopped].signal(signal.SIGSTOP)
+        if launcher is as_torchrun:  # a launcher asks the others to stop once the first has ended
+            ranks[stopped].code(120)
+            for rank in range(1, world):
+                with suppress(ProcessLookupError):  # on a busy machine it may have ended as well
+                    ranks[rank].signal(signal.SIGTERM)
+        codes = ranks.codes()
+        assert [codes.pop(stopped), *codes] == [-signal.SIGKILL, *[1] * (world - 1)], ranks.err
+        assert re.search(rf"error: no progress.*: rank {stopped} on \S+ is stopped, in step \d+", ranks.err)
+        assert launcher is two_nodes or ranks.err.count("smp-train: ") == 1
+    assert "asked to stop" not in log(tmp_path), "who ends a run that hangs promises no save"
 
 
 def test_a_stopped_rank_is_named_and_may_go_on(tmp_path: Path) -> None:
@@ -69,17 +66,6 @@ def test_a_stopped_rank_is_named_and_may_go_on(tmp_path: Path) -> None:
         ranks[0].until(recorded.exists, "record of the collectives")
         ranks[2].signal(signal.SIGCONT)
         ranks[0].until(lambda: "The run goes on" in log(tmp_path), "word of it")
-
-
-def test_a_stopped_rank_of_another_node(tmp_path: Path) -> None:
-    words = flags(tmp_path, **HANGS, train_timeout_seconds=8)
-    with Ranks(tmp_path, 4, "train", *words, launcher=two_nodes) as ranks:
-        running(ranks[0], tmp_path, 5)
-        ranks[3].signal(signal.SIGSTOP)
-        assert ranks.codes() == [1, 1, 1, -signal.SIGKILL], ranks.err
-        found = r"rank 3 on \S+ is stopped, in step \d+, \w+"
-        assert re.search(rf"{found}.*; 3 others wait", log(tmp_path)), "reported before the run is ended"
-        assert re.search(rf"error: no progress.*{found}", ranks.err), "of the leader that was first"
 
 
 def test_a_node_that_stops_whole(tmp_path: Path) -> None:

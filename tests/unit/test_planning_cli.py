@@ -7,16 +7,13 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from smp_train.planning import best
 from smp_train.planning.cli import main, why_not
 from smp_train.planning.memory import Memory
 from smp_train.planning.step_memory import Part, Use
-from smp_train.planning.step_time import Prediction
 
 GIB = 2**30
 A, B = "--chunked_loss 1", "--cpu_offload 1"
@@ -65,31 +62,6 @@ def test_page_locked_memory_is_counted_by_blocks(
     state = Counter({Use.PARAMETERS: 5, Use.GRADIENTS: 5, Use.OPTIMIZER: 10})
     memory = Memory({(Part.UPDATE, 0): state}, 1, pinned=16, saved=24, gpu=gpu, state_on_host=cpu_offload and gpu)
     assert (memory.host, memory.host_while_saving) == (on_host, while_saving)
-
-
-TINY = ["--hidden_width=64", "--num_layers=2", "--num_heads=2", "--vocab_size=256", "--max_context_width=1024"]
-
-
-def test_a_search_prices_its_best_setting(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = {
-        "model": "a", "devices": 8, "memory": GIB, "rows": 16, "tokens": 16384, "lost": {}, "stepped": 1,
-        "best": [{"words": "", "needed": GIB, "tight": False}],
-    }  # fmt: skip
-
-    def search(space: Any, *_: Any, **more: Any) -> best.Best:
-        assert "searching settings for 8 devices" in capsys.readouterr().err, "before it begins"
-        time = Prediction(5.0, 1000, 8, 0.5, {}, {})
-        plan: Any = SimpleNamespace(run=space.run, time=time, memory=None)
-        return best.Best([plan], found, "")
-
-    monkeypatch.setattr(best, "search", search)
-    costs = ["--tokens=720K", "--price_per_hour=3", "--device_hours_per_failure=1e30"]
-    assert main([*TINY, "--instance_type=p5.48xlarge", "--search", *costs]) == 0  # 720 steps of 5 s
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["all", "720K", "tokens", "1.0", "h"] in rows
-    assert ["price,", "at", "3.00", "an", "hour", "3"] in rows
 
 
 def test_help_and_mistakes_need_neither_torch_nor_numpy() -> None:
