@@ -164,8 +164,9 @@ class Watcher:
         """Each other node's last message, and when it came."""
         self._published = self._noted = self._unanswered = -float("inf")
         self._ran = self._awake = time.monotonic()
-        self._reported: int | None = None
-        """The step in which this rank has reported a hang."""
+        self._hung_step: int | None = None
+        self._reports = False
+        """This rank reports the hang of ``_hung_step``."""
         self._log: Any = None
         with suppress(OSError, ValueError, AttributeError):
             self._log = board.log(ranks.rank).open("a")
@@ -222,9 +223,9 @@ class Watcher:
         gone, stopped = silence("gone") > GONE_SECONDS, silence("stopped") > self.report_seconds
         reports = self._exchange(on_node, now, all_nodes=gone or stopped or still > limit / 2)
         if not (gone or stopped or still > limit):
-            if self._reported is not None:
+            if self._hung_step is not None and self._reports:
                 logger.warning("The run goes on")
-            self._reported = None
+            self._hung_step = None
             return
         absent = missing(reports)
         suspects = [reports[rank] for rank in absent or reports]
@@ -233,9 +234,10 @@ class Watcher:
         seconds, usual, step = max(still, silence("gone"), silence("stopped")), self.board.usual(), self.board.slot.step
         waited = f"no progress for {seconds:.0f} s" + (f", where a step takes {usual:.2g} s" if usual else "")
         text = f"{waited}: {verdict(reports)}"
-        if self._reported != step and self._claims(f"hang/{step}", now):
-            self._reported = step
-            logger.warning("%s", text)
+        if self._hung_step != step:
+            self._hung_step, self._reports = step, self._claims(f"hang/{step}", now)
+            if self._reports:
+                logger.warning("%s", text)
         # Data may be slow for good reasons; --distributed_timeout_minutes limits it.
         reading = all(report.phase == heartbeat.DATA and not report.condition for report in suspects)
         if gone or (seconds > max(self.end_seconds, limit if still > limit else 0.0) and not reading):
