@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests import harness
 from tests.training import flags, train
 
 
-def train_until_out_of_memory(command_line: list[str]) -> tuple[int, str]:
+def out_of_memory(command_line: list[str], where: str) -> tuple[int, str]:
+    """Train until the second loss, or the build, takes more memory than there is; return exit code and message."""
     import torch
 
+    from smp_train.backends.native import NativeBackend
     from smp_train.errors import SmpTrainError
 
-    cross_entropy, steps = torch.nn.functional.cross_entropy, [0]
+    cross_entropy, losses = torch.nn.functional.cross_entropy, [0]
 
-    def planted(*args: object, **kwargs: object) -> object:
-        steps[0] += 1
-        if steps[0] == 2:
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        losses[0] += 1
+        if losses[0] == 2 or where == "build":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated")
-        return cross_entropy(*args, **kwargs)  # type: ignore[arg-type]
+        return cross_entropy(*args, **kwargs)
 
+    if where == "build":
+        NativeBackend.build = planted  # type: ignore[method-assign]
     torch.nn.functional.cross_entropy = planted  # type: ignore[assignment]
     try:
         train(command_line)
@@ -31,7 +36,7 @@ def train_until_out_of_memory(command_line: list[str]) -> tuple[int, str]:
 
 def test_out_of_memory_names_owners_and_flags(tmp_path: Path) -> None:
     words = flags(tmp_path, activation_checkpointing="none", train_batch_size=16, chunked_loss=0)
-    ((code, said),) = harness.run(train_until_out_of_memory, 1, words)
+    ((code, said),) = harness.run(out_of_memory, 1, words, "loss")
     assert code == 1
     assert "\n" not in said
     assert "out of memory in step 2, forward: CUDA out of memory. Tried to allocate 2.00 GiB; " in said
@@ -44,25 +49,8 @@ def test_out_of_memory_names_owners_and_flags(tmp_path: Path) -> None:
     assert log.count("memory GiB | ") == 5
 
 
-def build_until_out_of_memory(command_line: list[str]) -> str:
-    import torch
-
-    from smp_train.backends.native import NativeBackend
-    from smp_train.errors import SmpTrainError
-
-    def planted(*args: object, **kwargs: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    NativeBackend.build = planted  # type: ignore[method-assign, assignment]
-    try:
-        train(command_line)
-    except SmpTrainError as failure:
-        return str(failure)
-    raise AssertionError("built without memory")
-
-
 def test_out_of_memory_in_set_up_names_what_shares_the_state(tmp_path: Path) -> None:
-    said = harness.run(build_until_out_of_memory, 2, flags(tmp_path, hybrid_shard_degree=1))[0]
+    _, said = harness.run(out_of_memory, 2, flags(tmp_path, hybrid_shard_degree=1), "build")[0]
     assert "out of memory while the model is built: CUDA out of memory" in said
     assert "held by weights made so far" in said
     assert "in this order: --sharding_strategy full_shard --hybrid_shard_degree 0;" in said
