@@ -152,7 +152,15 @@ class Search:
                     continue
             if group not in candidates or order < candidates[group][0]:
                 candidates[group] = order, setting
+        if not candidates and not best:
+            return self._smallest(unknown)
         return [setting for _, setting in sorted(candidates.values())][: min(cores(), MOST_WORKERS)]
+
+    def _smallest(self, unknown: list[Setting]) -> list[Setting]:
+        """Return the setting that is extrapolated to need less than all that were stepped; [] if none is."""
+        guesses = [guess for guess in map(self._guess, unknown) if guess is not None]
+        plan = min((*guesses, *self.stepped.values()), key=lambda plan: plan.memory.needed, default=None)
+        return [] if plan is None or plan.setting in self.stepped else [plan.setting]
 
     def _reason(self, plan: Plan, best: list[Plan]) -> str:
         """Return why a setting is not among the best."""

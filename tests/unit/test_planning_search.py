@@ -123,15 +123,16 @@ def invented(monkeypatch: pytest.MonkeyPatch) -> None:
 
 P5 = machine_of(instances.find("p5.48xlarge"))
 SEARCHES = [
-    (4, None, []), (12, None, []), (40, None, []), (12, 5, []), (6, None, ["--train_batch_size=8"]),
-    (6, None, ["--sm_activation_offloading=0"]),
+    (16, 4, None, []), (64, 4, None, []), (16, 12, None, []), (16, 40, None, []), (16, 12, 5, []),
+    (16, 6, None, ["--train_batch_size=8"]), (16, 6, None, ["--sm_activation_offloading=0"]),
 ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("invented")
-@pytest.mark.parametrize(("gib", "host", "flags"), SEARCHES)
-def test_a_search_finds_the_best_of_all_settings(gib: int, host: int | None, flags: list[str]) -> None:
-    space = space_of(*(flags or ["--gradient_accumulation_steps=1"]), host=None if host is None else host * GIB)
+@pytest.mark.parametrize(("devices", "gib", "host", "flags"), SEARCHES)
+def test_a_search_finds_the_best_of_all_settings(devices: int, gib: int, host: int | None, flags: list[str]) -> None:
+    flags = flags or ["--gradient_accumulation_steps=1"]
+    space = space_of(*flags, devices=devices, host=None if host is None else host * GIB)
     found = Search(space, gib * GIB, P5)
     best = found.best()
 
