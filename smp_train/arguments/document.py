@@ -83,7 +83,7 @@ def _sections() -> Iterator[tuple[str, str, str]]:
     idle = [name for name in WITHOUT_EFFECT if name not in refused]
     body = [
         *(_entry(each.name, f"{_names(each.flags)}: {each.help}") for each in ALIASES if each.flags and each.help),
-        _fill(f"No effect; the log gives the reason: {_names(idle)}", "  "),
+        _fill(f"No effect, or refused for some values; the message gives the reason: {_names(idle)}", "  "),
         _fill(f"Refused, with the flags to give instead: {_names(refused)}", "  "),
     ]
     yield "Names from other systems", "names with translated values, and names without effect.", "\n".join(body)

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from smp_train.arguments import Arguments, ineffective, parse, refuse_natively, validate
+from smp_train.arguments import Arguments, ineffective, parse, validate
 from smp_train.arguments.groups import flags
 from smp_train.errors import ConfigError
 
@@ -140,46 +140,31 @@ def test_combinations_are_refused(line: str, said: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-REFUSED_NATIVELY = {name: flag.only_natively for name, flag in flags().items() if flag.only_natively}
-ON = {
-    "limit_all_gathers": "0", "backward_fetch_policy": "backward_post", "moe_load_balancing": "sinkhorn",
-}
+REFUSED_NATIVELY = {
+    "limit_all_gathers": False, "backward_fetch_policy": "backward_post", "moe_load_balancing": "sinkhorn",
+}  # fmt: skip
 
 
-def test_every_refused_flag_has_a_case() -> None:
-    assert set(ON) == set(REFUSED_NATIVELY)
-    assert not [name for name in ON if flags()[name].smp_only]
-    assert all(name in flags() for flag in flags().values() for name in (flag.needs, flag.idle_without) if name)
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED_NATIVELY))
-def test_on_is_refused_and_off_accepted(name: str) -> None:
-    needed = flags()[name].idle_without
-    with pytest.raises(ConfigError, match=f"^--{name} ") as refused:
-        check(f"{READY} --{name}={ON[name]}" + (f" --{needed}=1" if needed else ""))
-    assert "\n" not in str(refused.value)
-    off, _ = REFUSED_NATIVELY[name]
-    for value in (flags()[name].default, *off):
-        validate(dataclasses.replace(Arguments(use_synthetic_data=True), **{name: value}), 8)
-    for value in off:
-        line = Arguments(use_synthetic_data=True, **({needed: True} if needed else {}))
-        validate(dataclasses.replace(line, **{name: value}), 8)
+@pytest.mark.parametrize("name", [name for name, flag in flags().items() if flag.only_natively])
+def test_a_value_that_only_smp_supports_is_refused_natively(name: str) -> None:
+    flag = flags()[name]
+    assert flag.only_natively is not None
+    assert not flag.smp_only
+    needed = {flag.idle_without: True} if flag.idle_without else {}
+    refused = Arguments(use_synthetic_data=True, **needed, **{name: REFUSED_NATIVELY[name]})
+    with pytest.raises(ConfigError, match=f"^--{name} ") as refusal:
+        validate(refused, 8)
+    assert "\n" not in str(refusal.value)
+    validate(dataclasses.replace(refused, backend="smp"), 8)
+    validate(Arguments(use_synthetic_data=True, **{name: flag.default}), 8)
+    for value in flag.only_natively[0]:
+        validate(dataclasses.replace(refused, **{name: value}), 8)
 
 
 @pytest.mark.parametrize("name", [name for name, flag in flags().items() if flag.must == "folder"])
 def test_places_in_s3_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name} s3://bucket/x: "):
         check(f"{READY} --{name}=s3://bucket/x")
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED_NATIVELY))
-def test_what_only_smp_does_is_left_to_it(name: str) -> None:
-    given = {name: {"0": False, "1": True, "2": 2}.get(ON[name], ON[name])}
-    if needed := flags()[name].idle_without:
-        given[needed] = True
-    validate(Arguments(use_synthetic_data=True, backend="smp", **given), 2)
-    with pytest.raises(ConfigError, match=f"^--{name} "):
-        refuse_natively(Arguments(use_synthetic_data=True, **given))
 
 
 SYNTHETIC = "--use_synthetic_data 1 trains on random tokens"
