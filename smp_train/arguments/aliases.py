@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from smp_train.arguments.groups import flags
-from smp_train.arguments.values import nearest, read_bool, read_float, read_int, unquote
+from smp_train.arguments.values import FALSE, TRUE, nearest, read_bool, read_float, read_int, unquote
 
 MP_PARAMETERS = "mp_parameters"
 SMP_KEYS = tuple(name for name, flag in flags().items() if flag.smp_key)
@@ -156,12 +156,10 @@ TRANSLATED: tuple[Alias, ...] = (
     Alias(MP_PARAMETERS, SMP_KEYS, "SMP's parameters, as key=value,key=value or JSON", _smp_keys),
 )  # fmt: skip
 
-OFF = ("0", "false", "no", "off", "none")
-ON = ("1", "true", "yes", "on")
 ANY = None
 
-# Names that set nothing here: the accepted values (`ANY`: all, (): none), and the reason or the remedy.
-WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
+# Names that set nothing here: the accepted values (`ANY` accepts all, () refuses all), and the reason or the remedy.
+WITHOUT_EFFECT: dict[str, tuple[Collection[str] | None, str]] = {
     # SMP v2's and AWS's FSDP samples, minimal_fsdp
     "data_type": (("gpt",), "only decoder-only models are trained"),
     "logging_freq_for_avg": (ANY, "speeds are averaged from one log line to the next"),
@@ -174,15 +172,15 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "summary_first_pdrop": (ANY, "a language model has no classification head"),
     "environment": (("pbs", "local"), "the launcher is detected"),
     # Hugging Face's Trainer
-    "fp16": (OFF, "there is no float16; give --bf16 1 (bfloat16), or --bf16 0 (float32)"),
+    "fp16": (FALSE, "there is no float16; give --bf16 1 (bfloat16), or --bf16 0 (float32)"),
     "optim": (("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "the optimizer is AdamW: give adamw_torch"),
-    "do_train": (ON, "to validate and train nothing, give --evaluate_only 1"),
+    "do_train": (TRUE, "to validate and train nothing, give --evaluate_only 1"),
     "do_eval": (ANY, "--eval_steps N validates every N steps and at the end"),
     "overwrite_output_dir": (ANY, "a start without --run_name is a new run, with another name"),
     "save_strategy": (("steps",), "give --save_steps N"),
     "logging_strategy": (("steps",), "give --logging_steps N"),
     "metric_for_best_model": (("loss", "eval_loss"), "the lowest validation loss is best"),
-    "greater_is_better": (OFF, "the lowest validation loss is best"),
+    "greater_is_better": (FALSE, "the lowest validation loss is best"),
     **dict.fromkeys((
         "dataloader_num_workers", "dataloader_prefetch_factor", "preprocessing_num_workers", "dataloader_pin_memory",
         "dataloader_persistent_workers",
@@ -191,16 +189,16 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "overwrite_cache": (ANY, "a cache that does not fit the data is made again"),
     "use_fast_tokenizer": (ANY, "all tokenizers are fast"),
     "logging_first_step": (ANY, "--logging_steps decides which steps are logged"),
-    "keep_linebreaks": (ON, "text is not changed"),
-    "save_safetensors": (ON, "a final model is always in safetensors"),
-    "prediction_loss_only": (ON, "validation always measures the loss alone"),
+    "keep_linebreaks": (TRUE, "text is not changed"),
+    "save_safetensors": (TRUE, "a final model is always in safetensors"),
+    "prediction_loss_only": (TRUE, "validation always measures the loss alone"),
     "ddp_bucket_cap_mb": (ANY, "gradients are reduced layer by layer"),
     "low_cpu_mem_usage": (ANY, "each rank reads only its part of the weights"),
-    "ddp_find_unused_parameters": (OFF, "every parameter of a decoder-only model is used"),
-    "use_peft": (OFF, "--lora_rank N trains adapters"),
+    "ddp_find_unused_parameters": (FALSE, "every parameter of a decoder-only model is used"),
+    "use_peft": (FALSE, "--lora_rank N trains adapters"),
     "pipeline_parallel_degree": (("1",), "--tensor_parallel_degree and sharding split a model"),
     "torch_dtype": (("float32", "auto"), "weights stay in float32; --bf16 1 computes in bfloat16"),
-    "push_to_hub": (OFF, "--save_final_model 1 writes a folder, which `hf upload` uploads"),
+    "push_to_hub": (FALSE, "--save_final_model 1 writes a folder, which `hf upload` uploads"),
     "config_name": ((), "give --model_name_or_path a folder with that config.json and no weights, or --model_type with "
                         "widths"),
     "deepspeed": ((), "--sharding_strategy full_shard is ZeRO 3, shard_grad_op is ZeRO 2; --cpu_offload 1 offloads"),

@@ -154,7 +154,7 @@ def _computation(args: Arguments) -> Iterator[str]:
 
 def _checkpoints(args: Arguments) -> Iterator[str]:
     if args.run_name and (not is_run_name(args.run_name) or CHECKPOINT_NAME.fullmatch(args.run_name)):
-        yield f"--run_name {args.run_name!r}: is a checkpoint's name, or no folder's; give a name such as llama-7b"
+        yield f"--run_name {args.run_name!r}: is the name of a checkpoint, or cannot be a folder's; give another"
     folders, resume = args.checkpoint_dir, args.resume_from_checkpoint or ""
     for name in ("checkpoint_freq", "num_kept_checkpoints"):
         policies = len(getattr(args, name))

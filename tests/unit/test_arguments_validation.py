@@ -52,8 +52,8 @@ def test_allowed(line: str) -> None:
 
 
 COMBINATIONS = {
-    "--run_name x-1000steps": "--run_name 'x-1000steps': is a checkpoint's name",
-    "--run_name x-1000steps-3f --checkpoint_dir d": "is a checkpoint's name",
+    "--run_name x-1000steps": "--run_name 'x-1000steps': is the name of a checkpoint",
+    "--run_name x-1000steps-3f --checkpoint_dir d": "is the name of a checkpoint",
     "--run_name a/best": "--run_name 'a/best': ",
     "--resume_from_checkpoint True": "--resume_from_checkpoint True: give the folder to resume from, here checkpoints;",
     "--resume_from_checkpoint 1 --output_dir o": "here o/checkpoints;",
