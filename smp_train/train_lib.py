@@ -36,7 +36,7 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
     """Run ``smp-train train`` and return the exit code. Raises `SmpTrainError` for a failure that the user can fix."""
     if prompts_only(resolved.args):
         with distributed.started(ranks, **group_settings(resolved.args)) as device:
-            generation.with_flags(resolved.args, device)
+            generation.generate_with_flags(resolved.args, device)
         return 0
     train(resolved, ranks)
     return 0
@@ -219,7 +219,7 @@ def finish(run: Run) -> None:
     if run.args.save_final_model and not stopped and not run.args.evaluate_only:
         save_final_model(run)
     if run.args.prompt and not stopped:
-        generation.continue_prompt(
+        generation.continue_with_trained_model(
             run.model, run.checkpoints.tokenizer, run.args.prompt, run.spec.config,
             generation.Sampling(run.args.num_tokens, seed=run.args.seed),
         )  # fmt: skip

@@ -162,26 +162,26 @@ def generate(  # type: ignore[misc]
         raise ConfigError("there is no prompt; give --prompt or --prompt_file")
     trust_code(trust_remote_code)
     with distributed.started(distributed.detect(), timeout_seconds=TIMEOUT_SECONDS) as device:
-        texts = continue_prompts(
+        texts = load_and_continue(
             open_model(checkpoint, model), device, prompts, sampling, printer, tokenizer=tokenizer, dtype=dtype,
             attn_implementation=attn_implementation, chat=chat,
         )  # fmt: skip
     return texts[0] if isinstance(prompt, str) else texts
 
 
-def with_flags(args: Arguments, device: torch.device) -> None:
-    """Continue --prompt with the checkpoint that the flags of ``train`` name. Collective."""
+def generate_with_flags(args: Arguments, device: torch.device) -> None:
+    """Print the continuation of --prompt by the checkpoint or model that the flags of ``train`` name; collective."""
     flags = ("resume_from_checkpoint", "pretrained_checkpoint_file", "hf_pretrained_model_name_or_dir")
     locations = filter(None, (getattr(args, flag) for flag in (*flags, "pretrained_model_name")))
     if (location := next(locations, None)) is None:
         raise ConfigError("--prompt with --evaluate_only 1 needs --resume_from_checkpoint, the model to put it through")
-    continue_prompts(
+    load_and_continue(
         open_model(location), device, [args.prompt or ""], Sampling(args.num_tokens, seed=args.seed), Printer(),
         tokenizer=args.tokenizer, attn_implementation=args.attn_implementation,
     )  # fmt: skip
 
 
-def continue_prompts(
+def load_and_continue(
     saved: SavedModel, device: torch.device, prompts: Sequence[str], sampling: Sampling, printer: Printer | None, *,
     tokenizer: str | None = None, dtype: str | None = None, attn_implementation: str = "sdpa", chat: bool = False,
 ) -> list[str]:  # fmt: skip
@@ -199,12 +199,14 @@ def continue_prompts(
         )
         model = sharded_model(saved, device, dtype, attn_implementation)
         return [
-            continue_ids(model, opened_tokenizer, ids, sampling, "" if chat else prompt, printer)
+            continue_prompt(model, opened_tokenizer, "" if chat else prompt, ids, sampling, printer)
             for prompt, ids in zip(prompts, ids_of_prompts, strict=True)
         ]
 
 
-def continue_prompt(model: Any, files: Mapping[str, bytes], prompt: str, config: Any, sampling: Sampling) -> None:
+def continue_with_trained_model(
+    model: Any, files: Mapping[str, bytes], prompt: str, config: Any, sampling: Sampling
+) -> None:
     """Print a trained model's continuation of a prompt; collective. Only rank 0 needs the tokenizer's ``files``."""
     model.eval()
     with ExitStack() as opened:
@@ -213,7 +215,7 @@ def continue_prompt(model: Any, files: Mapping[str, bytes], prompt: str, config:
         opened.enter_context(compile.disabled())
         ids = distributed.on_main("reading the prompt", lambda: prompt_ids(tokenizer, prompt, config))
         logging.getLogger("smp_train").info("The prompt and what follows it:")
-        continue_ids(model, tokenizer, ids, sampling, prompt, Printer())
+        continue_prompt(model, tokenizer, prompt, ids, sampling, Printer())
 
 
 def prompt_ids(tokenizer: Any, prompt: str, config: Any, *, chat: bool = False) -> list[int]:
@@ -246,12 +248,12 @@ def max_positions(config: Any) -> int:
     return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
-def continue_ids(
-    model: Any, tokenizer: Any, ids: Sequence[int], sampling: Sampling, prompt: str, printer: Printer | None
+def continue_prompt(
+    model: Any, tokenizer: Any, prompt: str, ids: Sequence[int], sampling: Sampling, printer: Printer | None
 ) -> str:
-    """Return the text that follows ``ids``; print it on rank 0, after ``prompt``. Only rank 0 needs the tokenizer.
+    """Return the continuation of ``ids``, on all ranks; rank 0 prints it after ``prompt``. Collective.
 
-    Collective.
+    Only rank 0 needs the tokenizer.
     """
     if distributed.rank() > 0:
         printer = None
