@@ -83,8 +83,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
     of the wrong kind, and names that disagree in a source without an order.
     """
     environ = os.environ if environ is None else environ
-    notes: list[str] = []
-    return _resolve([read_command_line(argv, notes), read_environment(environ)], environ, notes)
+    return _resolve([read_command_line(argv), read_environment(environ)], environ)
 
 
 def from_keywords(
@@ -99,7 +98,7 @@ def from_keywords(
         Entry(name, os.fspath(value) if isinstance(value, os.PathLike) else value, f"--{name}", KEYWORD)
         for name, value in settings.items()
     ]
-    resolved = _resolve([entries], os.environ if environ is None else environ, [])
+    resolved = _resolve([entries], os.environ if environ is None else environ)
     # A program's rows replace a channel.
     rows = {"training_dir": inputs.training_data, "test_dir": inputs.validation_data}
     channels = [flag for flag, data in rows.items() if data is not None and not resolved.given(flag)]
@@ -111,8 +110,8 @@ def canonical(name: str) -> str:
     return name.replace("-", "_")
 
 
-def read_command_line(argv: Sequence[str], notes: list[str]) -> list[Entry]:
-    """Return the flags of a command line in order; of repeated flags only the last, with a note."""
+def read_command_line(argv: Sequence[str]) -> list[Entry]:
+    """Return the flags of a command line, in its order."""
     groups: list[tuple[str, list[str]]] = []  # a flag as written, and the words after it
     for token in map(str, argv):
         if token.startswith("-") and token != "-" and not NUMBER.match(token):
@@ -121,13 +120,7 @@ def read_command_line(argv: Sequence[str], notes: list[str]) -> list[Entry]:
             raise ConfigError(f"unexpected argument {token!r}: values follow a flag, as in --lr 1e-4")
         else:
             groups[-1][1].append(token)
-    entries: dict[str, Entry] = {}
-    for token, words in groups:
-        entry = _flag_entry(token, words)
-        if entry.name in entries and entries.pop(entry.name).value != entry.value:
-            notes.append(f"{entry.spelling} is given more than once on the command line; the last one counts")
-        entries[entry.name] = entry
-    return list(entries.values())
+    return [_flag_entry(token, words) for token, words in groups]
 
 
 def _flag_entry(token: str, words: list[str]) -> Entry:
@@ -143,14 +136,15 @@ def _flag_entry(token: str, words: list[str]) -> Entry:
             raise _unknown(name, spelling)
         if values:
             raise ConfigError(f"{spelling} takes no value; write --{switch.name} {values[0]}")
-        return Entry(switch.name, "0", spelling, COMMAND_LINE)
+        return Entry(switch.name, "0", spelling, f"{COMMAND_LINE}, {spelling}")
     if not values and alias.is_switch:
         values = ["1"]
     if not values:
         raise ConfigError(f"{spelling} expects a value")
     if len(values) > 1 and not alias.takes_many:
         raise ConfigError(f"unexpected argument {values[1]!r} after {spelling}")
-    return Entry(name, values if alias.takes_many else values[0], spelling, COMMAND_LINE)
+    source = COMMAND_LINE if name in flags() else f"{COMMAND_LINE}, {spelling}"
+    return Entry(name, values if alias.takes_many else values[0], spelling, source)
 
 
 def _unknown(name: str, spelling: str) -> ConfigError:
@@ -209,7 +203,8 @@ def launched_by_smp(environ: Mapping[str, str]) -> dict[str, Any]:
     return {name: value for name, (value, _) in _merge([entry], []).items()}
 
 
-def _resolve(sources: list[list[Entry]], environ: Mapping[str, str], notes: list[str]) -> Resolved:
+def _resolve(sources: list[list[Entry]], environ: Mapping[str, str]) -> Resolved:
+    notes: list[str] = []
     layers = [_merge(entries, notes) for entries in sources]
     for flag, read in (("config", read_config), ("smp_config", read_smp_config)):
         path = next((layer[flag][0] for layer in layers if flag in layer), None)
@@ -239,23 +234,21 @@ def _merge(entries: list[Entry], notes: list[str]) -> Values:
     yielding: Values = {}
     setters: dict[str, Entry] = {}
     for entry in entries:
-        source = entry.source
-        if source == COMMAND_LINE and entry.name not in flags():
-            source = f"{COMMAND_LINE}, {entry.spelling}"
         for name, value in _flag_values(entry, notes).items():
             if name in NAMES[entry.name].yields:
-                yielding[name] = value, source
+                yielding[name] = value, entry.source
                 continue
             disagrees = name in values and values[name][0] != value
             if disagrees:
                 earlier, both = setters[name], f"{show(values[name][0])} and {show(value)}"
                 message = f"{earlier.spelling} and {entry.spelling} both set {name}, to {both}"
-                if entry.source != COMMAND_LINE or MP_PARAMETERS in (earlier.name, entry.name):
+                differs_from_smp = MP_PARAMETERS in (earlier.name, entry.name) and earlier.name != entry.name
+                if differs_from_smp or not entry.source.startswith(COMMAND_LINE):
                     raise ConfigError(f"{message}; give one of them")
                 notes.append(f"{message}; the last one counts")
             # If an alias and the flag agree, the flag is the better source to show.
             if disagrees or name not in values or entry.name == name:
-                values[name], setters[name] = (value, source), entry
+                values[name], setters[name] = (value, entry.source), entry
     return yielding | values
 
 

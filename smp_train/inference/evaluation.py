@@ -92,7 +92,7 @@ def options() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Collective under a launcher."""
     arguments, flags_of_train = options().parse_known_args(list(argv))
-    flags = {flag.name: flag.value for flag in read_command_line(flags_of_train, [])}
+    flags = {flag.name: flag.value for flag in read_command_line(flags_of_train)}
     evaluation = evaluate(
         arguments.checkpoint, arguments.data, batches=arguments.batches, model=arguments.model, **flags
     )

@@ -166,7 +166,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     """Return training flags as hyperparameters by name; numbers are numbers, lists are lists."""
     return {
         flag.name: [_plain(item) for item in flag.value] if isinstance(flag.value, list) else _plain(flag.value)
-        for flag in read_command_line(arguments, [])
+        for flag in read_command_line(arguments)
     }
 
 
