@@ -188,13 +188,16 @@ def test_a_run_without_mistakes_is_submitted(
     assert submitted == ["sbatch script.sh", "sbatch --test-only script.sh --check"]
 
 
+WIDTHS = ["--num_heads=12", "--num_key_value_heads=12", "--hidden_width=48"]
+
+
 @pytest.mark.parametrize(
     ("image", "words", "noun"),
     [
         ("", ["--model_type=mixtral", "--model_size=8x7b", "--moe=1", "--expert_parallel_degree=8"], ""),
         (SMP_IMAGE, ["--vocab_size=50257", "--tensor_parallel_degree=2"], ""),
         ("registry/ours:1", ["--vocab_size=50257", "--tensor_parallel_degree=2"], ""),
-        ("registry/ours:1", ["--tensor_parallel_degree=8", "--num_heads=12", "--hidden_width=48"], "12 attention"),
+        ("registry/ours:1", ["--tensor_parallel_degree=8", *WIDTHS], "12 attention"),
         (SMP_IMAGE, ["--tensor_parallel_degree=2", "--expert_parallel_degree=2", "--model_type=mixtral"], "on SMP"),
         (NATIVE_IMAGE.format("2.8.0"), ["--vocab_size=50257", "--tensor_parallel_degree=2"], "50257"),
         ("registry/ours:1", ["--backend=native", "--vocab_size=50257", "--tensor_parallel_degree=2"], "50257"),
