@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.chats import PLAIN, write_tokenizer
 from tests.system.command import warm, write_shard
@@ -409,8 +410,6 @@ def safetensors(header: Any, data: bytes = b"1234") -> bytes:
 
 
 def saved(value: Any) -> bytes:
-    import torch
-
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -425,46 +424,27 @@ def compressed(archive: bytes, only: str = "") -> bytes:
     return stream.getvalue()
 
 
-SAFETENSORS: dict[str, bytes] = {
-    "a header of an exabyte": (1 << 60).to_bytes(8, "little") + b"{}",
-    "a tensor behind the end": safetensors({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4000, 4004]}}),
-    "a header nested very deep": safetensors(b'{"w":' * 100_000),
-}
-for _name, _data in SAFETENSORS.items():
-    CASES[f"safetensors with {_name}"] = (CHECKPOINT, lambda folder, d=_data: weights(folder, "model.safetensors", d))
-
-
-def in_pytorch(make: Callable[[], bytes]) -> Case:
-    return lambda folder: weights(folder, "pytorch_model.bin", make())
-
-
-def zeros(count: Any) -> Any:
-    import torch
-
-    return torch.zeros(count)
-
-
-for _name, _data in {
-    "names_a_file_outside": b'{"weight_map": {"w": "../secret"}}',
-    "is_a_list": b'{"weight_map": [1]}',
-}.items():
-    row(
-        CHECKPOINT, f"an_index_of_weights_{_name}",
-        lambda at, data=_data: weights(at, "model.safetensors.index.json", data)  # type: ignore[misc]
-    )
-for _name, _make in {
-    "run_code": lambda: saved({"w": Code()}),
-    "of_the_old_format_run_code": lambda: pickle.dumps(Code()),
-    "claim_to_be_enormous": lambda: saved({"w": zeros(1).expand(10**7, 10**6)}),
-    "are_compressed": lambda: compressed(saved({"w": zeros(10**6)})),
-}.items():
-    row(CHECKPOINT, f"pickled_weights_{_name}", in_pytorch(_make))
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "a header of an exabyte": ("model.safetensors", lambda: (1 << 60).to_bytes(8, "little") + b"{}"),
+    "a tensor behind the end": (
+        "model.safetensors",
+        lambda: safetensors({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4000, 4004]}}),
+    ),
+    "a header nested very deep": ("model.safetensors", lambda: safetensors(b'{"w":' * 100_000)),
+    "an index of a file outside": (INDEX_FILE, lambda: b'{"weight_map": {"w": "../secret"}}'),
+    "an index that is a list": (INDEX_FILE, lambda: b'{"weight_map": [1]}'),
+    "code": ("pytorch_model.bin", lambda: saved({"w": Code()})),
+    "code of the old format": ("pytorch_model.bin", lambda: pickle.dumps(Code())),
+    "an enormous tensor": ("pytorch_model.bin", lambda: saved({"w": torch.zeros(1).expand(10**7, 10**6)})),
+    "compressed entries": ("pytorch_model.bin", lambda: compressed(saved({"w": torch.zeros(10**6)}))),
+}  # fmt: skip
+for _name, (_file, _make) in WEIGHTS.items():
+    row(CHECKPOINT, f"weights with {_name}", lambda at, f=_file, make=_make: weights(at, f, make()))  # type: ignore[misc]
 
 
 def rank_file(folder: Path) -> list[str]:
     """A local checkpoint of the SMP sample, whose pickle is 100 KB on disk and 100 MB in memory."""
-    import torch
-
     found = indexed(folder).state_dict_metadata
     sizes = {name[6:]: info.size.numel() for name, info in found.items() if name.startswith("model.")}
     model = {name: torch.zeros(size) for name, size in sizes.items()}
@@ -485,8 +465,8 @@ CORE = {
     "committed_names_a_file_above_its_folder", "a_shard_is_a_link", "meta_is_nested_very_deep",
     "index_calls_a_function", "index_names_a_file_above_its_folder",
     "configuration_brings_code", "tokenizer_brings_code_to_prepare", "a_line_of_a_shard_is_nested_very_deep",
-    "the_cache_folder_is_a_link", "a_signed_url_is_no_data_folder", "safetensors with a header of an exabyte",
-    "pickled_weights_run_code", "a_file_of_a_rank_is_compressed", "a_chat_template_runs_a_command",
+    "the_cache_folder_is_a_link", "a_signed_url_is_no_data_folder", "weights with a header of an exabyte",
+    "weights with code", "a_file_of_a_rank_is_compressed", "a_chat_template_runs_a_command",
 }  # fmt: skip
 
 

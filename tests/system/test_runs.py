@@ -163,25 +163,6 @@ def test_a_restart_of_the_same_job_goes_on_without_the_flag(tmp_path: Path) -> N
     assert (name_of(other), resumed_at(other)) == (f"{name}-2", [])
 
 
-def test_workers_that_torchrun_starts_again_go_on(tmp_path: Path) -> None:
-    def same_agent(rank: int, world: int, port: int) -> dict[str, str]:
-        return as_torchrun(rank, world, port) | {"TORCHELASTIC_RUN_ID": "the same"}
-
-    with Ranks(tmp_path, 2, *words(max_steps=10**6), launcher=same_agent) as ranks:
-        ranks[0].until(lambda: re.search(r"Saved \S+-4steps", ranks[0].out), "a checkpoint")
-        for rank in ranks.ranks:
-            rank.signal(signal.SIGKILL)
-        ranks.codes()
-        name = name_of(ranks[0])
-    last = max(saved(tmp_path)[name])
-    with Ranks(tmp_path, 2, *words(max_steps=last + 2), launcher=same_agent) as ranks:
-        assert ranks.codes() == [0, 0], ranks.err
-        assert (name_of(ranks[0]), resumed_at(ranks[0])) == (name, [last])
-    with Ranks(tmp_path, 2, *words(max_steps=2), launcher=as_torchrun) as ranks:  # another torchrun
-        assert ranks.codes() == [0, 0], ranks.err
-        assert (name_of(ranks[0]), resumed_at(ranks[0])) == (f"{name}-2", [])
-
-
 # --- going back
 
 
