@@ -147,6 +147,16 @@ def test_missing_package_says_what_to_install(
     assert "pip install" in err
 
 
+def test_nothing_advises_to_install_this_package_from_an_index() -> None:
+    """It is on none: anyone could register its name."""
+    root = Path(cli.__file__).parents[1]
+    folders = [root / name for name in ("smp_train", "docs", "launchers")]
+    files = [root / "README.md", *(path for folder in folders for path in folder.rglob("*.*"))]
+    texts = {path: path.read_text(errors="replace") for path in files if path.suffix in (".py", ".md", ".sh", ".ipynb")}
+    assert len(texts) > 100
+    assert [path for path, text in texts.items() if "smp-train[" in text or "install smp-train" in text] == []
+
+
 def test_train_refuses_before_importing_anything(capsys: pytest.CaptureFixture[str]) -> None:
     for words, complaint in (
         (["--max_step", "7"], "unknown flag --max_step; did you mean --max_steps?"),

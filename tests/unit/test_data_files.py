@@ -259,6 +259,14 @@ def test_a_data_set_of_the_hub(on_hub):
     assert "\n" not in str(no.value)
 
 
+def test_a_data_set_that_changed_on_the_hub(on_hub):
+    (file, *_) = list_files("acme/words").files
+    hub.open_splits.cache_clear()
+    put(on_hub, "train-3.jsonl", content=TEXT)
+    with pytest.raises(DataError, match="acme/words/train-0: has changed on the hub"):
+        list(records(file))
+
+
 @pytest.fixture
 def made(tmp_path):
     # Other tests train on the sample meanwhile: files in its cache come and go.

@@ -211,3 +211,15 @@ def test_audit_after_a_kill_and_a_resume_on_another_mesh(tmp_path, audited):
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(line for line in lines if '"step": 3' not in line))
     assert "step 3 is missing" in audited(rows=ROWS)[1]
+
+
+def test_audit_counts_what_rows_lost(tmp_path, audited):
+    """Rows and counted tokens that --long truncate cut off: they were in the data, and not in the training."""
+    audited([["a:1[0:4]", "a:2"]], world=2)
+    for rank, lost in enumerate([(1, 7), (2, 5)]):
+        record = {"step": 2, "samples": [f"a:{3 + rank}"], "attempt": 1, "dp_rank": rank, "dp_size": 2}
+        record |= dict(zip(("truncated", "truncated_targets"), lost, strict=True))
+        with (tmp_path / f"data_audit-rank{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    code, output = audited()
+    assert (code, "3 rows lost their end, and with it 12 tokens" in output) == (0, True)

@@ -42,6 +42,11 @@ def test_lines_say_how_far_the_work_is_also_while_it_is_silent(capsys):
         assert re.fullmatch(r"saving: \d+ s", until(capsys, "saving"))
 
 
+def test_secrets_of_urls_are_not_shown(capsys):
+    with Progress("Reading s3://key:secret@bucket/x"):
+        assert "secret" not in until(capsys, "Reading s3://")
+
+
 def test_without_a_terminal_a_line_a_minute_says_when_it_ends_and_saves(monkeypatch, caplog):
     from smp_train.telemetry import screen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import smp_train
 from smp_train import arguments, losses
+from smp_train.arguments.groups import flags
 from smp_train.arguments.parse import from_keywords
 from smp_train.arguments.program_inputs import ProgramInputs
 from smp_train.data.source import Row, Source
@@ -24,6 +26,13 @@ def test_import_is_light_and_names_what_there_is() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == [*smp_train.__all__, "False"]
     assert "AttributeError" in done.stderr
+
+
+def test_every_flag_is_a_keyword() -> None:
+    keywords = inspect.signature(smp_train.train).parameters
+    assert set(flags()) <= set(keywords)
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in keywords.values())
+    assert {"training_data", "validation_data", "loss", "on_step", "on_validation", "on_save"} <= set(keywords)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from smp_train.models.resolve import resolve
 from smp_train.run.resume import changed_settings, find_checkpoint, model_to_resume
 from smp_train.run.start import Start, choose_start
 from smp_train.run.start_log import how_to_resume, nothing_to_resume_line, start_line
-from tests.checkpoint_files import committed, contents, manager, names, state
+from tests.checkpoint_files import committed, contents, harm, manager, names, state
 from tests.training import TINY
 
 MODEL = {name: value for name, value in TINY.items() if name != "run_name"}
@@ -165,6 +165,18 @@ def test_a_name_of_ours_that_is_taken_becomes_another_one(parent):
     assert committed(f"{parent}/{OURS}") == ["llama_v2-4steps"], "the first one's are as they were"
 
 
+def test_a_name_is_taken_by_a_checkpoint_in_any_tier(parent, tmp_path):
+    near, folders = tmp_path / "near", [f"local:{tmp_path}/near", parent]
+    run(parent, OURS)  # claimed, but never saved
+    assert began(parent, checkpoint_dir=folders) == Began(OURS)
+    manager(near / OURS / "rank00000", keep=9).save(3, state(3), {"tokens": 30})
+    assert began(parent, checkpoint_dir=folders) == Began(f"{OURS}-2")
+    two = [parent, f"{parent}-rare"]
+    assert began(parent, checkpoint_dir=two) == Began(OURS)
+    manager(f"{parent}-rare/{OURS}", keep=9).save(3, state(3), {"tokens": 30})
+    assert began(parent, checkpoint_dir=two) == Began(f"{OURS}-2")
+
+
 def test_a_name_that_a_living_job_has_reserved_is_taken(parent):
     first = start(parent)
     second = start(parent)
@@ -172,6 +184,20 @@ def test_a_name_that_a_living_job_has_reserved_is_taken(parent):
     ended(first)
     ended(second)
     assert began(parent) == Began(OURS), "neither has saved anything"
+
+
+def test_a_given_name_that_is_taken_is_refused_with_both_remedies(parent):
+    run(parent, "mine", 3, 6)
+    before = contents(f"{parent}/mine")
+    with pytest.raises(ConfigError) as refused:
+        start(parent, run_name="mine")
+    message = str(refused.value)
+    assert refused.value.exit_code == 2
+    assert "\n" not in message
+    remedies = f"add --resume_from_checkpoint {parent}", "another --run_name"
+    assert all(part in message for part in ("--run_name mine", "step 6", f"{parent}/mine", *remedies))
+    assert contents(f"{parent}/mine") == before
+    assert claims_in(open_folder(f"{parent}/mine")) == [1]
 
 
 @pytest.mark.parametrize("flag", ["hf_pretrained_model_name_or_dir", "pretrained_checkpoint_file"])
@@ -251,6 +277,40 @@ def test_a_run_begins_from_another_one_and_goes_on_from_its_own(parent, kind):
     assert began(parent, **command) == Began("mine", 3, "mine/llama_v2-3steps")
     assert contents(path) == before, "the other run's folder is read only"
     assert claims_in(open_folder(path)) == [1]
+
+
+def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_not_marked(parent):
+    run(parent, "other", 60, 62)
+    harm(f"{parent}/other", "llama_v2-62steps", ".distcp", lambda data: data[:-1])
+    before = contents(f"{parent}/other")
+    assert began(parent, run_name="mine", resume_from_checkpoint=f"{parent}/other").step == 60
+    assert contents(f"{parent}/other") == before
+
+
+def test_a_checkpoint_that_is_not_committed_is_refused(parent):
+    run(parent, OURS, 3, 6)
+    open_folder(f"{parent}/{OURS}").withdraw("llama_v2-6steps")
+    for name in (OURS, "other"):
+        with pytest.raises(CheckpointError, match=r"6steps is not a complete checkpoint: it has no COMMITTED"):
+            start(parent, run_name=name, resume_from_checkpoint=f"{parent}/{OURS}/llama_v2-6steps")
+
+
+def test_checkpoints_of_awss_sample_right_below_are_begun_from_and_never_ours(parent):
+    aws = open_folder(parent)
+    for step in (5, 10):
+        aws.storage.put(f"llama_v2-{step}steps/tp0_ep0/.metadata", b"theirs")
+    before = contents(parent)
+    begun = start(parent, resume_from_checkpoint=parent)
+    assert (begun.name, begun.without_candidate, begun.newest, begun.other_runs) == (OURS, parent, None, ())
+    save(parent, begun, 11, 12)
+    ended(begun)
+    assert began(parent, resume_from_checkpoint=parent) == Began(OURS, 12, f"{OURS}/llama_v2-12steps")
+    other = start(parent, run_name="other", resume_from_checkpoint=parent)
+    assert (other.without_candidate, other.newest, other.other_runs) == (parent, None, (OURS,))
+    ended(other)
+    with_runs = contents(parent)
+    assert {name: data for name, data in with_runs.items() if not name.startswith((OURS, "other"))} == before
+    assert aws.committed() == []
 
 
 def test_an_empty_folder_is_a_start_at_step_0_and_one_that_is_missing_elsewhere_is_refused(parent, tmp_path):
@@ -339,6 +399,24 @@ def test_a_restart_of_the_same_job_resumes_its_run(parent, scheduler, given, fla
     assert (third.name, third.continues, third.newest.step) == (name, True, 51)
     assert [each.generation for each in (begun, again, third)] == [begun.generation + n for n in range(3)]
     assert "waiting up to" not in caplog.text
+
+
+OTHERS = {
+    "two steps of an allocation": (SLURM, SLURM),
+    "another job": (SLURM, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}),
+    "another training job": ({"TRAINING_JOB_NAME": "x"}, {"TRAINING_JOB_NAME": "y"}),
+    "by hand": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_job_without_the_flag_is_a_new_run(parent, case):
+    first, second = OTHERS[case]
+    assert began(parent, first, saves=4) == Began(OURS)
+    assert began(parent, second) == Began(f"{OURS}-2")
+    assert began(parent, first, run_name="mine", saves=4) == Began("mine")
+    with pytest.raises(ConfigError, match="is taken by a run at step 4"):
+        start(parent, second, run_name="mine")
 
 
 # --- going back
