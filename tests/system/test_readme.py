@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.command import ROOT, Command
+from tests.system.command import ROOT, Command, warm
 
 README = (ROOT / "README.md").read_text()
 # A proxy that does not answer: libraries that ignore HF_HUB_OFFLINE fail too.
@@ -50,8 +51,12 @@ def test_the_first_commands_run_as_they_stand(tmp_path: Path) -> None:
     clone(folder)
     search = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     environ = {**OFFLINE, "PYTHONPATH": str(folder), "PATH": search, "HOME": str(tmp_path)}
-    for command in commands:
-        with Command(folder, ["bash", "-euc", command], environ) as running:
+    for number, command in enumerate(commands):
+        # The first in an interpreter of its own, from the clone's package; the others without a start's imports.
+        program, *words = shlex.split(command.replace("\\\n", " "), comments=True)
+        assert program == "smp-train"
+        started = Command(folder, [program, *words], environ) if number == 0 else warm(folder, *words, environ=OFFLINE)
+        with started as running:
             assert running.code() == 0, f"{command}\n{running.out}\n{running.err}"
             # Nothing but the answer's speed: no warning of a library or of this program.
             assert "arning" not in running.err
