@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.arguments import checkpointing
 from smp_train.arguments.groups import Arguments
-from smp_train.arguments.validation import check_together, check_values, refuse_natively
+from smp_train.arguments.validation import check_flags
 from smp_train.distributed.degrees import Degrees, divisors, plan
 from smp_train.errors import ConfigError
 
@@ -119,10 +119,7 @@ def _more_steps(args: Arguments, factor: int) -> dict[str, Any]:
 def _accepted(args: Arguments, world_size: int, local_world_size: int, *, smp: bool) -> bool:
     """Return whether training accepts these settings on these ranks, for any model and data."""
     try:
-        check_values(args)
-        if not smp:
-            refuse_natively(args)
-        check_together(args)
+        check_flags(args, natively=not smp)
         plan(args, world_size, local_world_size, smp=smp)
     except ConfigError:
         return False

@@ -48,13 +48,10 @@ def validate(
     inputs = inputs or ProgramInputs()
     inputs.check()
     natively = runs_natively(args)
-    check_values(args)
-    if natively:
-        refuse_natively(args)
-    elif args.auto != "off" and not args.evaluate_only:
+    if args.auto != "off" and not (natively or args.evaluate_only):
         raise ConfigError(f"--auto {args.auto} plans the native backend; give --backend native, or leave it out")
+    check_flags(args, inputs, natively=natively)
     plan(args, world_size, local_world_size or world_size, smp=not natively)
-    check_together(args, inputs)
     _refuse(_checkpoints(args))
     if not prompts_only(args):
         _refuse(_data(args, inputs))
@@ -70,6 +67,20 @@ def prompts_only(args: Arguments) -> bool:
     return bool(args.evaluate_only and args.prompt and not args.test_dir)
 
 
+def check_flags(args: Arguments, inputs: ProgramInputs | None = None, *, natively: bool) -> None:
+    """Raise `ConfigError` for values that no run accepts, and for flags that contradict each other."""
+    _check_values(args)
+    if natively:
+        refuse_natively(args)
+    settings = vars(args) | vars(inputs or ProgramInputs())
+    for task, first, second in EXCLUSIVE:
+        if settings[first] and settings[second] is not None and settings[second] is not False:
+            name = f"--{second}" if second in flags() else second
+            raise ConfigError(f"--{first} and {name} both {task}; give one of them")
+    _refuse(_model(args))
+    _refuse(_computation(args))
+
+
 def refuse_natively(args: Arguments) -> None:
     """Raise `ConfigError` for settings that only SMP supports."""
     for name, flag in flags().items():
@@ -81,7 +92,7 @@ def refuse_natively(args: Arguments) -> None:
         raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
 
 
-def check_values(args: Arguments) -> None:
+def _check_values(args: Arguments) -> None:
     """Raise `ConfigError` for a value that its flag does not allow."""
     for flag in flags().values():
         value = getattr(args, flag.name)
@@ -93,17 +104,6 @@ def check_values(args: Arguments) -> None:
                 raise ConfigError(f"--{flag.name} {item}: is not one of {', '.join(flag.choices)}")
             if accepts is not None and not accepts(item):
                 raise ConfigError(f"--{flag.name} {show(item)}: {complaint}")
-
-
-def check_together(args: Arguments, inputs: ProgramInputs | None = None) -> None:
-    """Raise `ConfigError` for settings of the model, its data and its computation that contradict each other."""
-    values = vars(args) | vars(inputs or ProgramInputs())
-    for task, first, second in EXCLUSIVE:
-        if values[first] and values[second] is not None and values[second] is not False:
-            name = f"--{second}" if second in flags() else second
-            raise ConfigError(f"--{first} and {name} both {task}; give one of them")
-    _refuse(_model(args))
-    _refuse(_computation(args))
 
 
 def _refuse(problems: Iterator[str]) -> None:

@@ -20,7 +20,7 @@ from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.groups import flags
 from smp_train.arguments.model_flags import ParallelArguments
 from smp_train.arguments.parse import from_keywords, read_command_line
-from smp_train.arguments.validation import check_values, refuse_natively
+from smp_train.arguments.validation import check_flags
 from smp_train.arguments.verb_parser import parser_with_train_flags
 from smp_train.data.indexed import ValidationData
 from smp_train.data.open_data import Opener, open_evaluation
@@ -126,8 +126,7 @@ def evaluate(
         raise ConfigError(f"--batches {batches}: must be at least 1")
     refuse_flags(resolved)
     args = replace(resolved.args, evaluate_only=True, backend="native")
-    check_values(args)
-    refuse_natively(args)
+    check_flags(args, natively=True)
     trust_code(args.trust_remote_code)
     ranks = distributed.detect()
     setup_logging(ranks.rank, level="DEBUG" if args.debug else "WARNING")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smp_train.arguments import Arguments, Resolved, parse
-from smp_train.arguments.validation import check_together, check_values, refuse_natively
+from smp_train.arguments.validation import check_flags
 from smp_train.arguments.verb_parser import parser_with_train_flags
 from smp_train.distributed.host import check_native_releases
 from smp_train.errors import ConfigError
@@ -134,8 +134,6 @@ def checked(args: Arguments) -> Arguments:
         raise ConfigError("--backend smp: plan steps the native backend's model; leave it out for an estimate")
     if args.fp8:
         raise ConfigError("--fp8 1: needs a GPU that has it, so there is no plan; --fp8 0 takes no less")
-    check_values(args)
     native = dataclasses.replace(args, backend="native", use_torch_compile=False)
-    refuse_natively(native)
-    check_together(native)
+    check_flags(native, natively=True)
     return native
