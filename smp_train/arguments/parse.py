@@ -222,7 +222,12 @@ def _resolve(sources: list[list[Entry]], environ: Mapping[str, str]) -> Resolved
     for name, cause in FOLLOWING.items():
         value, final = (show(setting or None) for setting in (settings[name][0], getattr(args, name)))
         if final not in (value, value.lower()):
-            if name in values:
+            if name in values and name == "validation_freq":
+                notes.append(
+                    f"--{name} {value} has no effect: {cause} {args.max_steps} ends the run before; give --test_dir to "
+                    "validate after the last step"
+                )
+            elif name in values:
                 notes.append(f"{cause} changes --{name} from {value} to {final}")
             source_of[name] = f"follows from {cause}"
     return Resolved(args, source_of, list(dict.fromkeys(notes)))
