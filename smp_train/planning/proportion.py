@@ -10,8 +10,8 @@ from math import log2
 from smp_train.arguments import checkpointing
 from smp_train.planning.memory import Memory
 from smp_train.planning.space import Setting, Space
-from smp_train.planning.step_memory import Part, Use
-from smp_train.planning.work import Collective, Work
+from smp_train.planning.step_memory import EDGE, Part, Use
+from smp_train.planning.work import Collective, Cost, Transfer, Work
 
 
 def distance(start: Setting, target: Setting) -> tuple[float, ...]:
@@ -27,8 +27,10 @@ def extrapolated(memory: Memory, start: Setting, target: Setting, space: Space) 
     """Return the memory and the work of the target, in proportion to another setting with the same checkpointing.
 
     State scales with the ranks that share it, activations with this rank's tokens, collectives with the size of their
-    tensors. The result is too small if ``start`` lacks the collectives of a dimension.
+    tensors. The result is too small if ``start`` lacks the collectives of a dimension: only `sent_by_tensor_ranks` is
+    added.
     """
+    layers, steps = space.run.spec.config.num_hidden_layers, target.micro_steps
     state, tensor, share = start.sharing / target.sharing, start.tensor / target.tensor, target.share / start.share
     keeps_results = target.checkpointing != checkpointing.FULL  # of operations, collectives included
     whole = target.rows * start.context / (start.rows * target.context)
@@ -38,19 +40,35 @@ def extrapolated(memory: Memory, start: Setting, target: Setting, space: Space) 
         Use.COMMUNICATION: whole if keeps_results and min(start.tensor, target.tensor) > 1 else tensor,
         Use.HEAD: min(1.0, share), Use.HOST: share,
     }  # fmt: skip
+    most = max(peak[Use.ACTIVATIONS] for peak in memory.peaks.values())
+    sent = sent_by_tensor_ranks(target, space) if target.tensor > start.tensor == 1 else 0
     # A layer's saved tensors are offloaded; what its checkpoint keeps of single operations stays on the device.
-    inputs = hidden_states(target, space) * space.run.spec.config.num_hidden_layers // target.tensor
+    inputs = hidden_states(target, space) * layers // target.tensor
     offloadable = inputs if checkpointing.read(target.checkpointing)[0] == 1 else sys.maxsize
     peaks = {}
     for phase, peak in memory.peaks.items():
         scaled: Counter[str] = Counter({use: int(size * by_use.get(use, 1)) for use, size in peak.items()})
+        if keeps_results and most:
+            scaled[Use.COMMUNICATION] += int(sent / 2 * peak[Use.ACTIVATIONS] / most)
         if target.offload and not start.offload:
             scaled[Use.HOST] = min(scaled[Use.ACTIVATIONS], offloadable)
             scaled[Use.ACTIVATIONS] -= scaled[Use.HOST]
         peaks[phase] = scaled
     work = _extrapolated_work(memory.work, start, target, space)
+    for part in (Part.FORWARD, Part.BACKWARD) if sent else ():
+        collective = Collective(Transfer.GATHER, "tensor", *_ranks_and_nodes(target.tensor, 1, space))
+        work.collectives[(part, -EDGE - 1), collective] = Cost(0, sent * steps, 4 * layers * steps)
     pinned, saved = int(memory.pinned * state), int(memory.saved * state)
     return replace(memory, peaks=peaks, work=work, pinned=pinned, saved=saved)
+
+
+def sent_by_tensor_ranks(target: Setting, space: Space) -> int:
+    """Return a lower bound on the bytes that tensor ranks exchange in a forward pass; in a backward pass as many.
+
+    Each layer gathers the hidden states before attention and before the feed-forward layer, and reduces them after
+    each. Gathered tensors are kept, unless the layer is recomputed.
+    """
+    return 4 * space.run.spec.config.num_hidden_layers * hidden_states(target, space)
 
 
 def hidden_states(target: Setting, space: Space) -> int:
