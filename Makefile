@@ -8,8 +8,8 @@
 #           a run that goes from there to today's versions and back
 # make test-torch-versions   the native backend on each release of torch from 2.8 on, and what a GPU is measured by, each in
 #           an environment that is deleted afterwards; TORCH_VERSIONS="2.8.0/4.50.3" selects releases
-# make test-cuda-dry   what runs on GPUs alone, without one: process groups and copies, on the oldest and the newest torch for CUDA,
-#           in .venv-cuda; TORCH_FOR_CUDA=2.8.0 for one of them
+# make test-cuda-dry   what runs on GPUs alone, without one: process groups, copies, and every kernel compiled, on the oldest and the
+#           newest torch for CUDA, in .venv-cuda; TORCH_FOR_CUDA=2.8.0 for one of them
 # make test-table   every cell of the table in docs/parallelism.md, and a kill at every stage of a save
 # make venv   install only; .venv/bin/python is the interpreter it leaves behind
 
@@ -122,6 +122,7 @@ test-cuda-dry:
 		.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check "torch==$$torch" 'transformers>=5.17' \
 			--editable '.[train]' accelerate psutil pytest pytest-timeout hypothesis setuptools; \
 		.venv-cuda/bin/python -m pytest tests/distributed/test_cuda_groups.py tests/cuda; \
+		.venv-cuda/bin/python -m tests.cuda.kernels; \
 	done
 
 clean:

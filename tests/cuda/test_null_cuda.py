@@ -55,11 +55,9 @@ assert times._sums[heartbeat.FORWARD] > 0 and len(times._unused) > 0
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the library to preload, in place of CUDA's driver and of a part of its runtime."""
-    library, source = tmp_path_factory.mktemp("null") / "null_cuda.so", Path(__file__).with_name("null_cuda.c")
-    options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]  # torch finds the driver loaded already
-    subprocess.run([os.environ.get("CC", "cc"), *options, "-o", library, source], check=True)
-    return library
+    from tests.cuda.kernels import build_null_cuda
+
+    return build_null_cuda(tmp_path_factory.mktemp("null"))
 
 
 @pytest.mark.parametrize("program", [COPIES, BATCHES, TIMES], ids=["copies", "batches", "times"])
