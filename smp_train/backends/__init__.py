@@ -47,7 +47,7 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
 
 
 def _native(args: Arguments, ranks: Runtime, device: torch.device) -> Backend:
-    check_native_releases()  # before the import of native.py, which fails with an older torch
+    check_native_releases()  # check first: importing native.py fails with an older torch
     arguments.refuse_natively(args)
     from smp_train.backends.native import NativeBackend
 

@@ -74,7 +74,7 @@ class Backend(ABC):
     compiled = False
     """Whether the model is compiled, during the first step."""
     draws = "from"
-    """Completes "initial weights: drawn ... seed N"."""
+    """The missing word in the log line "initial weights: drawn ... seed N"."""
 
     @abstractmethod
     def check(self, spec: ModelSpec, *, seq_len: int) -> MetaModel:
@@ -111,13 +111,13 @@ class Backend(ABC):
 
     @abstractmethod
     def accumulation(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch's forward and backward pass; ``last``: of the global batch."""
+        """Return the context of a micro-batch's forward and backward pass; ``last`` marks the last of the step."""
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer) -> Tensor:
-        """Clip gradients to a global 2-norm of ``max_norm`` (0: no clipping) and return the norm before; collective.
+        """Clip gradients to a global 2-norm of ``max_norm`` (0: no clipping); return the norm before; collective.
 
-        A backend may leave the scaling to the next step of ``optimizer``, whose fused kernel does it on reading them.
+        A backend may leave the scaling to the next step of ``optimizer``, whose fused kernel scales as it reads them.
         """
 
     def decays(self, name: str, parameter: Tensor) -> bool:

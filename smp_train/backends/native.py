@@ -132,7 +132,7 @@ class NativeBackend(Backend):
             check_model(split_sizes(config), seq_len=seq_len, tensor=degrees.tensor, expert=degrees.expert)
         built = spec
         if getattr(config, "output_router_logits", False):
-            # transformers would keep the logits too, and compute its own loss from this rank's tokens.
+            # transformers would keep the router logits, and compute its own router loss from this rank's tokens.
             built = replace(spec, config=copy.deepcopy(config))
             built.config.output_router_logits = False
         model = build.build_meta(built, attn_implementation=args.attn_implementation)

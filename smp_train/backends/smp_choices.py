@@ -1,4 +1,4 @@
-"""Calls of SMP whose form its public documentation leaves open: this program's form, and the form of AWS's sample.
+"""Calls of SMP that its public documentation does not fully specify, in two forms: ours, and that of AWS's sample.
 
 Each function stands for one assumption of docs/smp-v2.md. All ranks choose together, once, while the model is built.
 If SMP could behave otherwise without an error, ``smp-train doctor --smp`` compares values.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 refusals: dict[str, str] = {}
-"""By assumption, the error with which SMP refused this program's form; empty if SMP accepted the form."""
+"""The error with which SMP refused our form of the call, by assumption; "" if SMP accepted it."""
 
 
 def choose(assumption: str, ours: Callable[[], T], sample: Callable[[], T]) -> T:
@@ -105,9 +105,10 @@ def whole_logits(model: nn.Module, topology: Topology, seq_len: int, vocab_size:
             "leaves out the ends of pieces; leave the flag out, or use --backend native"
         )
     values = distributed.gather("comparing logits", lambda: value)
-    for first in range(0, len(values), topology.tp_size):  # every tensor group, so that all ranks raise the same
+    # Compare within every tensor group, so that all ranks raise the same error. NaN counts as different.
+    for first in range(0, len(values), topology.tp_size):
         group = values[first : first + topology.tp_size]
-        if not all(abs(number - max(group)) <= 0.01 * abs(max(group)) for number in group):  # fails on NaN, too
+        if not all(abs(number - max(group)) <= 0.01 * abs(max(group)) for number in group):
             raise ConfigError(f"tensor ranks return different logits of a row (log-sum-exp {group}); run doctor --smp")
     return not refusals["whole logits"]
 

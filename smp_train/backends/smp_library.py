@@ -27,7 +27,7 @@ DEGREES = ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel
 
 
 class Unusable(ConfigError):
-    """The same reason on all ranks why SMP cannot be used; ``--backend auto`` then trains natively."""
+    """SMP cannot be used on any rank, for the same reason; ``--backend auto`` then trains natively."""
 
 
 def start(args: Arguments, ranks: Runtime, degrees: Degrees) -> Any:
@@ -83,7 +83,7 @@ def _imported() -> Any:
         )
     try:
         return importlib.import_module("torch.sagemaker")
-    except Exception as failure:  # a closed library: any exception
+    except Exception as failure:  # the library is closed and may raise anything
         raise ConfigError(
             f"torch.sagemaker cannot be imported: {_with_hint(failure)}; use --backend native"
         ) from failure

@@ -122,8 +122,9 @@ def wrap(
 ) -> Any:  # fmt: skip
     """Wrap the model, in float32, in FSDP1 with the arguments of SMP's scripts; SMP supplies the process groups.
 
-    Modules of class ``layer`` are FSDP units. ``initialise_module`` fills a module's own parameters (None: SMP does),
-    unless this rank's are allocated already (``real``) or rank 0's are broadcast (``from_rank0``).
+    Modules of class ``layer`` are FSDP units. ``initialise_module`` fills a module's own parameters (None: SMP fills
+    them). It is not needed if this rank's parameters are already allocated (``real``) or come from rank 0
+    (``from_rank0``).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -206,8 +207,8 @@ class Fp8:
 def checkpoint(root: nn.Module, args: Arguments, layer: type, fp8: Fp8 | None) -> None:
     """Apply activation checkpointing to decoder layers.
 
-    Reentrant, as SMP's offloading and flash attention require. With FP8, Transformer Engine's, which preserves scales;
-    with FP8 and experts, Transformer Engine's for attention and torch's non-reentrant for the experts.
+    It is torch's reentrant implementation, as SMP's offloading and flash attention require. With FP8 it is Transformer
+    Engine's, which preserves scales; with FP8 and experts, the experts use torch's non-reentrant implementation.
     """
     share, _ = checkpointing.read(args.activation_checkpointing)
     if not share:

@@ -69,7 +69,7 @@ class HostPool:
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, size: int) -> list[Tensor]:
-        """Return uint8 blocks of at least ``size`` bytes together, by `pinned_blocks`, the largest first."""
+        """Return uint8 blocks that together hold ``size`` bytes, largest first; `pinned_blocks` gives their sizes."""
         sizes = pinned_blocks(size)
         self.in_use += sum(sizes)
         self.peak = max(self.peak, self.in_use)
@@ -129,7 +129,7 @@ class Stored:
         return self.on_device
 
     def _parts(self, on_device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each block of the host buffer, cut to size, with the bytes on the device that it holds a copy of."""
+        """Yield pairs: a block of the host buffer, and the slice of the device tensor that it is a copy of."""
         start = 0
         for block in self.buffer:
             part = on_device[start : start + block.numel()]
@@ -177,7 +177,7 @@ class LayerPass:
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
         """Hook for a tensor that autograd saves: register it for offloading, or return it to stay on the device."""
-        if isinstance(tensor, DTensor):  # in a block of a tensor group; the backward pass needs its mesh, too
+        if isinstance(tensor, DTensor):  # from a tensor-parallel block; the backward pass also needs its mesh
             return tensor
         plain = self.offload.plain(tensor)
         if not self.away or plain is None or plain.device != self.offload.lane.device:

@@ -21,7 +21,7 @@ from smp_train.storage.paths import private_folder
 
 INDUCTOR = "inductor"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-RECOMPILE_LIMIT = 64  # four kinds of layers, checkpointed or not, in training or validation, masked or not, are 32
+RECOMPILE_LIMIT = 64  # 32 are needed: four kinds of layers, checkpointed or not, training or not, masked or not
 _kept_in: str | None = None
 """The folder that this process chose for compiled code."""
 
@@ -46,7 +46,7 @@ def enabled(asked: bool | None, *, device: torch.device, backend: str, training:
     if asked is None and (reason := _why_not(device)):
         logger.info("Compilation: off (%s)", reason)
         return False
-    known = [INDUCTOR] if backend == INDUCTOR else torch.compiler.list_backends(exclude_tags=())  # imports all
+    known = [INDUCTOR] if backend == INDUCTOR else torch.compiler.list_backends(exclude_tags=())  # imports all backends
     if backend not in known:
         offered = [name for name in known if "TESTING_ONLY" not in name]
         raise ConfigError(f"--torch_compile_backend {backend}: this torch has {', '.join(offered)}")
@@ -74,26 +74,27 @@ def prepare(run_dir: str | os.PathLike[str], device: torch.device) -> None:
     from torch._inductor import codecache, cpu_vec_isa
     from torch._inductor.runtime import cache_dir_utils, triton_compat
 
-    if os.environ.get(CACHE) in (None, cache_dir_utils.default_cache_dir(), _kept_in):  # inductor sets its default
+    # inductor itself may have set the variable to its default.
+    if os.environ.get(CACHE) in (None, cache_dir_utils.default_cache_dir(), _kept_in):
         try:
             _kept_in = os.environ[CACHE] = private_folder("compiled", os.fspath(run_dir))
         except ConfigError as failure:
             logger.info("Compiled code is not kept for restarts: %s", failure)
 
     def keys() -> None:
-        with suppress(Exception):  # a failure is for the first step, which asks for the same
+        with suppress(Exception):  # the first step computes the same keys, and would raise the failure
             codecache.torch_key()  # a hash of torch's files
             if device.type == "cuda":
-                triton_compat.triton_key()  # and of Triton's
+                triton_compat.triton_key()  # a hash of Triton's files
             else:
-                cpu_vec_isa.pick_vec_isa()  # the instructions that this CPU has, by processes that try each
+                cpu_vec_isa.pick_vec_isa()  # runs a process per instruction set to see what this CPU has
 
     threading.Thread(target=keys, name="inductor-keys", daemon=True).start()
 
 
 def disabled() -> AbstractContextManager[Any]:
     """Return a context in which compiled layers run eagerly: each new length of a text would compile them again."""
-    if hasattr(torch.compiler, "set_stance"):  # not in the torch of SMP's containers
+    if hasattr(torch.compiler, "set_stance"):  # missing from the torch in SMP's containers
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
 

@@ -24,7 +24,7 @@ from smp_train.errors import ConfigError
 from smp_train.models.attention import causal_alone
 
 ATTENTION = "smp_train_context"
-OLDEST_TRANSFORMERS = "4.54"  # its models take another attention after they are built
+OLDEST_TRANSFORMERS = "4.54"  # from here on, a model's attention can be replaced after it is built
 
 BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
 """Rotary embeddings of transformers that depend on the largest position in the batch."""
@@ -129,7 +129,7 @@ class ContextSplit:
             keys, values = key[:, :, :end], value[:, :, :end]
             repeated = groups > 1 and not isinstance(mask, CausalBias)
             if repeated:
-                # Only cuDNN takes groups of heads with a mask; torch's fallback would hold every score.
+                # Only cuDNN supports grouped heads with a mask; torch's fallback would store all attention scores.
                 keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
             output = F.scaled_dot_product_attention(
                 part, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling,

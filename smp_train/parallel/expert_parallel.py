@@ -140,7 +140,7 @@ def distribute_experts(moe: nn.Module, experts: Any, mesh: DeviceMesh) -> None:
     local_parameters.distribute(experts, mesh, Shard(0))
     local_parameters.distribute(gate, mesh, Replicate())
     experts.num_experts = share
-    # transformers' own flag: its grouped products then zero the outputs of experts on other ranks.
+    # With this flag of transformers, its grouped products return zeros for experts on other ranks.
     experts._is_expert_parallel = True
     # Every rank has the whole router, but only the gradient of its own experts.
     local_parameters.compute_on_local(gate, [Partial()])

@@ -8,7 +8,7 @@ from torch import nn
 from smp_train.errors import ConfigError, one_line
 
 OLDEST_CAPABILITY = (9, 0)
-"""Hopper."""
+"""Compute capability of Hopper, the oldest GPUs with FP8 matrix products."""
 MULTIPLE = 16
 """Both dimensions of a weight must be a multiple of this in an FP8 matrix product (torchao, float8 training)."""
 

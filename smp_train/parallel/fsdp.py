@@ -76,7 +76,7 @@ def shard(
     apart = {module for modules in experts.values() for module in modules}
     for module in model.modules():
         own_mesh = experts_mesh if module in apart else mesh
-        # One rank has nothing to sum: with a factor FSDP2 would copy each gradient to divide it.
+        # With one rank there is nothing to sum, and setting a factor would make FSDP2 copy each gradient.
         if isinstance(module, FSDPModule) and own_mesh is not None and own_mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
             # A divide factor makes FSDP2 ask for a pre-multiplied sum, which gloo does not have.

@@ -35,7 +35,7 @@ class Mesh:
         self.parameters = self._parameters("shard", "expert", "context")
         """The mesh for `fully_shard`: 1-D when every rank holds its own shard, else (replicate, shard)."""
         self.parameters_of_experts = self.parameters
-        """The same for a layer's experts."""
+        """The mesh for `fully_shard` of a layer's experts, 1-D or 2-D in the same way."""
         self.experts: DeviceMesh | None = None
         """The ranks between which a layer's experts are distributed, None without an expert dimension."""
         if degrees.expert > 1:

@@ -70,7 +70,7 @@ class Routers:
 
     @torch.compiler.disable
     def _see(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
-        if self._seen is not None:  # not in a checkpoint's second forward pass
+        if self._seen is not None:  # None while activation checkpointing repeats the forward pass
             self._seen.append(output[self._index])  # type: ignore[index]
 
     def start(self) -> None:

@@ -77,7 +77,7 @@ def separate_dropout(layers: list[nn.Module], mesh: DeviceMesh) -> None:
     def enter(module: nn.Module, args: Any) -> None:
         if module.training:
             shared[:] = [generator.get_state()]
-            seeds = [random.getrandbits(63) for _ in range(mesh.size())]  # the same on these ranks in every step
+            seeds = [random.getrandbits(63) for _ in range(mesh.size())]  # equal on all tensor ranks
             generator.manual_seed(seeds[mesh.get_local_rank()])
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:

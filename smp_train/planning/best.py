@@ -46,7 +46,7 @@ class Best:
 
 
 def search(space: Space, device_bytes: int | None, machine: Machine | None, *, cautious: bool = False) -> Best:
-    """Return the best settings. A ``cautious`` search leaves a tenth of a GPU's memory free if anything fits so."""
+    """Return the best settings. If possible, a ``cautious`` search leaves a tenth of a GPU's memory free."""
     run = space.run
     if device_bytes is None:
         raise ConfigError("--search needs --memory_gib, or --instance_type: what fits depends on it")
@@ -76,7 +76,7 @@ def search(space: Space, device_bytes: int | None, machine: Machine | None, *, c
 
 
 def described(space: Space, plan: Plan, device_bytes: int) -> dict[str, Any]:
-    """Return one plan, sizes in bytes."""
+    """Return a plan as ``--json`` prints it, sizes in bytes."""
     flags = space.flags(plan.setting)
     report: dict[str, Any] = {
         "flags": flags, "words": command_line(flags), "needed": plan.memory.needed,

@@ -25,7 +25,7 @@ from smp_train.telemetry.logging_utils import setup_logging
 
 OFFLOADING = {"sm_activation_offloading", "cpu_offload"}
 MOST_REMEDIES = 4
-"""Limit of the changes of flags that are planned; each takes as long as the plan."""
+"""At most this many changes of flags are planned; each takes as long as the plan itself."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -96,7 +96,7 @@ class FakeBackend(NativeBackend):
 def fake_ranks(devices: int, per_node: int) -> Runtime:
     """Return rank 0 of a process group that never communicates.
 
-    The next call reuses the group, unless the number of ranks changes, for which what torch caches would be wrong.
+    The next call reuses the group, unless the number of ranks changes: torch's caches would then be wrong.
     """
     if dist.is_initialized() and dist.get_world_size() != devices:
         leave_fake_ranks()
@@ -130,7 +130,7 @@ def _step(run: PlannedRun, spec: ModelSpec) -> Memory:
         offloadable=(Tensor, nn.Parameter, FakeTensor), loss_chunks=counter.sampled_chunks,
         exchanged_rows=balanced_rows,
     )  # fmt: skip
-    # On the CPU, because FSDP2 would ask a GPU's driver for streams.
+    # Use the CPU: for a GPU, FSDP2 would create CUDA streams, which needs a driver.
     backend = FakeBackend(args, ranks, torch.device("cpu"), profile)
     backend.mode = FakeMode(allow_non_fake_inputs=True)
     meta = backend.check(spec, seq_len=run.seq_len)
@@ -195,7 +195,7 @@ def _repeats(spec: ModelSpec, small: int, period: int) -> bool:
 
 
 def _extended(shallow: Memory, deeper: Memory, times: int) -> Memory:
-    """Return the shallow model's memory plus ``times`` its difference to the deeper model's."""
+    """Return the shallow model's memory plus ``times`` its difference from the deeper model's."""
 
     def grown(first: int, second: int) -> int:
         return first + times * (second - first)

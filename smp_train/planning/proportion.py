@@ -32,17 +32,17 @@ def extrapolated(memory: Memory, start: Setting, target: Setting, space: Space) 
     """
     layers, steps = space.run.spec.config.num_hidden_layers, target.micro_steps
     state, tensor, share = start.sharing / target.sharing, start.tensor / target.tensor, target.share / start.share
-    keeps_results = target.checkpointing != checkpointing.FULL  # of operations, collectives included
+    keeps_results = target.checkpointing != checkpointing.FULL  # of operations and of collectives
     whole = target.rows * start.context / (start.rows * target.context)
     by_use = {
         Use.PARAMETERS: state, Use.GRADIENTS: state, Use.OPTIMIZER: state, Use.GATHERED: tensor, Use.ACTIVATIONS: share,
-        Use.TEMPORARIES: min(share, tensor),  # activations that are recomputed, and whole gradients
+        Use.TEMPORARIES: min(share, tensor),  # recomputed activations and unsharded gradients
         Use.COMMUNICATION: whole if keeps_results and min(start.tensor, target.tensor) > 1 else tensor,
         Use.HEAD: min(1.0, share), Use.HOST: share,
     }  # fmt: skip
     most = max(peak[Use.ACTIVATIONS] for peak in memory.peaks.values())
     sent = sent_by_tensor_ranks(target, space) if target.tensor > start.tensor == 1 else 0
-    # A layer's saved tensors are offloaded; what its checkpoint keeps of single operations stays on the device.
+    # A layer's saved tensors are offloaded; the results of single operations that its checkpoint keeps are not.
     inputs = hidden_states(target, space) * layers // target.tensor
     offloadable = inputs if checkpointing.read(target.checkpointing)[0] == 1 else sys.maxsize
     peaks = {}

@@ -157,7 +157,7 @@ class Search:
         return [setting for _, setting in sorted(candidates.values())][: min(cores(), MOST_WORKERS)]
 
     def _smallest(self, unknown: list[Setting]) -> list[Setting]:
-        """Return the setting that is extrapolated to need less than all that were stepped; [] if none is."""
+        """Return the setting whose extrapolated memory is below that of every stepped setting; [] if there is none."""
         guesses = [guess for guess in map(self._guess, unknown) if guess is not None]
         plan = min((*guesses, *self.stepped.values()), key=lambda plan: plan.memory.needed, default=None)
         return [] if plan is None or plan.setting in self.stepped else [plan.setting]

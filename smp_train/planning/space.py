@@ -99,7 +99,7 @@ class Space:
         if {*SHARDING} & self.fixed:
             try:
                 degrees = plan(self._with(tensor, context), run.devices, run.per_node, smp=False)
-            except ConfigError:  # `_refusal` returns the reason
+            except ConfigError:  # `_refusal` gives the reason later
                 return
             shards = [degrees.sharded]
         else:
@@ -128,7 +128,7 @@ class Space:
         return ""
 
     def _has_several_rows(self, setting: Setting) -> bool:
-        """Return whether fewer context ranks with fewer rows each do the same with less communication."""
+        """Return whether fewer context ranks, with fewer rows each, would do the same work with less communication."""
         free = not {"context_parallel_degree", "train_batch_size", "gradient_accumulation_steps"} & self.fixed
         return free and gcd(setting.context, setting.rows) > 1
 

@@ -40,7 +40,8 @@ class Part:
 
 
 Phase = tuple[str, int]
-"""Part of the step and index of the layer, negative from the end; all but `EDGE` layers at either end share one."""
+"""Part of the step and index of the layer. Counted from the end, an index is negative. All layers between the `EDGE`
+first and last ones share one phase."""
 EDGE = 2
 """Layers at either end whose memory differs from the rest: gathered before the first, or not freed after the last."""
 MICRO_BATCHES = 2

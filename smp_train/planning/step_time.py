@@ -43,9 +43,9 @@ class Machine:
     """Peak rates of one device, in FLOP/s and bytes/s, and of its node."""
 
     peak: float
-    """Dense bfloat16 products."""
+    """FLOP/s of dense bfloat16 matrix products."""
     products: float
-    """Share of the peak that a model's products reach."""
+    """Share of the peak that a model's matrix products reach."""
     attention: float
     """Share of the peak that attention reaches."""
     memory: float

@@ -70,7 +70,7 @@ class Work:
     collectives: dict[tuple[Any, Collective], Cost] = field(default_factory=lambda: defaultdict(Cost))
 
     def grown(self, deeper: Work, times: float) -> Work:
-        """Return this work plus ``times`` its difference to a deeper model's work."""
+        """Return this work plus ``times`` its difference from a deeper model's work."""
 
         def sums(costs: Mapping[Any, Cost], larger: Mapping[Any, Cost]) -> dict[Any, Cost]:
             pairs = {key: (costs.get(key, Cost()), larger.get(key, Cost())) for key in {**costs, **larger}}
@@ -88,7 +88,7 @@ class WorkCounter:
         self.dimensions: Mapping[tuple[int, ...], str] = {}
         """Names of the mesh's dimensions, by the ranks of this rank's group in each."""
         self.times = 1
-        """Number of micro-batches, or chunks of the loss, that the running one stands for."""
+        """How many micro-batches, or chunks of the loss, the running one represents."""
         self._per_node = per_node
 
     def add(self, phase: Any, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -144,7 +144,7 @@ class Rule(NamedTuple):
         """Return the bytes that are read and written, each tensor as a whole."""
         if self.name in LOOK_UPS:
             return 2 * _bytes(result)
-        if self.name == "all_gather_copy_in":  # into this rank's part of the second argument
+        if self.name == "all_gather_copy_in":  # writes only this rank's part of the second argument
             return 2 * _bytes(args[0])
         total = 0
         for key, value in (*enumerate(args), *kwargs.items()):

@@ -27,7 +27,7 @@ OFF = "off"
 SEARCH_SHARE = 0.9
 """Share of --distributed_timeout_minutes for rank 0's search, while all other ranks wait."""
 PLANNED = (ModelArguments, ParallelArguments, FinetuneArguments)
-"""Groups of the flags that a plan depends on; --auto itself belongs to one."""
+"""The groups of flags that a plan depends on; --auto itself is in one of these groups."""
 
 
 def choose(
@@ -44,7 +44,7 @@ def choose(
     args = resolved.args
     if args.auto == OFF or args.evaluate_only:
         return resolved, None
-    # A program's own loss takes all logits.
+    # A program's own loss needs the logits of all tokens at once.
     planned = args if resolved.inputs.loss is None else replace(args, chunked_loss=False)
     task = f"choosing settings (--auto {args.auto})"
     device_bytes, host_bytes = zip(*distributed.gather(task, lambda: free_memory(device, ranks)), strict=True)

@@ -29,7 +29,7 @@ NAMED = 4
 
 
 class Part(NamedTuple):
-    """One rank's part of a step's batch, and what its repeated forward passes gave."""
+    """One rank's part of a step's batch, with the results of the repeated forward passes."""
 
     rank: int
     dp_rank: int
@@ -50,7 +50,7 @@ def respond(run: Run, pending: train_utils.PendingStep, numbers: train_utils.Ste
     `SmpTrainError` if the run ends here, with nothing saved of this step.
     """
     spikes, step = run.spikes, pending.step
-    heartbeat.enter(heartbeat.SAVE)  # a phase without a time limit
+    heartbeat.enter(heartbeat.SAVE)  # this phase has no time limit
     rejected = spikes.skips_updates or numbers.not_finite
     checkpoint = None
     if spikes.policy == "rollback":
@@ -73,7 +73,7 @@ def respond(run: Run, pending: train_utils.PendingStep, numbers: train_utils.Ste
     try:
         if action == "stop":
             remedy = "or with --on_spike skip"
-            if damaged:  # before this step already: later saves would replace good checkpoints
+            if damaged:  # the damage is older than this step; later saves would replace good checkpoints
                 remedy = "or with --on_spike rollback: no skipped step mends weights"
             raise SmpTrainError(
                 f"{spike}. Nothing was saved of it; resume from the last checkpoint with a lower --lr or --grad_clip, "

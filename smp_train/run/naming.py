@@ -1,4 +1,4 @@
-"""The name of a run: given by flags, taken from what it resumes, or derived from its model."""
+"""The name of a run: given by flags, taken from the resumed run, or derived from the model."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def rounded(parameters: int) -> str:
 def new_run_name(args: Arguments, base: str, parents: Sequence[str], job: Job, *, is_given: bool) -> str:
     """Return the name of a run that resumes from nothing: ``base``, or ``base-2`` and so on if that is taken.
 
-    A name is taken by a run with a committed checkpoint in any tier, or by a running one. The job's own earlier start
-    has not taken it: a restart keeps its name. Raises `ConfigError` for a taken name that the user gave.
+    A name is taken if a run of that name is running, or has a committed checkpoint in any tier. A restarted job may
+    reuse the name of its earlier start. Raises `ConfigError` if the user gave a name that is taken.
     """
     free = None
     for number in count(1):
@@ -77,5 +77,5 @@ def new_run_name(args: Arguments, base: str, parents: Sequence[str], job: Job, *
         if free is None and holder is None and not in_use:
             free = name
         if free is not None and owner is None and holder is None:
-            return free  # no later number belongs to this job
+            return free  # no run with a higher number belongs to this job
     raise AssertionError("unreachable")

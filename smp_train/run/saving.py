@@ -77,7 +77,7 @@ def best_checkpoint(run: Run) -> str | None:
         for parent in run.args.checkpoint_dir if run.best.step is not None else ():
             path = os.path.join(parent, run.start.name, BEST)
             with contextlib.suppress(CheckpointError):
-                if locate(path).kind == "checkpoint":  # not of a folder on the nodes' own disks
+                if locate(path).kind == "checkpoint":  # checkpoints on the nodes' own disks do not count
                     return path
         return None
 

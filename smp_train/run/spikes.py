@@ -19,16 +19,16 @@ from smp_train.errors import SmpTrainError
 from smp_train.train_utils import LARGEST, NO_LIMITS, Limits
 
 LEAST = 20
-"""Fewest steps in the window for which the rule applies; the whole window if it is shorter."""
+"""The rule applies once the window holds this many steps, or is full."""
 IN_A_ROW = 5
-"""Most steps in a row that are skipped. After one more the run ends: the loss has another level, or the weights are
-damaged."""
+"""At most this many steps in a row are skipped. One more ends the run: the loss has moved to another level, or the
+weights are damaged."""
 TO_ONE_CHECKPOINT = 3
-"""Most rollbacks to one checkpoint; one more ends the run."""
+"""At most this many rollbacks to one checkpoint; one more ends the run."""
 FIRST = 3
 """Number of first steps whose median loss is the loss at the start."""
 RISEN = 4
-"""Steps in a row with a loss far above the loss at the start, after which the run is reported to diverge."""
+"""The run is reported to diverge after this many steps in a row with a loss far above the loss at the start."""
 
 FLOOR_OF_LOSS, FLOOR_OF_NORM = 0.02, 1.0
 """Lower bounds of the deviation, as fractions of the median."""

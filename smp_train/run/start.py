@@ -1,7 +1,7 @@
 """The start of a run: its name, its claim on the checkpoint folders, and the checkpoints that it may resume from.
 
-One rule: a run resumes from its own newest checkpoint; if it has none, from the run or checkpoint whose folder
---resume_from_checkpoint is; else it begins at step 0. Checkpoints under the run's name are its own. A start without
+One rule: a run resumes from its own newest checkpoint; if it has none, from the run or checkpoint that
+--resume_from_checkpoint names; else it begins at step 0. Checkpoints under the run's name are its own. A start without
 that flag is a new run, unless it is a restart of the run's job; `launch` always passes the flag.
 """
 
@@ -54,7 +54,7 @@ class Start:
     candidates: tuple[Candidate, ...] = ()
     """Durable checkpoints, newest first: the run's own, or those of the run or checkpoint that it begins from."""
     is_own: bool = True
-    """Whether the candidates are the run's own."""
+    """Whether the candidates are this run's own checkpoints, not another run's."""
     newest_readable: Checkpoint | None = None
     """The newest candidate with readable metadata; its tensors are not verified."""
     taken_name: str = ""
@@ -62,18 +62,18 @@ class Start:
     went_back: bool = False
     """Whether --resume_from_checkpoint names an older checkpoint of the run itself."""
     is_one_checkpoint: bool = False
-    """Whether --resume_from_checkpoint names the candidate: if it is damaged, no other one takes its place."""
+    """Whether --resume_from_checkpoint names this one checkpoint: if it is damaged, no other checkpoint is used."""
     without_candidate: str | None = None
-    """The location of --resume_from_checkpoint if it holds no checkpoint for this run; AWS's sample's may be there."""
+    """--resume_from_checkpoint, if this run finds no checkpoint there; it may hold checkpoints of AWS's sample."""
     other_runs: tuple[str, ...] = ()
     """Runs in the folder of --resume_from_checkpoint, if this run has no checkpoint there."""
     pretrained: str | None = None
-    """Path of the checkpoint that --pretrained_checkpoint_file means."""
+    """Path of the checkpoint that --pretrained_checkpoint_file refers to."""
     made_run_folder: bool = False
-    """Whether ``runs/<name>`` did not exist before."""
+    """Whether this start created the folder ``runs/<name>``."""
     generation: int = 0
     owner: Ownership | None = None
-    """On rank 0 of a run that saves."""
+    """The run's claim on its folders; set on rank 0 if the run saves, else None."""
 
     @property
     def newest(self) -> Candidate | None:
@@ -133,7 +133,7 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
     parents = [parent for parent in args.checkpoint_dir if not is_node_local(parent)]
     if args.evaluate_only:
         start = _find_candidates(base, resumed, [folder_of_run(parent, base) for parent in parents])
-        # The evaluation's records do not belong into the run folder of the evaluated run.
+        # The evaluation's records do not belong in the run folder of the evaluated run.
         is_evaluated_run = any(candidate.folder.endswith(f"/{base}") for candidate in start.candidates)
         name = base if is_given and not is_evaluated_run else f"{base}-evaluation"
         return replace(start, name=name, pretrained=pretrained, newest_readable=_newest_readable(start))
@@ -150,11 +150,11 @@ def _choose(resolved: Resolved, owners: list[Ownership]) -> Start:
         except InUse:
             if is_given or resumed is not None:
                 raise
-            continue  # another start has claimed the name since
+            continue  # another start has claimed the name in the meantime
         owners[:] = [owner]
         if resumed is not None or owner.restarted or not any(owner.committed):
             break
-        owner.release()  # another run has claimed the name since, and has ended
+        owner.release()  # another run has claimed the name in the meantime, and has ended
     start = _find_candidates(name, resumed, owner.folders, owner)
     return replace(
         start, pretrained=pretrained, generation=owner.generation, taken_name=base if name != base else "",
@@ -192,7 +192,7 @@ def _with_pretrained(args: Arguments, checkpoint: str | None) -> Arguments:
     """Return the settings with the path that `_pretrained_checkpoint` returned."""
     if checkpoint == args.pretrained_checkpoint_file:
         return args
-    if args.pretrained_checkpoint_file is None:  # a flag for models names the checkpoint
+    if args.pretrained_checkpoint_file is None:  # the checkpoint was named by a model flag
         args = replace(args, finetune=True, hf_pretrained_model_name_or_dir=None, pretrained_model_name=None)
     return replace(args, pretrained_checkpoint_file=checkpoint)
 
@@ -214,7 +214,7 @@ def _find_candidates(
     parent, checkpoint = parent_of(resumed.path)
     is_checkpoint = resumed.kind in ("checkpoint", "nothing") and parse_folder_name(checkpoint)
     if is_checkpoint and _real(parent) in [_real(folder.location) for folder in folders]:
-        # A restart of a job that went back resumes from what the job has saved since.
+        # If the job went back to an older checkpoint and was restarted, resume from what it has saved since.
         job_began = owner.began if owner is not None and owner.restarted else sys.maxsize
         since = [candidate for candidate in own_candidates if candidate.generation >= job_began]
         if not since:

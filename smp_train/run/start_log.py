@@ -83,7 +83,7 @@ def how_to_resume(resolved: Resolved, start: Start, ranks: Runtime) -> str:
         return redacted(f"to go on: train(..., {', '.join(f'{name}={value!r}' for name, value in flags.items())})")
     command = list(sys.orig_argv)
     if ranks.launcher in ("torchrun", LAUNCH):
-        with contextlib.suppress(OSError):  # this process's parent is torchrun itself
+        with contextlib.suppress(OSError):  # the parent process is torchrun; show its command
             command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     added = [token for name, value in flags.items() for token in (f"--{name}", value)]
     return redacted(f"to go on: {shlex.join([*command, *added])}")

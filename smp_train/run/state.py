@@ -70,7 +70,7 @@ class Run:
     progress: Position = field(default_factory=Position)
     best: Best = field(default_factory=Best)
     inputs: ProgramInputs = field(default_factory=ProgramInputs)
-    """What a program gave besides flags; without callbacks once one has failed."""
+    """The program's inputs besides flags; without callbacks once one has failed."""
     callback_failure: SmpTrainError | None = None
     """The failure of a callback, which ends the run after the step in progress; the same on all ranks."""
     losses: dict[str, float] = field(default_factory=dict)
@@ -80,17 +80,17 @@ class Run:
     screen: Screen = field(default_factory=Screen)
     times: StepTimes | None = None
     id: str = ""
-    """Tells the run apart from others of its name, for trackers; a run that goes on keeps it."""
+    """Id by which trackers tell apart runs of the same name; a resumed run keeps its id."""
     choice: dict[str, Any] | None = None
-    """What --auto chose."""
+    """The record of --auto's choice for run.json; None without --auto."""
     stopped: bool = False
     """Whether the run ended on request, before its last step."""
     data_ended: bool = False
     """Whether no rank has a sample after the last completed step: all epochs of streamed data have ended."""
     truncated: int = 0
-    """Rows that lost their end in this start (--long truncate)."""
+    """Number of rows that were truncated since this start (--long truncate)."""
     truncated_targets: int = 0
-    """Tokens with loss that these rows lost."""
+    """Number of tokens with loss that were cut off these rows."""
     saved_step: int = 0
     """Step of the newest checkpoint that this run wrote or resumed from; step 0 is never saved."""
     saved_path: str | None = None

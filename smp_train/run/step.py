@@ -34,7 +34,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         truncated_targets=sum(batch.truncated_targets for batch in micro_batches),
     )
     total, result = update(run, micro_batches, ballot)
-    while finish_pending_step(run):  # the update of the step before was rejected, and with it this one
+    while finish_pending_step(run):  # the previous step's update was rejected, so this step's is invalid too
         total, result = update(run, micro_batches, ballot)
     if total.failed:
         save_last(run)
@@ -52,7 +52,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         run.audit.step(
             progress.step, names, truncated=ballot.truncated, truncated_targets=ballot.truncated_targets
         )  # fmt: skip
-    # The numbers are read before a save, so that what diverged does not replace good checkpoints.
+    # Read the numbers before a save, so that diverged weights do not replace good checkpoints.
     ends = total.stop > 0 or is_last(run) or run.callback_failure is not None
     read_now = ends or run.checkpoints.due(progress.step)
     logged = read_now or progress.step % args.logging_freq == 0

@@ -38,7 +38,7 @@ class StopRequest:
         self._incoming, self._outgoing = os.pipe()
         os.set_blocking(self._outgoing, False)
         self._previous_fd = signal.set_wakeup_fd(self._outgoing, warn_on_full_buffer=False)
-        # Without a handler the signal's number is not written to the pipe; the handler itself does nothing.
+        # Python writes a signal's number to the pipe only if the signal has a handler; this handler does nothing else.
         self._previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self._thread = threading.Thread(target=self._watch, name="smp-train-stop", daemon=True)
         self._thread.start()
@@ -54,7 +54,7 @@ class StopRequest:
         if self.reason is None:
             self.reason, self._since = signal.Signals(number).name, now
             _requested.set()
-            if heartbeat.ending():  # the run ends already, and saves nothing
+            if heartbeat.ending():  # the run is already ending, without a save
                 return
             logger.info(
                 "%s: asked to stop; finishing the step and saving. A signal more than %g s from now ends this process "

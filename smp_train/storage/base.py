@@ -86,7 +86,7 @@ class Storage(Protocol):
         """Delete a folder with all its files; keep the files ``but``, which are directly in it."""
 
     def discard_unfinished(self, ours: Callable[[str], bool], killed_before: float) -> list[str]:
-        """Delete unfinished files of writers killed before that time; return the files' names.
+        """Delete unfinished files whose writers were killed before ``killed_before``; return the files' names.
 
         Only files for whose name ``ours`` returns True are deleted.
         """

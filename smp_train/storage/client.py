@@ -22,7 +22,7 @@ AT_ONCE = 8
 ATTEMPTS = 8
 """Tries per request, over a minute or two: S3 throttles (503) when many readers or writers begin at once."""
 READ_TIMEOUT_SECONDS = 30.0
-"""A connection without data for so long is closed, and the request repeated."""
+"""A connection that is silent for so long is closed, and its request is repeated."""
 SILENT_SECONDS = 30.0
 """Least interval between two warnings that S3 does not answer."""
 IDENTITY = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")

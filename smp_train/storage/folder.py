@@ -188,7 +188,7 @@ def _status(path: Path) -> os.stat_result:
 
 @contextmanager
 def _written(path: Path, publish: Callable[[Path, Path], object]) -> Iterator[BinaryIO]:
-    """Yield a stream into a hidden file next to ``path``; sync the file, let ``publish`` name it, sync the name."""
+    """Yield a stream into a hidden file next to ``path``; then sync it, let ``publish`` rename it, sync the folder."""
     _make(path.parent)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
     try:
@@ -228,7 +228,7 @@ def _make(folder: Path) -> None:
             folder.mkdir(exist_ok=True)
             sync_folder(folder.parent)
         except FileNotFoundError:  # another process has removed the parent while it was empty
-            if attempt == MAKE_ATTEMPTS - 1:  # or nothing can be made there, as in /proc
+            if attempt == MAKE_ATTEMPTS - 1:  # or no folder can be made there, as in /proc
                 raise
 
 

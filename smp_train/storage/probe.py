@@ -9,7 +9,7 @@ from smp_train.errors import CheckpointError
 from smp_train.storage.base import Storage, wait_for
 
 PROBE = ".probe-"
-"""Prefix of the files' names."""
+"""Prefix of the names of probe files."""
 PROBE_SECONDS = 60.0
 """A probe older than this was left by a killed process."""
 

@@ -26,7 +26,7 @@ LEAST_CHUNK_BYTES = 1 << 10
 BODY_ATTEMPTS = 10
 """A read fails after this many tries in a row without a single byte."""
 WAIT_SECONDS = 0.2
-"""Wait after the first try without a byte; doubled after each further try."""
+"""Wait after the first try that received no byte; doubled after each further such try."""
 MISSING = ("404", "NoSuchKey")
 UNREADABLE = (*MISSING, "NoSuchBucket", "403", "AccessDenied", "Forbidden")
 """Without permission to list the bucket, S3 denies access to missing objects."""
