@@ -25,7 +25,7 @@ from smp_train.telemetry.logging_utils import get_logger
 from smp_train.telemetry.metrics import is_number
 
 EXTRAS = {"tensorboard": "tracking", "wandb": "wandb", "mlflow": "mlflow"}
-"""Name of each tracker, and the extra of this package that installs it."""
+"""Trackers that need a package, and the extra of this package that installs it."""
 PROJECT = "smp-train"
 NOT_TRACKED = {"command", "sources", "pid", "samples"}
 """Fields of `run.json` that are not sent to trackers."""
@@ -51,7 +51,7 @@ class Tracker(Protocol):
         """Record finite numbers after ``step`` updates, by names such as ``train/loss``."""
 
     def event(self, record: Mapping[str, Any]) -> None:
-        """Record an event of `metrics.jsonl`; `log` has recorded its numbers."""
+        """Record an event of `metrics.jsonl`; `log` has recorded its numbers. Its URLs may hold secrets."""
 
     def close(self, ended: str) -> None:
         """End the run; ``ended`` is its last event, ``finish`` or ``stop``, or empty if it failed."""
@@ -218,7 +218,7 @@ class Trackers:
     """All trackers of a run, for `MetricsWriter`."""
 
     def __init__(self, trackers: Mapping[str, tuple[str, Tracker]], config: Mapping[str, Any]) -> None:
-        """Start trackers; a value has the tracker's name in `EXTRAS` and the tracker."""
+        """Start trackers; a value has the tracker's name, as in `EXTRAS` if it needs a package, and the tracker."""
         config = flat(json.loads(redacted(json.dumps(config, default=str))))
         self._feeds = [(tracker, Feed(name, tracker, config)) for name, tracker in trackers.values()]
 
