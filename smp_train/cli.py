@@ -133,12 +133,12 @@ def train(argv: list[str], reporter: FailureReporter) -> int:
     settled_flags(args)  # refuses an unknown preset before any rank waits for another
     if runs_natively(args):
         check_native_releases()
-    if runtime.world_size == runtime.local_world_size:  # other machines may have GPUs, or more memory
+    if runtime.world_size == runtime.local_world_size:  # other nodes may have GPUs, or more memory
         from smp_train.launch.preflight import check_host
 
         check_host(resolved, runtime.world_size, runtime.local_world_size)
-    if not prompts_only(args):  # stdout is then the model's text alone
-        setup_logging(runtime.rank)  # until there is a run folder; stderr is for failures
+    if not prompts_only(args):  # otherwise stdout must contain the model's text only
+        setup_logging(runtime.rank)  # replaced when the run folder exists; stderr is for failures
     with Progress("Importing PyTorch", shown=runtime.is_main):
         module = import_verb("train")
     code = int(module.main(resolved, runtime))

@@ -1,4 +1,4 @@
-"""The report of a failure: one line on stderr, an exit code, and what peers and launcher read about it."""
+"""The report of a failure: one line on stderr, an exit code, and messages to peers and launcher."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _REMAINING: dict[str, Callable[[float], float]] = {
 
 STYLES = ("constant", "linear", "cosine", "exponential", "plateau", "wsd")
 
-# The same paper: a cooldown over a fifth of the run is as good as a full cosine.
+# Hägele et al.: a cooldown over a fifth of the run is as good as a full cosine.
 WSD_DECAY_SHARE = 0.2
 
 

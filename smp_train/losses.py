@@ -134,7 +134,7 @@ class Kernels(NamedTuple):
     log_sum_exp: Callable[[Tensor], Tensor] = log_sum_exp
     softmax: Callable[[Tensor, Tensor, torch.dtype], Tensor] = softmax
     fused: bool = False
-    """Whether they are compiled: no intermediate result is in memory, so logits keep the dtype of the product."""
+    """Whether the functions are compiled: they store no intermediate result, so logits keep the product's dtype."""
 
 
 EAGER = Kernels()

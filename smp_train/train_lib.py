@@ -96,7 +96,7 @@ def resume(run: Run) -> None:
         load(run, checkpoint)
     with distributed.together(f"resuming from {checkpoint.path}"):
         consumed = data_position(run, checkpoint)
-    if run.start.is_own:  # another run's best checkpoint is not among this one's
+    if run.start.is_own:  # another run's best checkpoint is not in this run's folder
         run.best = Best.of_meta(checkpoint.meta)
     run.spikes.restore(checkpoint.meta.get("spikes"), run.train_data.global_batch)
     run.progress = Position(step=checkpoint.step, consumed=consumed, tokens=checkpoint.meta["tokens"])
@@ -130,7 +130,7 @@ def track(run: Run) -> None:
 def data_position(run: Run, checkpoint: Checkpoint) -> int:
     """Return how many samples of this run's order are consumed at the checkpoint; not collective."""
     if "data" in checkpoint.meta:
-        if run.args.evaluate_only and run.args.training_dir is None:  # the data it is of may not be here
+        if run.args.evaluate_only and run.args.training_dir is None:  # the data of that run may not be on this machine
             return int(checkpoint.meta["data"].get("consumed", 0))
         return run.train_data.check_state(checkpoint.meta["data"], allow_data_change=run.args.allow_data_change)
     consumed, counter = imported_position(checkpoint, run.train_data)

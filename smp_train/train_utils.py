@@ -99,15 +99,15 @@ class Ballot(NamedTuple):
     tokens: int
     """Counted tokens."""
     stop: int = 0
-    """Ranks that were asked to stop."""
+    """Number of ranks that were asked to stop."""
     failed: int = 0
-    """Ranks whose data failed."""
+    """Number of ranks that could not read their data."""
     remaining: int = 0
-    """Ranks that have samples after this step."""
+    """Number of ranks that have samples after this step."""
     truncated: int = 0
-    """Rows that lost their end."""
+    """Number of truncated rows (--long truncate)."""
     truncated_targets: int = 0
-    """Tokens with loss that these rows lost."""
+    """Number of tokens with loss that were cut off these rows."""
 
 
 class Vote:
@@ -220,7 +220,7 @@ def train_step(
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
     heartbeat.enter(heartbeat.CLIP)
-    grad_norm = backend.clip_grad_norm(model, max_grad_norm, optimizer).to(device)  # on the host with --cpu_offload 1
+    grad_norm = backend.clip_grad_norm(model, max_grad_norm, optimizer).to(device)  # on the host with --cpu_offload
     mean_loss, exceeded, not_finite = _compare(backend, total, grad_norm, limits)
     heartbeat.enter(heartbeat.UPDATE)
     rejected = exceeded if reject_exceeded else not_finite
@@ -239,7 +239,7 @@ def _compare(backend: Backend, share: Tensor, grad_norm: Tensor, limits: Limits)
     """
     if backend.topology.tp_rank > 0:  # tensor ranks have the same tokens
         share = torch.zeros_like(share)
-    # Comparisons that nan fails, too.
+    # Negated comparisons, because nan must count as exceeding a limit, too.
     flags = [~(grad_norm <= limits.grad_norm), ~(grad_norm <= NO_LIMITS.grad_norm)]
     values = torch.stack([share, *(flag.to(share.dtype) for flag in flags)])
     dist.all_reduce(values)
@@ -252,11 +252,11 @@ class PendingStep(NamedTuple):
 
     step: int
     first: int
-    """Position of its first sample in the order."""
+    """Position of the step's first sample in the data order."""
     consumed: int
-    """Position after its last sample."""
+    """Position after the step's last sample."""
     tokens: int
-    """Counted tokens up to its end."""
+    """Counted tokens from the start of the run to the end of the step."""
     logged: bool
     batches: Sequence[Batch]
     """This rank's micro-batches."""

@@ -21,7 +21,7 @@ SMP_KEYS = tuple(name for name, flag in flags().items() if flag.smp_key)
 """SMP's nine documented configuration keys; each is a flag of the same name."""
 
 Reader = Callable[[str], dict[str, Any]]
-"""Returns values by our names for the text of an alias; raises ValueError with the expected text."""
+"""Translates an alias's text into values of our flags, by name; its ValueError describes the text that it expects."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Alias:
     help: str = ""
     read: Reader | None = None
     bare: bool = False
-    """An alias with ``read`` may stand without a value, for 1."""
+    """Whether an alias with ``read`` may be written without a value, which then means 1."""
     yields: tuple[str, ...] = ()
-    """Flags whose values give way to another name for the same flag in the same source, in any order."""
+    """Flags for which this alias yields: if the same source sets such a flag under another name, that value counts."""
 
     @property
     def is_switch(self) -> bool:
-        """Whether the name may stand without a value, for 1."""
+        """Whether the name may be written without a value, which then means 1."""
         return self.bare or (self.read is None and all(flags()[name].switch for name in self.flags))
 
     @property

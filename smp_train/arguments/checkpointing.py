@@ -13,8 +13,8 @@ PREFIX = "selective:"
 def read(setting: str) -> tuple[Fraction, bool]:
     """Return the share of the layers that is checkpointed, and whether these keep the results of costly operations.
 
-    The share of ``none`` is 0, of ``full`` and ``selective:op`` 1, of ``selective:N`` 1/N, and of ``selective:p`` with
-    a fraction such as 0.5 or 1/3 p. Raises `ConfigError` for anything else.
+    The share is 0 for ``none``, 1 for ``full`` and ``selective:op``, 1/N for ``selective:N``, and p for
+    ``selective:p``, where p is a fraction such as 0.5 or 1/3. Raises `ConfigError` for anything else.
     """
     if setting in (NONE, FULL, PER_OPERATION):
         return Fraction(setting != NONE), setting == PER_OPERATION

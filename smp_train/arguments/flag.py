@@ -35,7 +35,7 @@ class Flag:
     choices: tuple[Any, ...] = ()  # the accepted values; empty: any
     shown: str = ""  # text in place of the default in the help, for a default that depends on something else
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other systems' values, and ours for each
-    switch: bool = False  # it may stand alone, for 1, and as --no-flag, for 0; a text flag maps 1 and 0 in `values`
+    switch: bool = False  # --flag alone means 1 and --no-flag 0; a text flag maps 1 and 0 in `values`
     must: str = ""  # the key of its rule in `RULES`
     needs: str = ""  # the flag without which it is refused
     idle_without: str = ""  # the flag without which it has no effect

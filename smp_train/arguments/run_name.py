@@ -23,7 +23,7 @@ def is_run_name(text: str) -> bool:
 
 
 def with_run_name(resolved: Resolved, name: str, source: str) -> Resolved:
-    """Return the settings with the run's name and run folder; ``source`` counts if no flag gave a name."""
+    """Return the settings with the run's name and run folder; ``source`` is their source if no flag gave a name."""
     args, sources = resolved.args, resolved.sources
     if args.run_dir in ("", f"{RUNS}/{args.run_name}") and not resolved.given("run_dir"):
         resolved = resolved.with_values("follows from --run_name", run_dir=f"{RUNS}/{name}")

@@ -30,7 +30,7 @@ def is_hub_name(location: str) -> bool:
 
 
 def may_be_held_out(location: str) -> bool:
-    """Return whether a location may have a split to validate on; a local folder has it as a folder of that name."""
+    """Return whether a location may have a validation split; in a local folder, a split is a sub-folder."""
     remote = location.startswith("s3://") or is_hub_name(location)
     return remote or any(os.path.isdir(os.path.join(location, split)) for split in HELD_OUT)
 

@@ -1,4 +1,4 @@
-"""Flags that change a run's memory and speed, not its numbers: searched for a machine, or changed to save memory."""
+"""Flags that change a run's memory and speed but not its results; a search or a remedy for lack of memory sets them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Uses:
     working: float
     """Activations and temporaries."""
     head: float
-    """Logits and the loss's tensors of their size."""
+    """Logits, and tensors of the same size in the loss."""
     gathered: float = 0
     """Gathered parameters and buffers of collectives."""
 

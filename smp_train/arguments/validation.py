@@ -261,6 +261,6 @@ def _idle_flags(resolved: Resolved, backend: str) -> dict[str, str]:
 
 
 def _is_off(args: Arguments, name: str) -> bool:
-    """Return whether a flag is off; a switch without a value may be turned on at start."""
+    """Return whether a flag is off; a switch that is not set (None) is not off, as the start may turn it on."""
     value = getattr(args, name)
     return not value and not (value is None and flags()[name].kind is bool)

@@ -59,7 +59,7 @@ def read_float(text: str, complaint: str = "expects a number") -> float:
 
 
 def unquote(text: str) -> str:
-    """Return a string that SageMaker has JSON-encoded without its quotes."""
+    """Decode a string that SageMaker has JSON-encoded; return any other string unchanged."""
     if len(text) >= 2 and text[0] == text[-1] == '"':
         try:
             return str(json.loads(text))

@@ -31,7 +31,7 @@ def positive(text: str) -> float:
 
 
 def parser_with_train_flags(verb: str, about: str, examples: str) -> VerbParser:
-    """Return a parser of a verb's own flags; the verb also takes those of ``train``, such as the examples."""
+    """Return a parser of a verb's own flags, for a verb that also takes flags of ``train``, such as ``examples``."""
     return VerbParser(
         prog=f"smp-train {verb}", description=about, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -43,7 +43,7 @@ class VerbParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` that raises `ConfigError`, so that a mistake is one line with exit code 2."""
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Add an argument. A switch, whose choices are 0 and 1, may stand alone for 1. A repeated list is extended."""
+        """Add an argument. A switch (choices 0 and 1) without a value means 1. A repeated list is extended."""
         if options.get("nargs") == "+":
             options = {"action": "extend", **options}
         if options.get("choices") == (0, 1):

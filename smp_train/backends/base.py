@@ -1,7 +1,7 @@
 """Interface between the training loop and a parallelism library.
 
-`train_lib` does not depend on which backend it has. A backend refuses unsupported settings by name in its constructor,
-unsupported models in `Backend.check`.
+`train_lib` works with any backend. A backend refuses unsupported settings by name in its constructor, and unsupported
+models in `Backend.check`.
 """
 
 from __future__ import annotations

@@ -230,11 +230,11 @@ class NativeBackend(Backend):
         build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
 
     def _checkpoint_and_compile(self, layers: list[nn.Module]) -> None:
-        """Checkpoint and compile the layers: compiled code contains the checkpoint, except for split whole layers.
+        """Checkpoint and compile the layers.
 
-        AOTAutograd cannot save a mesh across a checkpoint inside compiled code (torch 2.13: "expected all
-        tensors_saved_with_vc_check to be Tensors"), and a graph break inside a checkpoint leaves a whole layer
-        uncompiled. A checkpoint around compiled code has neither problem.
+        Usually the compiled code contains the checkpoint. For whole layers that are split over ranks, the checkpoint
+        contains the compiled code: AOTAutograd cannot save a mesh across a checkpoint inside compiled code (torch 2.13:
+        "expected all tensors_saved_with_vc_check to be Tensors"), and a graph break there leaves a layer uncompiled.
         """
         args = self.args
         split = max(self.degrees.tensor, self.degrees.expert) > 1 or self.routers is not None

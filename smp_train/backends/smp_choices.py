@@ -72,7 +72,7 @@ def moe_config(kind: Callable[..., T], options: dict[str, Any], coefficients: di
 
 
 def wrap(fsdp: Callable[[torch.dtype], T]) -> T:
-    """Return the model in FSDP that reduces gradients in float32; the sample reduces them in bfloat16."""
+    """Wrap the model in FSDP, with gradients reduced in float32; the sample reduces them in bfloat16."""
     return choose("float32 gradients", lambda: fsdp(torch.float32), lambda: fsdp(torch.bfloat16))
 
 

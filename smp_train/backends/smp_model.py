@@ -37,7 +37,7 @@ OLDEST_FP8_CAPABILITY = (9, 0)
 
 
 def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: int) -> bool:
-    """Fill the model on the host on ranks that need it whole; return whether this rank does; collective.
+    """Fill the whole model in host memory on ranks that need it; return whether this rank does; collective.
 
     Rank 0 reads pretrained ``weights``, which FSDP broadcasts.
     """

@@ -155,7 +155,7 @@ class Checkpoint:
                     f"{os.path.join(self.path, name)} cannot be read: {error.strerror or error}; {remedy}"
                 ) from None
             MOVED.done += record.size
-            if stored.size != record.size:  # not damage: rank 0 saw the right size
+            if stored.size != record.size:  # no damage, as rank 0 saw the right size; the read was cut short
                 raise CheckpointError(f"{os.path.join(self.path, name)} was read short; start the same command again")
             if stored != record:
                 problems.append(f"{name} has CRC-32 {stored.crc32}, {record.crc32} was written")

@@ -233,7 +233,7 @@ class CheckpointManager:
         """Sweep earlier starts' attempts, once per target, then reserve a folder; return its name. Collective."""
 
         def reserve() -> str:
-            self._check_owner()  # before sweeping: if another job has taken over, unfinished attempts may be its own
+            self._check_owner()  # before sweeping: a job that has taken over may own the unfinished attempts
             if not target.swept:
                 try:
                     for line in target.folder.sweep(self.generation):

@@ -26,8 +26,8 @@ class Batch:
     at the first token of a packed document. Padding is on the right, so causal attention needs no mask. If all labels
     equal the ids, this is the same tensor as `input_ids`: do not write into it."""
     samples: list[str] = field(default_factory=list)  # name of each sample; an empty string for a filler row
-    truncated: int = 0  # rows that lost their end (--long truncate)
-    truncated_targets: int = 0  # tokens with loss that these rows lost
+    truncated: int = 0  # number of truncated rows (--long truncate)
+    truncated_targets: int = 0  # number of tokens with loss that were cut off these rows
     position_ids: Tensor | None = None
     """int64 [micro_batch, seq_len], counted from 0 in each packed document and in padding; None when every sample is
     one document. A token attends only to tokens of its own document."""

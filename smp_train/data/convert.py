@@ -266,7 +266,7 @@ _worker: list[tuple[RowMaker, int, float | None, Event]] = []
 def _start_worker(recipe: Recipe, max_bad: float | None, threads: int, stopped: Event) -> None:
     """Set up a worker process; it ends when its parent ends, for whatever reason."""
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # left to the parent, which also gets it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives ^C, too, and handles it
     os.environ.update(RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="true" if threads > 1 else "false")
     _worker.append((recipe.open(), recipe.vocab_size, max_bad, stopped))
 

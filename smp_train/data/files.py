@@ -46,7 +46,7 @@ OTHER_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json",
     "*.png", "*.jpg", "*.svg",
 )  # fmt: skip
-"""Non-record files that ``datasets``, ``prepare`` and ``transformers`` write next to records, and pictures of texts."""
+"""Files without records: those that ``datasets``, ``prepare`` and ``transformers`` write, and pictures in READMEs."""
 OTHER_NAME = re.compile("|".join(map(fnmatch.translate, OTHER_FILES)))
 FIRST_RECORDS = 100
 """Only this many records at the start of a file are tried; the first well-formed one decides the file's kind."""

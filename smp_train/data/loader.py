@@ -90,7 +90,7 @@ class Loader:
 
     def _use_device(self) -> None:
         """Select this rank's GPU in the prefetching thread, which begins on GPU 0."""
-        # Otherwise, pinning memory in that thread would open a CUDA context on GPU 0 from every rank.
+        # Without this, the thread of every rank would open a CUDA context on GPU 0 as it pins memory.
         if self._device is not None:
             torch.cuda.set_device(self._device)
 

@@ -38,8 +38,8 @@ class Sample:
 
     row: Row
     name: str  # names of the sample's rows, such as ``a.json:3[0:512]+b.json:1``; brackets hold the part of a row
-    truncated: int = 0  # rows that lost their end
-    truncated_targets: int = 0  # tokens with loss that these rows lost
+    truncated: int = 0  # number of truncated rows
+    truncated_targets: int = 0  # number of tokens with loss that were cut off these rows
 
 
 def join(pieces: Sequence[Piece], *, packed: bool = False) -> Sample:

@@ -59,7 +59,7 @@ class Header(NamedTuple):
     longest_number: int  # number of the longest row's record, from 1
     labelled: bool
     latest_target: int  # largest index of the first token that carries loss, over all rows
-    digest: str  # identity of the rows
+    digest: str  # digest of the rows
     skipped: int  # bad records that were left out (--bad_rows skip)
     first_bad_number: int  # number of the first bad record
     first_bad: str  # problem of the first bad record: "reason; what to do"

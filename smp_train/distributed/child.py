@@ -34,10 +34,10 @@ def started(
             stdin=subprocess.PIPE, stdout=log_file, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1", **environ},
         )  # fmt: skip
-        opened.callback(child.communicate)  # which closes its stdin and waits
+        opened.callback(child.communicate)  # closes the child's stdin and waits for its end
         opened.callback(child.kill)
         assert child.stdin is not None
-        with suppress(BrokenPipeError):  # it has already ended
+        with suppress(BrokenPipeError):  # the child has already ended
             child.stdin.write(json.dumps(request) + "\n")
             child.stdin.flush()
         yield child

@@ -110,7 +110,7 @@ def advice_for_nodes(degrees: Degrees, local_world_size: int, tokens: int) -> st
 
 def before_launch(args: Arguments, world_size: int, local_world_size: int) -> list[Degrees]:
     """Return the possible layouts of a run, SMP's first: ``--backend auto`` may still choose either backend."""
-    only_native = min(args.tensor_parallel_degree, args.expert_parallel_degree) > 1  # SMP refuses the two together
+    only_native = min(args.tensor_parallel_degree, args.expert_parallel_degree) > 1  # SMP refuses both together
     kinds = {"smp": (True,), "native": (False,)}.get(args.backend, (False,) if only_native else (True, False))
     return [plan(args, world_size, local_world_size, smp=smp) for smp in kinds]
 

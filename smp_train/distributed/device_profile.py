@@ -33,11 +33,11 @@ class DeviceProfile:
     offloadable: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
     """Tensor types that own plain memory and may be offloaded; all others stay on the device."""
     loss_chunks: Callable[[int, int], Iterable[int]] = _all_chunks
-    """Returns the first token of each chunk of the loss to compute, of so many tokens in chunks of this size."""
+    """Returns the first token of each chunk of the loss to compute, from the number of tokens and the chunk size."""
     exchanged_rows: Callable[[Tensor, int], list[list[int]]] = _read_counts
-    """Returns the numbers of rows to send to each expert rank and to receive from each.
+    """Returns how many rows to send to each expert rank, and how many to receive from each.
 
-    Takes them as a tensor on the device, for which training waits, and the number of all rows to send.
+    Its arguments are a tensor on the device with these numbers, for which training waits, and the total to send.
     """
 
 

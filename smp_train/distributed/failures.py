@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FIRST = "failed"
-"""Key in the store: the message of the rank that failed first, not because of another rank."""
+"""Key in the store: the message of the rank that failed first; ranks that only lost a peer do not set it."""
 SURVIVORS = "lost"
 """Key in the store: the ranks that have lost a connection."""
 PATIENCE_SECONDS = group.ANSWER_SECONDS
@@ -33,7 +33,7 @@ POLL_SECONDS = 0.05
 GIVE_WAY_SECONDS = 5.0
 """Wait of a rank that ends because of another rank: some launchers blame the first process that ends."""
 DUMP_BYTES = 1 << 16
-"""Bytes at the end of a log in which a stack is searched."""
+"""Number of bytes at the end of a log in which to look for a stack."""
 _LOGGED = re.compile(r"^\d{4}-\d\d-\d\d ", re.MULTILINE)
 _FUNCTION = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
@@ -86,20 +86,20 @@ def _ask_store(met: group.Meeting) -> str:
         survivors = set(map(int, store.get(SURVIVORS).split()))
         silent = [rank for rank in range(met.runtime.world_size) if rank not in survivors]
         if killed := dead_ranks(met.runtime.hostname, survivors):
-            return str(store.compare_set(FIRST, "", killed).decode())  # other nodes read it too
+            return str(store.compare_set(FIRST, "", killed).decode())  # the other nodes read this key, too
         time.sleep(POLL_SECONDS)
     if store.check([FIRST]):
         return str(store.get(FIRST).decode())
     if not silent:
         return ""
-    # If several ranks are silent, one has failed, and the rest still wait in a collective for its peers.
+    # If several ranks are silent, one of them has failed; the others still wait in a collective for its peers.
     names = [f"{rank} on {store.get(f'here/{rank}').decode()}" for rank in silent[:8]]
     silent_ranks = f"ranks {', '.join(names)}, one of which was" if len(silent) > 1 else f"rank {names[0]}, which was"
     return f"no word from {silent_ranks} killed, hangs or is cut off"
 
 
 def dead_ranks(host: str, alive: Iterable[int] = ()) -> str:
-    """Return which of this node's ranks died without a report, and in which step; ranks in ``alive`` cannot have."""
+    """Return which of this node's ranks died without a report, and in which step; ranks in ``alive`` did not."""
     if (board := heartbeat.board) is None:
         return ""
     deaths = []
@@ -119,14 +119,14 @@ def process_state(pid: int) -> str:
     except FileNotFoundError:
         return "gone" if os.path.exists("/proc/self/stat") else ""
     except OSError:
-        return "gone"  # it ended while it was read
+        return "gone"  # the process ended during the read
     return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped", "D": "blocked"}.get(letter, "")
 
 
 def crash_in(log: Path) -> str:
     """Return where and why a process crashed, if its log ends with the crash; else ""."""
     _, crash, dump = _end_of(log).rpartition("Fatal Python error: ")
-    if not crash or _LOGGED.search(dump):  # an earlier start crashed
+    if not crash or _LOGGED.search(dump):  # log lines follow: the crash was in an earlier start
         return ""
     stack = _innermost(dump.partition("urrent thread 0x")[2].partition("\n\n")[0])
     return f"{stack or 'no line of Python'} ({dump.partition(chr(10))[0]})"

@@ -163,7 +163,7 @@ def meet(runtime: Runtime, seconds: float) -> Any:
 
 
 def _report(joined: Any, runtime: Runtime) -> None:
-    """Report this rank in a round, and whether its world has another size, as if a node lacks a GPU."""
+    """Register this rank in a round; report a mismatch if its world size differs, for example as a node lacks a GPU."""
     size = str(runtime.world_size)
     first_size = joined.compare_set("world", "", size).decode()
     if first_size != size:

@@ -54,7 +54,7 @@ class Slot(ctypes.Structure):
         """What the rank's watcher has to report."""
         try:
             return dict(json.loads(self.text or b"{}"))
-        except ValueError:  # it is being written
+        except ValueError:  # the watcher is writing the text right now
             return {}
 
 
@@ -89,7 +89,7 @@ class Board:
     def note(self, content: dict[str, Any]) -> None:
         """Write the watcher's note for the node's other ranks."""
         text = json.dumps(content).encode()
-        if len(text) <= NOTE_BYTES:  # a part of the JSON would be useless
+        if len(text) <= NOTE_BYTES:  # a JSON text that is cut off would be useless
             self.slot.text = text
 
     def read(self) -> list[Slot]:
@@ -127,7 +127,7 @@ def open_board(name: str, local_rank: int, local_world_size: int, rank: int, log
 
 
 def unlink(name: str) -> None:
-    """Delete the file, which every rank has mapped by now, so that no end of the run leaves it."""
+    """Delete the file, which every rank has mapped by now, so that it does not outlive the run."""
     with suppress(OSError):
         os.unlink(_path(name))
 

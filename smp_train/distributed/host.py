@@ -17,7 +17,7 @@ from packaging.version import Version
 from smp_train.errors import ConfigError
 
 OPEN_FILES = 1 << 20
-"""Most open files that a process asks for; some containers allow a thousand times as many."""
+"""A process asks for at most this many open files; some containers allow a thousand times as many."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with the settings of CUDA's allocator: the first since torch 2.9, the second before."""
 

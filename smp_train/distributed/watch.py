@@ -36,7 +36,7 @@ GONE_SECONDS = 10.0
 STOP_SECONDS = 5.0
 """At its end, a rank waits this long for its watcher, which may be waiting for the store or for a stack."""
 NAMED = 8
-"""Most ranks that a verdict names."""
+"""A verdict names at most this many ranks."""
 COMPILERS = ("torch/_dynamo", "torch/_inductor", "torch/_functorch", "/triton/")
 
 logger = logging.getLogger("smp_train.watch")
@@ -110,7 +110,7 @@ def in_flight(into: Path | None = None) -> str | None:
     """
     library = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
     recorded: list[Any] = []
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # of GPUs, of CPUs
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # collectives of GPUs, and of CPUs
         with suppress(Exception):
             recorded += json.loads(getattr(library, name)()).get("entries") or []
     if not recorded:
@@ -126,7 +126,7 @@ def in_flight(into: Path | None = None) -> str | None:
 
 
 def stack() -> tuple[str, bool]:
-    """Return the innermost two functions of the main thread, with one of this package, and whether it compiles."""
+    """Return the main thread's innermost functions (two, and one of this package), and whether it is compiling."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     functions: list[tuple[str, str]] = []
     compiling = False
@@ -283,7 +283,7 @@ class Watcher:
             raise
 
     def _claims(self, report: str, now: float) -> bool:
-        """Return whether this leader is the first to claim a report; also if the store does not answer."""
+        """Return whether this leader is the first to claim a report; True if the store does not answer."""
         rank = str(self.ranks.rank)
         try:
             return bool(self._ask(now, lambda store: store.compare_set(report, "", rank)).decode() == rank)
@@ -291,7 +291,7 @@ class Watcher:
             return True
 
     def _exchange(self, on_node: dict[int, Report], now: float, *, all_nodes: bool) -> dict[int, Report]:
-        """Publish this node's reports; return the reports about the ranks of ``all_nodes``, or of this one."""
+        """Publish this node's reports; return the reports about the ranks of this node, or of ``all_nodes``."""
         node, reports = self.ranks.node_rank, dict(on_node)
         if self.ranks.num_nodes > 1 and now - self._published > self.publish_seconds:
             self._published = now

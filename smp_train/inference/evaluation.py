@@ -1,7 +1,7 @@
 """``smp-train evaluate``: loss and perplexity of a checkpoint on data sets, on one device or sharded over all ranks.
 
-Every flag of ``train`` that lays out the model or the data may be given; the checkpoint's run sets the default of some.
-There is no optimizer and no training data.
+Every flag of ``train`` for the model's layout or the data may be given; some flags default to the value in the
+checkpoint's run. There is no optimizer and no training data.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def score(backend: Backend, model: nn.Module, data: ValidationData, name: str) -
 
 
 def report(evaluation: Evaluation, *, as_json: bool) -> None:
-    """Print the scores as lines, with a line of all tokens for several data sets, or as one JSON object."""
+    """Print a line per data set, and a line for all tokens if there are several; or print one JSON object."""
     if as_json:
         data = {name: _as_json(score) for name, score in evaluation.data.items()}
         checkpoint = {"checkpoint": evaluation.checkpoint, "step": evaluation.step}

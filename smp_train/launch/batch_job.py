@@ -73,8 +73,8 @@ class Start:
         self.stop = self.run_dir / "STOP"
         self.starts = Starts(job.run_dir, self.id)
         self.logs = f"{job.run_dir}/logs/{self.id}.{self.restart}"
-        """Log folders of this start's steps, without the number of the step at the end."""
-        # The text of a marker has its time, so that the marker of an earlier run in this folder is recognized.
+        """Common beginning of the paths of this start's log folders; each step appends its number."""
+        # A marker's text contains its time, so a marker left by an earlier run in this folder is recognized.
         self.markers = {name: read_text(self.run_dir / name) for name in ("DONE", "STOPPED")}
         self.metrics_size = file_size(self.run_dir / "metrics.jsonl")
 
@@ -201,7 +201,7 @@ class Start:
         return self.requeue(failure["node"] if failure and failure["cause"] == "node" else None)
 
     def first_failure(self) -> tuple[Any, list[str]]:
-        """Return (match of `FAILURE`, nodes that reported one) of the last step; None if no failure is known."""
+        """Return the last step's failure (a match of `FAILURE`, or None) and the nodes that reported a failure."""
         steps = [path.rpartition(".")[2][:-1] for path in glob.glob(f"{glob.escape(self.logs)}.*/")]
         last = max((int(step) for step in steps if step.isdigit()), default=-1)  # auto-resume runs several steps
         files = sorted(Path(f"{self.logs}.{last}").glob("failed-*"))

@@ -111,7 +111,7 @@ def probe(options: argparse.Namespace, needed: Sequence[str]) -> list[str]:
     if code or not lines:
         return [f"--probe: no compute node could be asked: {' '.join(output.split())[:200] or 'no answer'}"]
     missing = [line.removeprefix(MISSING) for line in lines if line.startswith(MISSING)]
-    if "pyxis" in missing:  # commands would run on the bare host
+    if "pyxis" in missing:  # without pyxis, commands would run outside the container
         check_pyxis("", f"{lines[0]}: the srun of this compute node")
     if missing:
         raise ConfigError(

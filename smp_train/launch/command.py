@@ -63,5 +63,5 @@ def call(
 
 
 def advise(message: str, advice: Sequence[tuple[str, str]]) -> str:
-    """Return "; " and the remedy of the first (part of a message, remedy) found in ``message``; "" if no part is."""
+    """Return "; " and the remedy for the first part in ``advice`` that ``message`` contains; "" if there is none."""
     return next((f"; {remedy}" for part, remedy in advice if part.lower() in message.lower()), "")

@@ -12,7 +12,7 @@ from smp_train.launch.flags import complete
 def main() -> int:
     """Train with the given flags; the run resumes from its checkpoints when the platform starts it again."""
     arguments = sys.argv[1:]
-    with suppress(ConfigError):  # training reports it, once per node
+    with suppress(ConfigError):  # the training reports the error, once per node
         arguments, _ = complete(arguments, os.environ)
     return cli.main(["train", *arguments])
 

@@ -44,7 +44,7 @@ class Instance:
 
     @property
     def most_gpu_bytes(self) -> int:
-        """More than a driver reports: up to 7 % above 10^9 bytes for each GB (85.5e9 for an H100 with 80 GB)."""
+        """Upper bound of what a driver reports, which is up to 7 % above 10^9 bytes per GB (H100, 80 GB: 85.5e9)."""
         return self.gpu_memory_gb << 30
 
     @property

@@ -59,7 +59,7 @@ def prepare(arguments: Sequence[str]) -> tuple[Spec, argparse.Namespace]:
     options.secrets = [_secret(text) for text in options.secrets]
     spec = build(
         inline_files(training), options, base=options.claims[0][1], kubernetes=True,
-        environ={name: "from a secret" for name, _, _ in options.secrets},  # this shell's variables stay here
+        environ={name: "from a secret" for name, _, _ in options.secrets},  # pods do not get this shell's variables
     )  # fmt: skip
     image, operator, namespace = options.image, options.operator, options.namespace
     if not spec.machines.processes:

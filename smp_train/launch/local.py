@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     options, training = split(arguments, parser())
     meeting = {name.upper(): str(value) for name in VARIABLES if (value := getattr(options, name)) is not None}
     processes = options.nproc or node_agent.count_gpus() or 1
-    # Also in an allocation of Slurm the run has this machine alone, or as many machines as the options name.
+    # Even inside a Slurm allocation, the run uses this machine only, or as many machines as the options name.
     environ = {name: value for name, value in (os.environ | meeting).items() if not name.startswith("SLURM_")}
     nodes = node_agent.find_node(environ, processes).nodes
     spec = build(training, options, nodes=nodes, processes=processes)

@@ -20,7 +20,7 @@ from smp_train.launch.srun_step import SMP_CLUSTER_LOGS
 GRACE_SECONDS = 600
 """How long a pod may take to save after SIGTERM."""
 SHUTDOWN_SECONDS = GRACE_SECONDS - 30
-"""How long its agent then waits for the processes."""
+"""How long the pod's agent waits for its processes after SIGTERM."""
 
 
 def on_hyperpod(options: argparse.Namespace) -> bool:
@@ -77,7 +77,7 @@ def manifest(spec: Spec, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _without_empty(value: Any) -> Any:
-    """Return a value without the members of mappings that are empty."""
+    """Return a value without the empty members of its mappings."""
     if isinstance(value, list):
         return [_without_empty(item) for item in value]
     if not isinstance(value, dict):
@@ -128,7 +128,7 @@ def _volumes(options: argparse.Namespace) -> list[tuple[str, dict[str, Any], str
     claims = [({"persistentVolumeClaim": {"claimName": claim}}, path) for claim, path in options.claims]
     paths = [({"hostPath": {"path": source}}, path) for source, path in host_paths]
     return [
-        # Data workers and NCCL share memory there; the container runtime's own /dev/shm has 64 MiB.
+        # Data workers and NCCL share memory in /dev/shm; the container runtime's own /dev/shm has only 64 MiB.
         ("shm", {"emptyDir": {"medium": "Memory"}}, "/dev/shm"),
         *((f"claim-{number}", *claim) for number, claim in enumerate(claims)),
         *((f"host-{number}", *path) for number, path in enumerate(paths)),

@@ -42,8 +42,8 @@ SLACK_SECONDS = 3.0
 VERDICT_SECONDS = 30.0
 """How long rank 0, which serves the store, waits until all ranks have read its verdict."""
 FAULT_SECONDS = 10.0
-"""The same after a fault, as a broken node may never answer: less than a launcher waits for the faulty node to end
-(Slurm's KillWait: 30 s), so that the first node can still record the fault."""
+"""How long rank 0 waits after a fault, when a broken node may never answer. This is less than a launcher waits for the
+faulty node to end (Slurm's KillWait: 30 s), so that the first node can still record the fault."""
 
 
 # --- on each node, before its processes start
@@ -104,7 +104,7 @@ def run(
         return code, None
     if failure.code in (BAD_NODE, UNREACHABLE):
         verdict: dict[str, Any] = {}
-        with suppress(OSError, ValueError):  # a full disk leaves an empty file
+        with suppress(OSError, ValueError):  # the file is empty if the disk was full
             verdict = json.loads(file.read_text(encoding="utf-8"))
         # The next start excludes nodes that are at fault themselves, not both ends of a bad link.
         cause = "node" if verdict.get("at_fault") else "network"
@@ -187,7 +187,7 @@ class NetworkCheck:
         self.store.set(f"here/{self.runtime.rank}", self.runtime.hostname)
         everyone = list(range(self.runtime.world_size))
         missing = self.missing([f"here/{rank}" for rank in everyone], self.seconds / 2)
-        # Time limits begin when all ranks are here, so that they end together.
+        # Time limits begin when all ranks have arrived, so that they end together.
         steps = [] if missing else [*self.node_steps(), [everyone]]
         for number, groups in enumerate(steps):
             self.step(f"step{number}", groups, self.seconds / 2 / len(steps))
@@ -268,9 +268,9 @@ class NetworkCheck:
         group = kind(store, ranks.index(runtime.rank), len(ranks), limit)
         size = GPU_BYTES if gpu else CPU_BYTES
         data = torch.empty(size // 4, device=self.device)
-        for _ in range(2):  # the first one makes the connections
+        for _ in range(2):  # the first all-reduce also opens the connections
             data.fill_(1)
-            data[-1].item()  # waits for a GPU
+            data[-1].item()  # waits until the GPU has filled the tensor
             began = time.monotonic()
             group.allreduce([data]).wait()
             if gpu:

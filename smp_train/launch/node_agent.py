@@ -45,7 +45,7 @@ NSYS = "SMP_TRAIN_UNDER_NSYS"
 
 
 class BadNodeError(SmpTrainError):
-    """A node is not what the run needs; another node may be. ``node`` names it, if it is not this node."""
+    """A node does not meet the run's needs; another node may. ``node`` names it, if it is not this node."""
 
     exit_code = network_check.BAD_NODE
     cause = "node"
@@ -127,7 +127,7 @@ def check_node(
 ) -> int:  # fmt: skip
     """Return how many processes to start, after comparing this node with its instance type.
 
-    If the user has not ``stated`` the type, it is the machine's, and a choice of GPUs, or no EFA at all, is accepted.
+    If the user has not ``stated`` a type, it is the machine's own; then a selection of GPUs is accepted, and no EFA.
 
     Raises:
         BadNodeError: GPUs or network adapters are missing.
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(option_arguments)
     attempt = attempt_name(os.environ)
     node_rank = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
-    outside = options.inside and not os.path.exists(INSIDE)  # packages that S3 needs may be missing outside
+    outside = options.inside and not os.path.exists(INSIDE)  # outside the container, packages for S3 may be missing
     is_first = node_rank == 0 and NSYS not in os.environ
     failures, resolved = Path(options.failures) if options.failures else None, None
     try:

@@ -1,4 +1,4 @@
-"""The plan of a run (`smp-train plan`) before its launch: whether it fits the GPUs, or its settings with --auto."""
+"""Plans a run (`smp-train plan`) before its launch: checks that it fits the GPUs, or shows what --auto will choose."""
 
 from __future__ import annotations
 

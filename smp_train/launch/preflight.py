@@ -33,7 +33,7 @@ from smp_train.models.state_memory import (
     settled_width,
 )
 
-NO_FP8 = ("A100", "A10G")  # before compute capability 8.9
+NO_FP8 = ("A100", "A10G")  # their compute capability is below 8.9
 GATED = ("meta-llama/", "mistralai/Mixtral", "mistralai/Mistral-7B-v0.3", "google/gemma")
 PLUGIN_PLACES = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/opt/amazon/aws-ofi-nccl", "/opt/aws-ofi-nccl/install")
 MOUNTS = Path("/proc/self/mountinfo")

@@ -134,7 +134,7 @@ def script_flags(user_flags: Sequence[str], values: Mapping[str, str]) -> list[s
 
 
 def options_of(kind: str) -> tuple[LaunchParser, dict[str, str]]:
-    """Return the parser of a kind's launch options, and the option by the name of the variable that gives it."""
+    """Return the parser of a kind's launch options, and the options that variables give, by variable."""
     parser = {"local": local, "k8s": k8s}.get(kind, launch_slurm).parser()
     names = {name: OPTION_NAMES.get(name, name.lower()) for name in KINDS[kind]}
     return parser, {name: option for name, option in names.items() if option in parser.names}
@@ -165,7 +165,7 @@ def slurm(kind: str, script: str, arguments: Sequence[str], asked: str = "") -> 
     common, user_flags = split(arguments, LaunchParser("slurm", "").share("dry_run", "check"))
     if kind == "conda":
         values["IMAGE"] = ""
-    elif kind == "enroot" and not values["IMAGE"]:  # docker_build.sh makes these
+    elif kind == "enroot" and not values["IMAGE"]:  # docker_build.sh builds these two images
         images = [f"{CODE_DIR}/{name}.sqsh" for name in ("smpv2", "smp-train")]
         values["IMAGE"] = next(filter(os.path.exists, images), images[0])
     if not values["IMAGE"]:
@@ -179,7 +179,7 @@ def slurm(kind: str, script: str, arguments: Sequence[str], asked: str = "") -> 
     elif not in_job:
         launch_slurm.check(spec, options, job)
         os.execvp("sbatch", ["sbatch", *["--test-only"] * common.check, script, *arguments])
-    elif os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # at a later start a file system may be away for a while
+    elif os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # after a restart, a file system may be missing for a while
         try:
             warn(launch_slurm.check_files(spec, job))
         except ConfigError as missing:

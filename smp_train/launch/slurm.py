@@ -129,7 +129,7 @@ def render(spec: Spec, options: argparse.Namespace, job: Job) -> str:
     if options.gpus_per_node:
         header["gpus-per-node"] = str(options.gpus_per_node)
     for name, value in spec.environment.items():
-        if re.search(r"[\n\r]", value):  # Slurm could read the next line
+        if re.search(r"[\n\r]", value):  # Slurm could take the next line for an option
             raise ConfigError(f"--env {name}={value!r}: a line break cannot stand in a batch script")
     body = BODY.replace("@CODE@", shlex.quote(job.code_dir)).replace("@PYTHON@", shlex.quote(sys.executable))
     lines = [
@@ -198,7 +198,7 @@ def check_files(spec: Spec, job: Job) -> list[str]:
         parent = preflight.existing(Path(folder, spec.name))  # checkpoints have a folder for each run
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise ConfigError(f"{folder}: {parent} is no folder that you may write to; the run could not either")
-    # An interpreter may be for the nodes' processors, and not run on this machine.
+    # The interpreter may be built for the nodes' processors, and not run on this machine.
     has_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     if not job.image and ask(job.python, "-c", has_torch)[0] == 1:
         raise ConfigError(

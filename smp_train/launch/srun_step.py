@@ -55,7 +55,7 @@ def srun_command(job: Job, *, dry_run: bool = False) -> list[str]:
     """
     nodes, srun_help = os.environ.get("SLURM_JOB_NUM_NODES"), ask("srun", "--help", survives=True)[1]
     srun = ["srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", "--label"]
-    srun += [f"--nodes={nodes}", f"--ntasks={nodes}"] if nodes else []  # an allocation of salloc may be for more tasks
+    srun += [f"--nodes={nodes}", f"--ntasks={nodes}"] if nodes else []  # salloc may have allocated more tasks
     if "--auto-resume" in srun_help:  # HyperPod's plugin swaps a bad node and runs the same srun again
         srun.append("--auto-resume=1")
     agent = [*job.agent, f"--max_attempts={job.max_attempts}", f"--failures={job.run_dir}/logs"]

@@ -107,7 +107,7 @@ def supervise(
         for local_rank in range(node.processes):
             workers.start(command, node.first_rank + local_rank, node.environment(local_rank, environ or os.environ))
         if workers.signals:
-            workers.send(signal.SIGTERM, workers.processes.keys() - workers.asked)  # those that missed the request
+            workers.send(signal.SIGTERM, workers.processes.keys() - workers.asked)  # started too late
         failure = workers.wait(grace_seconds)
     finally:
         workers.send(signal.SIGKILL)

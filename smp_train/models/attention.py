@@ -118,7 +118,7 @@ class Attention:
             return {"attention_mask": bounds, "position_ids": position_ids}
         inputs: dict[str, Any] = packed_inputs(self.model, position_ids)
         if documents is not None and config._attn_implementation.startswith("flash") and causal_alone(config) is None:
-            # The length is an upper bound, and compiled in: powers of two have few values.
+            # The kernel needs only an upper bound. Rounding it up to a power of two keeps recompilations few.
             bounds, longest = documents[0], 1 << (documents[1] - 1).bit_length()
             if self.compiled:
                 torch._dynamo.mark_dynamic(bounds, 0)

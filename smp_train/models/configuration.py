@@ -1,4 +1,4 @@
-"""Changes of a model's transformers configuration by flags, checks of its widths, comparison with a checkpoint's."""
+"""A model's transformers configuration: changes by flags, checks of widths, comparison with a checkpoint's model."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def attach_hub_names(model: Any) -> None:
     blocks: dict[str, list[HubTensor | None]] = {}
     for hub_name, view in to_hub(model, meta).items():
         owner = owners.get(view.untyped_storage()._cdata)
-        if owner is not None:  # it is computed from several parameters otherwise
+        if owner is not None:  # otherwise the tensor is computed from several parameters
             blocks.setdefault(owner, []).append(_block(hub_name, view, meta[owner]))
     tensors = {
         name: tuple(block for block in parts if block is not None)

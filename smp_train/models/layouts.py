@@ -59,7 +59,7 @@ LAYOUTS = {
     "gpt_neox": Layout("gpt_neox.embed_in", "gpt_neox.layers", _NEOX, "gpt_neox.final_layer_norm", "embed_out"),
     "gpt2": Layout("transformer.wte", "transformer.h", _GPT2, "transformer.ln_f", "lm_head", "transformer.wpe", False),
 }
-"""By ``model_type`` of transformers."""
+"""The layout of each family, by transformers' ``model_type``."""
 SMP_LAYERS: dict[str, dict[str, list[str]]] = {kind: {} for kind, layout in LAYOUTS.items() if layout.transformed}
 """By ``model_type``: a layer's parameters in SMP, and the hub's parameters that each consists of."""
 for _kind, _table in SMP_LAYERS.items():

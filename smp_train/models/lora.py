@@ -27,7 +27,7 @@ class Lora:
         rank: Of A and B.
         alpha: Scale of the product, before it is divided by the rank.
         target_modules: Names of the modules that get adapters, or the names' last parts; or `ALL_LINEAR`.
-        dropout: Of A's input, in training.
+        dropout: Dropout of A's input, in training.
     """
 
     rank: int

@@ -95,11 +95,11 @@ class Block:
 
     name: str
     offset: tuple[int, ...]
-    """In the hub's tensor."""
+    """First index of the block in the hub's tensor, by dimension."""
     start: tuple[int, ...]
     """Offset in the saved tensor, which may have additional leading dimensions."""
     size: tuple[int, ...]
-    """In the hub's dimensions."""
+    """Size of the block in the hub's tensor, by dimension."""
 
 
 def plain(name: str) -> str:

@@ -37,8 +37,8 @@ class Streamed:
         file: The file.
         etag: The file's version.
         start: Offset of the tensor in the file, in bytes.
-        dtype: Of the tensor.
-        shape: Of the tensor.
+        dtype: The tensor's dtype.
+        shape: The tensor's shape.
     """
 
     file: S3Path

@@ -61,7 +61,7 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
 
 
 def _last_of(queries: int, keys: int) -> CausalBias:
-    """Return `causal_lower_right` without the unused tensor of 8 bytes per pair of tokens that torch allocates."""
+    """Return torch's `causal_lower_right`, but without its unused tensor, which takes 8 bytes per pair of tokens."""
     bias = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
     CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, queries, keys)
     return bias

@@ -56,7 +56,7 @@ class Mesh:
         return mesh if self.degrees.replicate == 1 else self.root["replicate", flat]
 
     def dimensions(self) -> dict[tuple[int, ...], str]:
-        """Return the name of each dimension along which this rank communicates, by its ranks along it."""
+        """Return the name of the mesh dimension by the ranks of this rank's group in it."""
         return {
             tuple(dist.get_process_group_ranks(mesh.get_group(name))): name
             for mesh in (self.parameters_of_experts, self.parameters, self.root)

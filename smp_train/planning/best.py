@@ -26,7 +26,7 @@ from smp_train.telemetry.logging_utils import setup_logging
 
 
 def planned_run(args: Arguments, devices: int, per_node: int, *, gpu: bool) -> PlannedRun:
-    """Return a run to plan from its settings and devices. Raises `ConfigError` for settings without a plan."""
+    """Return a run to plan from its settings and devices. Raises `ConfigError` if they cannot be planned."""
     compiled = gpu and args.use_torch_compile is not False  # by default a GPU compiles
     args = checked(args)
     trust_code(args.trust_remote_code)

@@ -66,7 +66,7 @@ class FakeMode(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         """Run an operation."""
-        if func is ADDS_TO_FLOAT32:  # torch 2.11 takes its dtype argument for a factor
+        if func is ADDS_TO_FLOAT32:  # torch 2.11 mistakes the dtype argument for a factor
             return (kwargs or {})["out"]
         if func is GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:  # torch's fake kernel takes bfloat16 alone
             return _grouped_product(*args, **(kwargs or {}))

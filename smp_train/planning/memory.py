@@ -60,7 +60,7 @@ class Memory:
     """Bytes and work of a step on rank 0, whose shards are the largest."""
 
     peaks: dict[Phase, Counter[str]]
-    """By phase and use."""
+    """Bytes of live tensors at the peak of each phase, by use."""
     trained: int
     """Trained parameters of the whole model."""
     work: Work = field(default_factory=Work)

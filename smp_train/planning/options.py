@@ -57,7 +57,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def read(argv: Sequence[str]) -> tuple[argparse.Namespace, Resolved]:
-    """Return this verb's own flags and the run's. Raises `ConfigError` for mistakes that need no model to be seen."""
+    """Return this verb's own flags and the run's. Raises `ConfigError` for mistakes that show without a model."""
     own_flags, train_flags = options().parse_known_args(list(argv))
     resolved = parse(train_flags, environ={})
     if not names_model(resolved.args):
@@ -129,7 +129,7 @@ def machine(own_flags: argparse.Namespace) -> Devices:
 
 
 def checked(args: Arguments) -> Arguments:
-    """Return settings for the native backend without compilation; raise `ConfigError` for those without a plan."""
+    """Return settings for the native backend without compilation; raise `ConfigError` if they cannot be planned."""
     if args.backend == "smp":
         raise ConfigError("--backend smp: plan steps the native backend's model; leave it out for an estimate")
     if args.fp8:

@@ -112,7 +112,7 @@ class Search:
         return Plan(setting, run, memory, None if self.machine is None else predict(run, memory, self.machine))
 
     def _fits(self, plan: Plan, margin: float = 1.0) -> bool:
-        """Return whether devices and host, each of them ``margin`` times as large, have the memory."""
+        """Return whether the plan would fit if devices and host had ``margin`` times their memory."""
         return plan.memory.needed <= margin * self.device_bytes and self._fits_host(plan, margin)
 
     def _fits_host(self, plan: Plan, margin: float = 1.0) -> bool:

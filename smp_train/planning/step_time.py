@@ -25,7 +25,7 @@ LINKS = 0.7
 """Share of a link's or network's bandwidth that a collective of large tensors reaches. These three, and `products` and
 `attention` of A100 and H100, are fitted together to the published rows of docs/planning.md."""
 LAUNCH, HOP_WITHIN, HOP_ACROSS = 8.4e-6, 3.4e-6, 14e-6
-"""Seconds of a ring: its start, a hop within a node, a hop between nodes. NCCL's own (src/graph/tuning.cc, Simple)."""
+"""Latencies of a ring in seconds: start, hop within a node, hop between nodes; as NCCL's tuning.cc has for Simple."""
 HOST_SECONDS = 10e-6
 """Host time per kernel, an assumption."""
 HOST_MEMORY = 25e9
@@ -158,7 +158,7 @@ def _device_seconds(
 
 
 def exposed(dimension: str) -> str:
-    """Return the key, in the parts of a step's time, of the wait for collectives over a dimension of the mesh."""
+    """Return the key in `Prediction.parts` of the time spent waiting for collectives over a mesh dimension."""
     return f"waiting for {dimension}"
 
 

@@ -66,7 +66,7 @@ class Work:
     """The work of one step on rank 0, over all micro-batches."""
 
     operations: dict[tuple[Any, str], Cost] = field(default_factory=lambda: defaultdict(Cost))
-    """By phase and class of operation."""
+    """Cost of operations by phase and class of operation."""
     collectives: dict[tuple[Any, Collective], Cost] = field(default_factory=lambda: defaultdict(Cost))
 
     def grown(self, deeper: Work, times: float) -> Work:

@@ -62,7 +62,7 @@ def choose(
 
 
 def free_memory(device: torch.device, ranks: Runtime) -> tuple[int, int]:
-    """Return the bytes that this rank may take of its device, which is the host without a GPU, and of the host."""
+    """Return the bytes of device memory and of host memory that this rank may use; a CPU's device is the host."""
     free = free_host_bytes()
     if free is None:
         raise ConfigError("--auto: this system does not say how much memory is free; give the settings, without --auto")
@@ -100,7 +100,7 @@ def earlier_choice(folder: RunFolder, asked: dict[str, Any]) -> dict[str, Any] |
 def search(
     args: Arguments, asked: dict[str, Any], memory: int, host: int | None, folder: RunFolder
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the choice of a search in a subprocess, where the fake process group is alone; not collective."""
+    """Return the choice of a search in a subprocess, whose only process group is the fake one; not collective."""
     if not names_model(args):
         raise ConfigError(f"--auto {args.auto} needs the flags of the model, such as --model_type and --model_size")
     earlier = folder.read_run().get("auto") or {}

@@ -25,7 +25,7 @@ from smp_train.train_utils import Limits
 log = get_logger()
 
 NAMED = 4
-"""Most samples that a message names; the event in metrics.jsonl names all."""
+"""A message names at most this many samples; the event in metrics.jsonl names all."""
 
 
 class Part(NamedTuple):
@@ -110,7 +110,7 @@ def report_divergence(run: Run, step: int, loss: float, start: float) -> None:
 def roll_back(run: Run, step: int, checkpoint: str) -> int:
     """Load weights and optimizer of a checkpoint, and return its step; collective.
 
-    Steps and data go on after ``step``: the updates since the checkpoint are as if skipped.
+    Training continues after ``step``, in steps and data, as if the updates since the checkpoint had been skipped.
     """
     target = open_verified(checkpoint)
     run.spikes.count_rollback(step, target.step)

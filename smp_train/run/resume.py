@@ -39,7 +39,7 @@ log = get_logger()
 
 
 def with_saved_row_length(resolved: Resolved, start: Start) -> Resolved:
-    """Return the settings with the row length of the checkpoint whose model the run takes, if no flag gives either."""
+    """Return the settings with the checkpoint's row length, unless a flag gives the row length or the model."""
     newest = start.newest_readable
     if newest is None or names_model(resolved.args) or resolved.args.max_context_width is not None:
         return resolved
@@ -236,9 +236,9 @@ def _adapters(settings: Mapping[str, Any]) -> str:
 
 
 def imported_position(checkpoint: Checkpoint, training: Loader) -> tuple[int, str]:
-    """Return how many samples of this run's order an imported checkpoint has consumed, and the counter that says so.
+    """Return how many samples of this run's order an imported checkpoint has consumed, and the counter used for it.
 
-    AWS's sample counts sequences per data rank; they become global batches of this run, whose order differs.
+    AWS's sample counts sequences per data rank; the count becomes global batches of this run, whose order differs.
     """
     recorded = checkpoint.meta.get("imported", {})
     batches, counter = checkpoint.step, "its step"

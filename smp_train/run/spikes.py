@@ -114,7 +114,7 @@ class Spikes:
         self.skip(step, step)
 
     def count_rollback(self, step: int, to: int) -> None:
-        """Count a rollback to the checkpoint of step ``to``. Raises `SmpTrainError` after `TO_ONE_CHECKPOINT`."""
+        """Count a rollback to the checkpoint of step ``to``; more than `TO_ONE_CHECKPOINT` raise `SmpTrainError`."""
         count = self._rollbacks[1] + 1 if self._rollbacks[0] == to else 1
         self._rollbacks = to, count
         if count > TO_ONE_CHECKPOINT:

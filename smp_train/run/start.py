@@ -81,7 +81,7 @@ class Start:
         return self.candidates[0] if self.candidates else None
 
     def delete_new_folders(self, error: type[BaseException] | None, *_: object) -> None:
-        """Exit callback of a context: delete the folders that this start made if it was refused for its input."""
+        """Exit callback of a context: delete the folders that this start made, if its input was refused."""
         refused = error is not None and issubclass(error, ConfigError | DataError | CheckpointError)
         if refused and self.owner is not None:
             _withdraw(self.owner)

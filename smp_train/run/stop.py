@@ -31,7 +31,7 @@ class StopRequest:
     """
 
     def __init__(self, stop_file: Path) -> None:
-        """Watch for ``stop_file`` and take the signals over; main thread only."""
+        """Watch for ``stop_file`` and install the signal handlers; main thread only."""
         self.reason: str | None = None
         self._since = 0.0
         self._stop_file = stop_file

@@ -25,9 +25,9 @@ from smp_train.telemetry.memory_tracker import dump, rss_gib
 log = logging.getLogger("smp_train.memory")
 
 OWNERS, FLAGS = 5, 4
-"""Largest numbers of owners and of changes in the error."""
+"""The error names at most this many owners and changes."""
 PIECES_FROM = 0.1
-"""Share of the memory in unused pieces of the allocator from which these are the first thing to change."""
+"""If the allocator's unused pieces take this share of the memory, the first change is the allocator's setting."""
 OTHERS, PIECES = "activations and temporary tensors", "unused pieces kept by the allocator"
 LOGITS, SO_FAR = "logits and what the loss makes of them", "weights made so far"
 _GIB = 1024**3

@@ -54,7 +54,7 @@ TIME_FIELDS = (
     "time_shares",  # parts of all time, mean over ranks, that add up to 1: `step_times.SHARES`
     "communication_share",  # share of the time in FSDP2's collectives; they overlap compute on a GPU
     "host_ahead_sec",  # least time of any rank's host waiting for its device; near 0: the host limits; null on a CPU
-    "slowest_rank",  # the rank that waits least; this and the next four are null with one rank
+    "slowest_rank",  # the rank that waits least; this and the next four fields are null with one rank
     "slowest_host",
     "slowest_phase",  # phase in which that rank differs most from the other ranks' median
     "slowest_sec",  # seconds per update above the other ranks' median
@@ -131,7 +131,7 @@ class Throughput:
             self._waited += self._clock() - began
 
     def window(self) -> dict[str, float | None]:
-        """Return `SPEED_FIELDS` since the last call, all None without a step, and start a new window."""
+        """Return `SPEED_FIELDS` since the last call (all None if there was no step), and start a new window."""
         seconds = self._clock() - self._began - self._paused
         fields: dict[str, float | None] = dict.fromkeys(SPEED_FIELDS)
         if self._steps and seconds > 0:

@@ -19,10 +19,10 @@ from smp_train.telemetry.metrics import FILE_NAME, NAMED_FROM, history, is_numbe
 from smp_train.telemetry.run_folder import RunFolder
 
 POINTS = 1000
-"""About this many steps of a run are drawn. Of a longer run, each interval's extremes of `EXTREMES` are drawn."""
+"""About this many steps of a run are drawn; in a longer run, each interval's extremes of the fields `EXTREMES`."""
 EXTREMES = ("loss", "grad_norm", "step_sec")
 HUNG_SECONDS = 600.0
-"""Seconds without a record after which a run counts as hung, unless it has paused for a third as long earlier."""
+"""A run counts as hung after this many seconds without a record, or 3 times its longest pause if that is longer."""
 ENDLESS = 10**9
 """``total_steps`` of a run that ends with its data."""
 PALETTES = {
@@ -215,7 +215,7 @@ class RunData:
         names = dict.fromkeys(name for shares in columns for name in shares)
         parts = {name: median(shares.get(name, 0) for shares in columns) for name in names}
         in_collectives = [share for record in self.steps if (share := record.get("communication_share")) is not None]
-        if in_collectives:  # overlaps the other parts
+        if in_collectives:  # it overlaps the other parts of a step
             parts["communication (in forward and backward)"] = 100 * median(in_collectives)
         if len(parts) > 1:
             shown = sorted((name for name in parts if parts[name] >= 1), key=lambda name: -parts[name])

@@ -45,7 +45,7 @@ class Screen:
             get_logger().info("Step %d of %d: %s", step, self._total, ", ".join([eta, *self._shown]))
 
     def figures(self, record: Mapping[str, Any], *, next_save: int, saving: bool) -> None:
-        """Take a logged step's record, the step of the next save, and whether one is being written."""
+        """Show a logged step's record, the step of the next save, and whether a save is being written."""
         speed, loss = (record.get(name) for name in ("tokens_per_sec", "loss"))
         self._seconds = record.get("step_sec") or self._seconds
         numbers = [f"loss {loss:.4f}", *([] if speed is None else [f"{speed:,.0f} tokens/s"])]

@@ -83,7 +83,7 @@ class StepTimes:
         self._phase, self._since = phase, now
 
     def _event(self) -> torch.cuda.Event:
-        """Return an event, recorded now in this thread's stream."""
+        """Record an event in this thread's CUDA stream now, and return it."""
         event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
         event.record()
         return event

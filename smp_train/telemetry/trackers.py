@@ -32,9 +32,9 @@ NOT_TRACKED = {"command", "sources", "pid", "samples"}
 MAX_TEXT = 500
 """Longest text in characters: the limit of MLflow's parameters on some servers."""
 BATCH = 100
-"""Most parameters, and most tags, in one request to an MLflow server."""
+"""One request to an MLflow server has at most this many parameters and this many tags."""
 QUEUED = 10_000
-"""Longest queue of a slow tracker; further records are dropped."""
+"""The queue of a slow tracker holds at most this many records; further records are dropped."""
 CLOSE_SECONDS, FAILED_SECONDS = 30.0, 5.0
 """Longest wait for queued records at the end of a run, and at the end of a failed run."""
 
@@ -218,7 +218,7 @@ class Trackers:
     """All trackers of a run, for `MetricsWriter`."""
 
     def __init__(self, trackers: Mapping[str, tuple[str, Tracker]], config: Mapping[str, Any]) -> None:
-        """Start trackers; a value has the tracker's name, as in `EXTRAS` if it needs a package, and the tracker."""
+        """Start trackers; each value is a tracker's name (as in `EXTRAS` if it needs a package) and the tracker."""
         config = flat(json.loads(redacted(json.dumps(config, default=str))))
         self._feeds = [(tracker, Feed(name, tracker, config)) for name, tracker in trackers.values()]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 DEAREST = 10
 IDLE_FROM, EXPOSED_FROM = 0.2, 0.15
-"""A step is bound by the host (or by communication) if the device is idle (or in exposed communication) this long."""
+"""The host (or communication) limits a step if the device is idle (or waits for it) for this share of the step."""
 LATE_FROM = 0.1
 """A rank is slow if it spends this share of a step less in communication than the median of all other ranks."""
 ADVICE = {

@@ -96,7 +96,7 @@ def transformers() -> Iterator[Finding]:
     """Check the release of transformers for the backend that would run here."""
     installed = version("transformers")
     if installed is None:
-        return  # among the extras
+        return  # `extras` reports it
     if smp_installed() and installed != SMP_TRANSFORMERS:
         fix = f"SMP is made for {SMP_TRANSFORMERS}: pip install transformers=={SMP_TRANSFORMERS}"
         yield warn("transformers", installed, fix)

@@ -76,11 +76,11 @@ def kubernetes() -> Iterator[Finding]:
 
 
 def aws() -> Iterator[Finding]:
-    """Check boto3's credentials and region; asks no service except the machine's own."""
+    """Check boto3's credentials and region, without a request to AWS (only to this machine's metadata service)."""
     if importlib.util.find_spec("boto3") is None:
         yield ok("AWS", "boto3 is not here: no s3:// places, no `launch sagemaker`", install("s3"))
         return
-    for name in ("TIMEOUT", "NUM_ATTEMPTS"):  # outside of EC2 no service has a role for this machine
+    for name in ("TIMEOUT", "NUM_ATTEMPTS"):  # outside EC2, boto3 would wait for a service that does not exist
         os.environ.setdefault(f"AWS_METADATA_SERVICE_{name}", "1")
     import boto3
     from botocore.exceptions import BotoCoreError

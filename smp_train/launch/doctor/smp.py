@@ -52,7 +52,7 @@ def main(folder: Path, out: Path, flags: Sequence[str]) -> int:
         if ranks.is_main:
             print("\n".join([f"SMP {' '.join(case)}", *lines]), flush=True)
             out.write_text(json.dumps(report, indent=1), encoding="utf-8")
-        if not is_alone():  # training failed on all ranks; after a failed comparison all go on
+        if not is_alone():  # training failed on all ranks; after a mere failed comparison, the next case runs
             break
     return 2 if FAIL in levels else 0
 
@@ -77,7 +77,7 @@ def examine(folder: Path, flags: Sequence[str], names: dict[str, list[str]]) -> 
     resumed = {"resume_from_checkpoint": folder / "checkpoints", "checkpoint_type": "async_sharded"}
     for resolved in parse(max_steps=1), parse(**resumed):
         arguments.validate(resolved.args, ranks.world_size)
-        if "torch.sagemaker" in sys.modules:  # its groups belong to a process group that has ended
+        if "torch.sagemaker" in sys.modules:  # SMP's groups belong to a process group that has ended
             sys.modules["torch.sagemaker"].state.reset()
         train_lib.train(resolved, ranks)
     if not ranks.is_main:
@@ -113,7 +113,7 @@ def _drawn(folder: Path, args: arguments.Arguments) -> Any:
     model = AutoModelForCausalLM.from_config(resolve(args).config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
-        parameter.data[parameter == 0] = 0.1  # a step would change 0
+        parameter.data[parameter == 0] = 0.1  # even a tiny step would change a weight of 0
     model.save_pretrained(folder / "weights")
     return model
 

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     warnings += preflight.missing_token(job.resolved, job.environment, home=False)
     warnings += timing.save_warnings(job.resolved, job.machines, options.max_run, STOP_SECONDS)
     warnings += check_account(job, session)
-    warnings += planned.check(job.resolved, training, job.machines)  # takes longest
+    warnings += planned.check(job.resolved, training, job.machines)  # last, as it takes longest
     warn(warnings)
     say(f"{options.instance_count} x {job.instance_type}: role, data and limits are in order")
     if options.check:

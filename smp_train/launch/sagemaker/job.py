@@ -72,7 +72,7 @@ class Job:
     """A training job, checked and complete."""
 
     options: argparse.Namespace
-    """Options of the launcher, in which checkpoints and max_wait are completed."""
+    """Options of the launcher; defaults of checkpoints and max_wait are filled in."""
     base_name: str
     instance: Instance
     hyperparameters: dict[str, Any]
@@ -251,11 +251,11 @@ def build(settings: Sequence[str] | Mapping[str, Any], *, copy_to: str | None = 
         resolved = parse([flag for name, value in hyper.items() for flag in as_arguments(name, value)], environ)
     check_run(resolved, checked.image, Machines(instance, checked.instance_count, instance.gpus))
     if resolved.args.backend == "smp":
-        # They travel as SMP's own parameter set, which SMP reads itself.
+        # These settings are passed as SMP's own parameter set, which SMP reads itself.
         hyper = {name: value for name, value in hyper.items() if canonical(name) != "mp_parameters"}
     checked.max_wait = checked.max_wait or (checked.max_run + DAY if checked.spot else None)
     name = re.sub(r"[^A-Za-z0-9]+", "-", checked.job_name or resolved.args.run_name).strip("-")
-    base_name = name[:43].rstrip("-") or "smp-train"  # the time needs 20 of the 63 characters
+    base_name = name[:43].rstrip("-") or "smp-train"  # SageMaker allows 63 characters, and 20 are for the time
     job = Job(checked, base_name, instance, hyper, resolved, read_env(checked.env))
     for problem in _problems(job, checked):
         raise ConfigError(problem)
