@@ -107,11 +107,12 @@ def train(**settings: Any) -> Trained:
 
     The keywords are the fields of `Settings`: every flag by name, as docs/flags.md lists them, under the same rules,
     and ``training_data``, ``validation_data``, ``loss``, ``on_step``, ``on_validation`` and ``on_save`` (see
-    `ProgramInputs`). ``SM_HP_*`` are not read. Collective under a launcher; in the main thread, which takes requests
-    to stop.
+    `ProgramInputs`). ``SM_HP_*`` are not read. Collective under a launcher. Call it in the main thread, which handles
+    requests to stop.
 
     Raises:
-        SmpTrainError: as the command fails. A callback that raises is named, with the step; its exception is the cause.
+        SmpTrainError: where the command would fail. If a callback raises an exception, the message names the callback
+            and the step, and the exception is the cause.
     """
     names = [field.name for field in fields(ProgramInputs) if field.name in settings]
     inputs = ProgramInputs(**{name: settings.pop(name) for name in names})

@@ -148,8 +148,8 @@ def linear_cross_entropy_sum(
 
     Tokens pass through the head in chunks. A chunk's gradients are computed while its logits are in memory: logits are
     neither kept for the backward pass nor recomputed. Extra memory is one chunk of logits and one gradient of the
-    weight in float32. (torch 2.13's ``linear_cross_entropy`` does the same, slower on a CPU, but neither over a split
-    vocabulary nor compiled.)
+    weight in float32. (torch 2.13's ``linear_cross_entropy`` does the same, but it is slower on a CPU, and supports
+    neither a split vocabulary nor compilation.)
 
     Args:
         hidden: ``[batch, seq, width]``, the last hidden states.

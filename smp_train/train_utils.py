@@ -111,11 +111,11 @@ class Ballot(NamedTuple):
 
 
 class Vote:
-    """One all-reduce per step, of a `Ballot` of each rank.
+    """The all-reduce of all ranks' `Ballot`s, once per step.
 
-    A stop or a failure on one rank so reaches every rank within the step, and no rank waits in a collective alone. The
-    token count stays on the device. The rest is copied to the host asynchronously and read after the whole step is
-    queued, so that the device is never idle.
+    It lets a stop or a failure on one rank reach every rank within the step, so that no rank waits in a collective
+    alone. The token count stays on the device. The rest is copied to the host asynchronously and read after the whole
+    step is queued, so that the device is never idle.
     """
 
     def __init__(self, backend: Backend, ballot: Ballot) -> None:
@@ -190,7 +190,7 @@ def train_step(
     Args:
         backend: The backend that built the ``model``.
         model: The model.
-        optimizer: Over its parameters.
+        optimizer: The optimizer of the model's parameters.
         micro_batches: This rank's part of the global batch.
         tokens: Number of counted tokens of the *global* batch, a scalar on the device.
         lr: Learning rate of this update.

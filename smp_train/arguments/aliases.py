@@ -1,4 +1,4 @@
-"""Other systems' names for settings: plain names (in the flags' rows), names with translated values or without effect.
+"""Other systems' names for settings: plain synonyms (listed with the flags), names with other values or no effect.
 
 An alias names one or more of our flags. The flag's type reads its value, unless ``read`` translates it first. An alias
 without a flag is accepted with a note, or refused, by its value. Names that several systems share (``--batch_size``,

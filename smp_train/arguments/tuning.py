@@ -50,7 +50,7 @@ def remedies(
     args: Arguments, uses: Uses, degrees: Degrees, local_world_size: int, *, gpu: bool, smp: bool = False,
     experts: int | None = None,
 ) -> Iterator[dict[str, Any] | None]:  # fmt: skip
-    """Yield changes of flags that save memory; None, as the last, stands for more devices.
+    """Yield changes of flags that save memory; a final None stands for more devices.
 
     Changes for the largest use come first, and the cheapest change for each use. Each change keeps the global batch,
     and flags and ranks allow it.

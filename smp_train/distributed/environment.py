@@ -168,7 +168,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this very process as a task.
 
     The shell of a batch script has SLURM_PROCID=0 and the job's SLURM_NTASKS as well, but no step, or a step with a
-    reserved number from 0xfffffff0 on (batch, extern, interactive). Taken for a task, it would wait for peers forever.
+    reserved number from 0xfffffff0 on (batch, extern, interactive). Taken for a task, the shell would wait for peers.
     """
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     return "SLURM_PROCID" in environ and step.isdigit() and int(step) < 0xFFFFFFF0

@@ -65,8 +65,8 @@ def prepare(*, one_queue: bool = False) -> None:
       it derives from LOCAL_RANK or the rank, which is the wrong GPU if srun deals ranks out to the nodes in turn.
 
     Args:
-        one_queue: Launch all kernels of a GPU in one hardware queue, as SMP's tensor parallelism needs for its overlap,
-            which is Megatron's. FSDP2 could not overlap communication and computation then.
+        one_queue: Launch all kernels of a GPU in one hardware queue, which SMP's (Megatron's) tensor parallelism needs
+            to overlap communication with computation. With one queue, FSDP2 could not overlap them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)

@@ -32,7 +32,7 @@ def finish_together(
     Args:
         action: for messages of failures, which reach all ranks within seconds, as in `gather`.
         work: called with a function to report progress: call it often with the units done since its last call. It
-            raises an exception to end this rank's work when another rank has failed. The work holds no collective.
+            raises an exception to end this rank's work when another rank has failed. It must contain no collective.
         progress: shows the units of all ranks, on rank 0.
         total: number of these units.
     """

@@ -2,7 +2,7 @@
 
 Every rank has a watcher thread. A node's leader is its lowest rank whose watcher still runs. The leader reads the slots
 of its node's ranks (`distributed.heartbeat`), and every few seconds writes them to the store where the ranks met, for
-the other leaders. The leader that first claims the report in the store reports. No collective is used, as they hang.
+the other leaders. The leader that first claims the report in the store reports. No collective is used: it could hang.
 
 A rank is late if its main thread stays in one phase of a step for ten times the usual time of a step, and for at least
 --hang_report_seconds. Its watcher then notes the thread's stack, and the collective that torch's flight recorder shows

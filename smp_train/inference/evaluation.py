@@ -110,7 +110,7 @@ def evaluate(
     Args:
         checkpoint: checkpoint, a run's folder of checkpoints (the newest), or Hugging Face model; also ``s3://``.
         data: one or several locations (token shards, Arrow data sets, text), or locations and `Source` objects by name.
-        batches: batches of a data set at most, per data-parallel rank; None for all.
+        batches: largest number of batches of each data set, per data-parallel rank; None for all.
         model: configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub.
         flags: flags of ``smp-train train``, by name; the defaults of `FLAGS_OF_RUN` are their values in the
             checkpoint's run.

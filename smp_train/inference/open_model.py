@@ -129,7 +129,7 @@ def sharded_model(saved: SavedModel, device: torch.device, dtype: str | None, at
 
     Args:
         saved: the model.
-        device: of this rank.
+        device: this rank's device.
         dtype: name of the weights' type; by default bfloat16 on a GPU and float32 on a CPU.
         attn_implementation: attention kernel.
     """
@@ -163,7 +163,7 @@ def load_model(
 
     Args:
         location: checkpoint, a run's folder of checkpoints (the newest), or Hugging Face model; also ``s3://``.
-        device: of torch; by default this process's GPU, or the CPU.
+        device: a torch device; by default this process's GPU, or else the CPU.
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU, float32 on a CPU.
         attn_implementation: attention kernel.
         model: configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub.

@@ -59,8 +59,8 @@ def complete(
 
     - A run without a name takes the name of its run folder, else of its model.
     - A relative run folder and the default --checkpoint_dir are placed below ``base``, an absolute path.
-    - Without --resume_from_checkpoint the run resumes from the first --checkpoint_dir that outlives a node. The user's
-      own stays at every restart, because training prefers the run's newest checkpoint.
+    - Without --resume_from_checkpoint the run resumes from the first --checkpoint_dir that outlives a node. A flag that
+      the user gave is kept at every restart, because training prefers the run's newest checkpoint.
 
     Raises `ConfigError` as `smp_train.arguments.parse` does.
     """

@@ -35,8 +35,8 @@ def backends(backend: str, image: str | None) -> tuple[str, ...]:
 def check_image(instance: Instance | None, image: str, backend: str = "auto") -> None:
     """Refuse an image that does not fit the instance's GPUs, its processors or the backend.
 
-    CUDA, torch and architecture follow from name and tag (``cu124``, ``arm64``, AWS's own images), the architecture of
-    an Enroot file from its programs if `unsquashfs` is installed. An unknown property is accepted.
+    CUDA, torch and architecture are read from the name and tag (``cu124``, ``arm64``, AWS's own images). An Enroot
+    file's architecture is read from its programs, if `unsquashfs` is installed. An unknown property is accepted.
 
     Raises:
         ConfigError: with an image, or an instance type, that would do.

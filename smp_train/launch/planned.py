@@ -32,10 +32,10 @@ def note_unplanned(args: Arguments, machines: Machines) -> None:
 
 
 def check(resolved: Resolved, flags: Sequence[str], machines: Machines) -> list[str]:
-    """Return a warning if the run with these ``flags`` is planned to run out of memory; nothing without a plan.
+    """Return a warning if the plan of the run with these ``flags`` exceeds the memory; no warning without a plan.
 
-    With ``--auto`` the settings are searched as the run will search them, and printed. The plan is made by a process of
-    its own: launchers do without torch, and this machine may have no torch.
+    With ``--auto`` the settings are searched as the run will search them, and printed. The plan is made in a separate
+    process: launchers do not import torch, and this machine may have no torch.
 
     Raises:
         ConfigError: memory that no kernel can avoid exceeds the GPU, on the planned backend; or with ``--auto``,

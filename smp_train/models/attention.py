@@ -1,11 +1,11 @@
 """Attention of the native backend: without a mask if causal attention suffices, and without waiting for the device.
 
-For the kernels that it knows, transformers asks in every forward pass whether positions restart, which reads a number
-back from the device, and gives padded and packed rows a dense mask, for which causal kernels cannot be used. A kernel
-registered under another name gets ``attention_mask`` unchanged if that is None or has four dimensions. Here it is
+For the kernels that it knows, transformers checks in every forward pass whether positions restart, which reads a number
+back from the device. It also gives padded and packed rows a dense mask, which rules out causal kernels. A kernel that
+is registered under another name gets ``attention_mask`` unchanged if that is None or has four dimensions. Here it is
 
 - None: causal attention. Padding on the right changes nothing that is counted;
-- bool ``[batch, 1, seq, seq]``: True if a token attends;
+- bool ``[batch, 1, seq, seq]``: True where a token attends to another;
 - int32 ``[1, 1, longest, documents + 1]``: the documents' bounds, in the rows of the batch joined end to end. Dimension
   2 holds copies; its size is the longest document, because a number would be compiled in as a constant.
 """
@@ -139,8 +139,8 @@ def attend(
         key: ``[batch, kv_heads, keys, head_dim]``; with a cache there are more keys than queries.
         value: Like ``key``.
         attention_mask: See the module's docstring.
-        dropout: Of attention weights.
-        scaling: Of scores; by default one over the root of head_dim.
+        dropout: Dropout probability of attention weights.
+        scaling: Factor of the scores; by default one over the root of head_dim.
         sliding_window: Tokens that a token attends to, itself included; None for all.
         kwargs: Other arguments that transformers passes to its sdpa kernel.
 

@@ -36,7 +36,7 @@ def load_pretrained(
     """Fill every parameter of a materialised model from the weights at ``location``, cast to its own dtype.
 
     ``location`` is a folder with safetensors or pickled weights (``.bin``), or one such file, also in S3. Each rank
-    reads only the rows and columns of its shards, and needs host memory for one block besides. Not collective: the
+    reads only the rows and columns of its shards, and needs additional host memory for one block. Not collective: the
     caller reports a failure to other ranks. The files use the Hugging Face state dict's names, with or without the base
     model's prefix. Experts stored one by one are stacked if transformers stacks them in memory.
     ``on_progress`` is called with the bytes of parameters done and in all.

@@ -1,7 +1,7 @@
 """The state of model and optimizer under Hugging Face parameter names, as live tensors that are loaded in place.
 
 Why not `torch.distributed.checkpoint.state_dict`: it creates a fresh optimizer's state by a step, and so saves a step
-count of 1 for a step that was never taken; it loads hyper-parameters over the run's; and it saves tied weights once per
+count of 1 for a step that was never taken; it overwrites the run's hyper-parameters; and it saves tied weights once per
 name.
 """
 
@@ -45,8 +45,8 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     ``{"model": {name: tensor}, "optim": {"state": {name: {"exp_avg": ..., "exp_avg_sq": ..., "step": ...}}}}``, with
     the tensors of model and optimizer themselves (DTensors if sharded), so that `Checkpoint.load` restores both bit for
     bit. ``model`` includes persistent buffers; tied weights appear once, under their first name. Learning rate, betas
-    and weight decay are left out, because the arguments set them. Of a model with adapters, only the adapters are
-    included, or with ``base`` everything else. Raises ValueError if the optimizer holds a parameter that the model
+    and weight decay are left out, because the arguments set them. For a model with adapters, only the adapters are
+    included; with ``base``, everything else is. Raises ValueError if the optimizer holds a parameter that the model
     does not.
     """
     names: dict[int, str] = {}

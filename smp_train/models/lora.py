@@ -24,7 +24,7 @@ class Lora:
     """Settings of the adapters: ``weight + alpha / rank * B @ A``, with A ``[rank, in]`` and B ``[out, rank]``.
 
     Attributes:
-        rank: Of A and B.
+        rank: Rank of A and B.
         alpha: Scale of the product, before it is divided by the rank.
         target_modules: Names of the modules that get adapters, or the names' last parts; or `ALL_LINEAR`.
         dropout: Dropout of A's input, in training.

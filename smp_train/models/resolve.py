@@ -120,7 +120,7 @@ def resolve(args: Arguments, *, needs_weights: bool = True) -> ModelSpec:
 
     In order of precedence: ``hf_pretrained_model_name_or_dir`` or, with ``finetune``, ``pretrained_model_name`` or the
     configuration next to ``pretrained_checkpoint_file``; ``model_type`` with ``model_size`` (a preset); ``model_type``
-    with widths. ``model_type`` defaults to gpt_neox, with ``model_size`` to the from-scratch ladder. All other model
+    with widths. ``model_type`` defaults to gpt_neox, or with ``model_size`` to the from-scratch ladder. All other model
     flags are applied to the result. Without ``needs_weights``, for a plan, adapters need no weights.
 
     Raises:
@@ -174,7 +174,7 @@ def resolve_saved(
 
 
 def settled_flags(args: Arguments) -> dict[str, tuple[Any, str]]:
-    """Return the value and its source of each model flag that was not given, without building a model or torch.
+    """Return the value and the value's source of each model flag that was not given; needs neither model nor torch.
 
     A Hugging Face model's values are known if its ``config.json`` is in a local folder. The result is empty for other
     Hugging Face models, and if the model is in a checkpoint. Raises `ConfigError` as `resolve` does for flags.

@@ -120,9 +120,9 @@ def text(report: dict[str, Any]) -> str:
 def choose(request: dict[str, Any]) -> dict[str, Any]:
     """Return ``flags`` and ``plan`` of the best setting, and ``rows`` per step; or an ``error``.
 
-    ``request`` holds ``args``, ``given``, ``devices``, ``per_node``, ``memory`` in bytes of each device,
-    ``host_memory`` of a node for each (None on a CPU), ``gpu`` (the name of the GPU, "" on a CPU) and ``batch`` (rows
-    of a step or None).
+    ``request`` holds ``args``, ``given``, ``devices``, ``per_node``, ``memory`` (bytes per device), ``host_memory``
+    (bytes of the node's memory per device, None on a CPU), ``gpu`` (the name of the GPU, "" on a CPU) and ``batch``
+    (rows of a step or None).
     """
     gpu_name, args = request["gpu"], Arguments(**request["args"])
     run = planned_run(args, request["devices"], request["per_node"], gpu=bool(gpu_name))

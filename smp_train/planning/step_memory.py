@@ -183,7 +183,7 @@ def peaks(
     Args:
         args: Settings of the run.
         backend: The backend that built the model.
-        model: With real parameters, or with fake ones inside their mode.
+        model: The model, with real parameters, or with fake parameters inside their fake mode.
         seq_len: Tokens per row.
         counter: Counts the work of the second step.
     """

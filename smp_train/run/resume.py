@@ -67,9 +67,9 @@ def tokenizer_of_run(
 ) -> dict[str, bytes]:
     """Return the files of the run's tokenizer, which go into its checkpoints; empty if it has no tokenizer.
 
-    In this order: --tokenizer; the weights' tokenizer; the tokenizer of the model's name if the run reads text; the
-    tokenizer of the checkpoint to resume or finetune; the tokenizer of prepared training data. The last one also takes
-    precedence if it is the same tokenizer with a chat template. Not collective.
+    The first of these is used: --tokenizer; the weights' tokenizer; the tokenizer of the model's name if the run reads
+    text; the tokenizer of the checkpoint to resume or finetune; the tokenizer of prepared training data. The last one
+    also takes precedence if it is the same tokenizer with a chat template. Not collective.
     """
     location = args.tokenizer or tokenizer.tokenizer_folder(spec.pretrained)
     if location is None and reads_text:

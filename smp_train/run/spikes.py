@@ -2,11 +2,10 @@
 
 A value is a spike above ``median + threshold * max(1.4826 * MAD, floor * median)`` of the window: the last
 --spike_window steps that were no spikes themselves. MAD is the median absolute deviation from the median; times 1.4826
-it estimates the standard deviation of a normal distribution, and half of the window can be anything (Rousseeuw and
-Croux, "Alternatives to the Median Absolute Deviation", 1993). The floor is 0.02 of a loss, and the whole median of a
-gradient norm, which varies several times over while training is sound, and is clipped. The window of step s ends at
-step s - 2, whose numbers are on the host when s is queued: so the rule does not depend on when they are read, or on a
-resume.
+it estimates the standard deviation of a normal distribution, even if half of the window are outliers (Rousseeuw and
+Croux, "Alternatives to the Median Absolute Deviation", 1993). The floor is 0.02 for a loss. It is 1 for a gradient
+norm, which is clipped, and varies several-fold in sound training. The window of step s ends at step s - 2, whose
+numbers are on the host when step s is queued: so the rule depends neither on when numbers are read nor on resumes.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ class Spikes:
     def diverges(self, loss: float) -> float | None:
         """Add a step's loss; return the loss at the start when this step shows that the run diverges, once per run.
 
-        The sign is `RISEN` steps in a row with twice the loss at the start, and at least 2 nats more. A healthy run
-        does not show it: random weights are no worse than a guess, so their loss falls, and in finetuning even one
-        batch with twice the usual loss is rare.
+        A run diverges if `RISEN` steps in a row have twice the loss at the start, and at least 2 nats more. A healthy
+        run has no such steps: random weights are no worse than a guess, so their loss falls, and in finetuning even
+        one batch with twice the usual loss is rare.
         """
         if len(self._first) < FIRST:
             self._first.append(loss)

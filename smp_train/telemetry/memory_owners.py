@@ -40,9 +40,9 @@ def owners(
 ) -> list[tuple[str, float]]:  # fmt: skip
     """Return the owners of this rank's memory on the device with their GiB, the largest first; not collective.
 
-    Weights, gradients, optimizer state, buffers and logits are counted. The difference to the allocator's total (on a
-    CPU, to the resident memory) is activations and temporary tensors, gathered layers included; on a CPU it includes
-    the program. Without a ``model``, the difference is the weights built so far. A tensor counts as logits if its last
+    Weights, gradients, optimizer state, buffers and logits are counted. The rest of the allocator's total (on a
+    CPU, of the resident memory) is activations and temporary tensors, gathered layers included; on a CPU it includes
+    the program. Without a ``model``, the rest is the weights built so far. A tensor counts as logits if its last
     dimension is in ``widths``: the size of the vocabulary, or of a rank's part of it.
     """
     counted: Counter[str] = Counter()

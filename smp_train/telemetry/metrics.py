@@ -76,7 +76,7 @@ def peak_flops(device_name: str) -> float | None:
     """Return the peak of dense bf16 matrix products in FLOP/s, None for a device outside the table.
 
     The figures are from NVIDIA's data sheets and HGX pages, halved if they quote 2:4 sparsity. H100 SXM is 528 tensor
-    cores x 1024 FLOP/clock x 1.83 GHz. A slice of a device (MIG) has the device's name in its own and no known peak.
+    cores x 1024 FLOP/clock x 1.83 GHz. The name of a MIG slice contains the device's name; its peak is unknown.
     ``device_name`` is the result of ``torch.cuda.get_device_name``, such as ``NVIDIA H100 80GB HBM3``.
     """
     if "MIG" in device_name:
