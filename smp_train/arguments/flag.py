@@ -37,6 +37,7 @@ class Flag:
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other systems' values, and ours for each
     switch: bool = False  # --flag alone means 1 and --no-flag 0; a text flag maps 1 and 0 in `values`
     must: str = ""  # the key of its rule in `RULES`
+    path: str = ""  # "read" or "written" if it may name a file or folder, which containers must mount
     needs: str = ""  # the flag without which it is refused
     idle_without: str = ""  # the flag without which it has no effect
     only_natively: tuple[tuple[Any, ...], str] | None = None

@@ -31,7 +31,7 @@ class ModelArguments:
     model_size: str | None = flag(None, "Preset of the family, such as 7b", shown="no preset")
     hf_pretrained_model_name_or_dir: str | None = flag(
         None, "Hugging Face model by name, folder or s3://: its configuration, and its weights if it has any",
-        aliases="hf_model model_name_or_path")
+        aliases="hf_model model_name_or_path", path="read")
     trust_remote_code: bool = flag(False, "Run the model's or tokenizer's code if transformers has no class for it")
     from_scratch: bool = flag(False, "Train a preset of the from-scratch ladder (350m to 70b; --model_size, or 7b)")
     max_context_width: int | None = shape(
@@ -70,14 +70,15 @@ class FinetuneArguments:
     finetune: bool = flag(
         False, "Start from pretrained weights; with --resume_from_checkpoint, from the run's checkpoint if it has one")
     pretrained_model_name: str | None = flag(
-        None, "Model by name, folder or s3://: its configuration, and its weights by default", needs="finetune")
+        None, "Model by name, folder or s3://: its configuration, and its weights by default", needs="finetune",
+        path="read")
     pretrained_checkpoint_file: str | None = flag(
         None, "Weights: a file (.safetensors, .bin, .pt), a folder of files, or a checkpoint; also s3://. The model is "
         "--pretrained_model_name, else --model_type and its widths, else the config.json next to the file",
-        needs="finetune")
+        needs="finetune", path="read")
     finetune_checkpoint_load_dir: str | None = flag(
         None, "Folder or s3:// with the weights of --pretrained_model_name, or with models by name",
-        shown="the model's own", needs="finetune")
+        shown="the model's own", needs="finetune", path="read")
     lora_rank: int | None = flag(None, "Train low-rank adapters (LoRA) of this rank and freeze the weights", must=">=1")
     lora_alpha: float | None = flag(
         None, "Scale of the adapters times the rank", shown="twice the rank", must=">0", idle_without="lora_rank")
@@ -100,7 +101,8 @@ class ParallelArguments:
         "where no flag sets them",
         choices=("off", "plan"), values={"1": "plan", "0": "off"}, switch=True)
     smp_names: str | None = flag(
-        None, "JSON or YAML file of SMP's parameter names, written by `doctor --smp`, for transformed checkpoints")
+        None, "JSON or YAML file of SMP's parameter names, written by `doctor --smp`, for transformed checkpoints",
+        path="read")
     sharding_strategy: str = flag(
         "full_shard", "Shard parameters, gradients and optimizer over all processes (full_shard) or groups of "
         "--hybrid_shard_degree processes, by default a node's (hybrid_shard); gradients and optimizer only "

@@ -27,7 +27,7 @@ class LoggingArguments:
         choices=("tensorboard", "wandb", "mlflow", "all", "none"))
     tensorboard_dir: list[str] | None = flag(
         None, "Folders for TensorBoard; {run_dir} in them is the run folder", shown="{run_dir}/tensorboard",
-        must="folder", aliases="logging_dir")
+        must="folder", aliases="logging_dir", path="written")
     wandb_project: str | None = flag(
         None, "Project of Weights & Biases", shown="WANDB_PROJECT; smp-train", idle_without="report_to")
     mlflow_tracking_uri: str | None = flag(
@@ -49,8 +49,8 @@ class LoggingArguments:
 class RuntimeArguments:
     """Running: configuration files, communication and debugging."""
 
-    config: str | None = flag(None, "YAML or JSON file of flags")
-    smp_config: str | None = flag(None, "JSON file of SMP v2's configuration keys")
+    config: str | None = flag(None, "YAML or JSON file of flags", path="read")
+    smp_config: str | None = flag(None, "JSON file of SMP v2's configuration keys", path="read")
     print_config: bool = flag(False, "Print every setting and its source, and exit")
     debug: bool = flag(False, "Print tracebacks")
     distributed_backend: str = flag(

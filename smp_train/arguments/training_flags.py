@@ -87,15 +87,16 @@ class DataArguments:
     max_bad: float = flag(0.001, "Fraction of all rows that --bad_rows skip may skip, as 0.1%", must=">=0 <=1")
     allow_data_change: bool = flag(False, "Resume although the training data has changed")
     data_cache_dir: str | None = flag(
-        None, "Folder of the token cache", shown="in the data's folder, else ~/.cache", must="folder")
+        None, "Folder of the token cache", shown="in the data's folder, else ~/.cache", must="folder",
+        path="written")
     data_audit: bool = flag(False, "Write the identity of every sample to data_audit-rank<r>.jsonl")
     dataset_config_name: str | None = flag(None, "Configuration of data sets on the hub, such as en")
     tokenizer: str | None = flag(
         None, "Tokenizer of text, chats and completions: tokenizer.json, a folder, or a name on the hub",
-        shown="the model's own", aliases="tokenizer_name")
+        shown="the model's own", aliases="tokenizer_name", path="read")
     text_column: str | None = flag(
         None, "Field with text or chats; or two fields, PROMPT,COMPLETION", shown="text, messages or prompt,completion")
-    chat_template: str | None = flag(None, "File with a chat template that replaces the tokenizer's")
+    chat_template: str | None = flag(None, "File with a chat template that replaces the tokenizer's", path="read")
     validation_freq: int | None = flag(
         None, "Steps between validations", shown="never", must=">=1", aliases="eval_steps")
     validation_batches: int = flag(10, "Batches of one validation", must=">=1")
@@ -125,7 +126,7 @@ class CheckpointArguments:
         choices=("sharded", "full", "async_sharded"), shown="async_sharded; sharded on SMP")
     resume_from_checkpoint: str | None = flag(
         None, "Folder or s3:// prefix of --checkpoint_dir: go on with the run of this name in it. Folder of one run or "
-        "one checkpoint: begin from it, unless the run has checkpoints of its own",
+        "one checkpoint: begin from it, unless the run has checkpoints of its own", path="read",
         aliases="ckpt_load_path restart_checkpoint_file")
     keep_best: bool = flag(False, "Keep the checkpoint of the lowest validation loss, too", needs="validation_freq")
     load_best_model_at_end: bool = flag(
@@ -134,4 +135,4 @@ class CheckpointArguments:
     strict_resume: bool = flag(False, "Stop at a damaged newest checkpoint; by default the next older one is taken")
     break_checkpoint_lock: bool = flag(False, "Take over the checkpoints of another job that seems to save this run")
     save_final_model: bool = flag(False, "Write the model in Hugging Face format at the end")
-    model_dir: str | None = flag(None, "Folder or s3:// for the final model", variable="SM_MODEL_DIR")
+    model_dir: str | None = flag(None, "Folder or s3:// for the final model", variable="SM_MODEL_DIR", path="written")

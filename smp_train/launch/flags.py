@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smp_train.arguments import Arguments, Resolved, parse
+from smp_train.arguments.groups import flags
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
 from smp_train.arguments.run_name import CHECKPOINTS
 from smp_train.arguments.training_flags import NODE_LOCAL
@@ -88,6 +89,12 @@ def durable_folders(args: Arguments) -> list[str]:
 def shared_folders(args: Arguments) -> list[str]:
     """Return the run's --checkpoint_dir on file systems that its nodes share."""
     return [folder for folder in durable_folders(args) if "://" not in folder]
+
+
+def paths_of(args: Arguments, use: str) -> list[str]:
+    """Return the values of the flags whose row has this ``use`` as ``path``: ``read`` or ``written``."""
+    values = [getattr(args, name) for name, flag in flags().items() if flag.path == use]
+    return [path for value in values if value for path in (value if isinstance(value, list) else [value])]
 
 
 def newest_step(args: Arguments, *, in_s3: bool) -> int:

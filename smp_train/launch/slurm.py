@@ -18,7 +18,7 @@ from smp_train.arguments import Resolved
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import cluster, planned, preflight, timing
 from smp_train.launch.command import ask, call
-from smp_train.launch.flags import shared_folders
+from smp_train.launch.flags import paths_of, shared_folders
 from smp_train.launch.images import check_image
 from smp_train.launch.options import LaunchParser, split
 from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, describe
@@ -47,11 +47,6 @@ HEADER = {
     "dependency": "Slurm dependency, such as singleton",
 }  # fmt: skip
 """Options that are handed to Slurm as they are."""
-READ_FLAGS = (
-    "config", "smp_config", "resume_from_checkpoint", "hf_pretrained_model_name_or_dir", "pretrained_model_name",
-    "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "tokenizer", "chat_template",
-)  # fmt: skip
-WRITTEN_FLAGS = ("data_cache_dir", "tensorboard_dir", "model_dir")
 AGENT_OPTIONS = ("nproc", "instance_type", "preflight", "profile")
 ADVICE = (
     ("generic resource", "leave --gpus_per_node out: this cluster has no GRES"),
@@ -154,12 +149,8 @@ def _header_value(key: str, value: str) -> str:
 def named_paths(resolved: Resolved, run_dir: str) -> dict[str, Any]:
     """Return the fields of a job for the files and folders that its flags name."""
     args = resolved.args
-    read_paths = [path for name in READ_FLAGS if (path := getattr(args, name)) and os.path.exists(path)]
-    written = shared_folders(args)
-    for name in WRITTEN_FLAGS:
-        value = getattr(args, name)
-        paths = value if isinstance(value, list) else [value]
-        written += [path for path in paths if path and "://" not in path]
+    read_paths = [path for path in paths_of(args, "read") if os.path.exists(path)]
+    written = [*shared_folders(args), *(path for path in paths_of(args, "written") if "://" not in path)]
     return {
         "read": list(map(os.path.abspath, [*(folder for _, folder in preflight.data_folders(args)), *read_paths])),
         "written": [os.path.abspath(path.replace("{run_dir}", run_dir)) for path in written],

@@ -461,6 +461,17 @@ def test_what_nodes_keep_to_themselves_is_not_what_a_run_resumes_from(tmp_path: 
     assert (paths["written"], paths["checkpoints"]) == ([f"{tmp_path}/shared"], [f"{tmp_path}/shared/x"])
 
 
+def test_files_that_flags_name_are_those_of_a_job(tmp_path: Path) -> None:
+    (tmp_path / "names.json").touch()
+    words = ["--run_dir", str(tmp_path / "x"), "--smp_names", str(tmp_path / "names.json"), "--tokenizer", "org/name"]
+    _, resolved = flags.complete([*words, "--tensorboard_dir", "{run_dir}/tb", "s3://b/tb", "--model_dir", "s3://b/m"])
+    paths = slurm.named_paths(resolved, str(tmp_path / "x"))
+    assert str(tmp_path / "names.json") in paths["read"]
+    assert not any("org/name" in path for path in paths["read"])
+    assert str(tmp_path / "x/tb") in paths["written"]
+    assert not any("s3:" in path for path in paths["written"])
+
+
 def test_newest_of_several_folders(tmp_path: Path) -> None:
     """Of the highest generation, then of the highest step, whatever names and clocks say."""
     for folder, step in (("a/mine", 10), ("b/mine", 9), ("b/mine", 100), ("b", 200), ("b/other", 300)):
