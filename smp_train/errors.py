@@ -40,7 +40,7 @@ class CheckpointError(SmpTrainError):
 
 
 CAUSE_VARIABLE = "SMP_TRAIN_CAUSE_FILE"
-"""Environment variable with the file in which a process reports a cause to its launcher that no exit code shows."""
+"""Environment variable with the file in which a process reports to its launcher a cause that no exit code shows."""
 LOST_PEER = "lost-peer"
 
 EXIT_CODES: dict[int, type[SmpTrainError]] = {

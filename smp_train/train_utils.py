@@ -66,7 +66,7 @@ def build_optimizer(args: Arguments, backend: Backend, model: nn.Module) -> torc
 def seed_step(seed: int, step: int, stream: int) -> None:
     """Seed every generator as a pure function of the run's seed, the step, and the rank's ``stream``.
 
-    A resume draws the same dropout without saved generator state. Ranks with the same ``stream`` draw the same.
+    A resume draws the same dropout without saved generator state. Ranks with the same ``stream`` draw the same numbers.
     """
     mixed = _mix(_mix(_mix(seed) ^ step) ^ stream)
     random.seed(mixed)

@@ -23,7 +23,7 @@ DATA_FLAGS = (
     "training_dir", "dataset", "streaming", "test_dir", "dataset_type", "zipped_data", *CACHE_FLAGS, "bad_rows", "long",
     "short",
 )  # fmt: skip
-"""Flags of data that is read, not made up."""
+"""Flags for data that is read, which have no effect on synthetic data."""
 VALIDATION_FLAGS = ("test_dir", "validation_batches", "val_batch_size", "fast_validation")
 EXCLUSIVE = (
     ("choose the model", "hf_pretrained_model_name_or_dir", "from_scratch"),
@@ -227,7 +227,7 @@ def _data(args: Arguments, inputs: ProgramInputs) -> Iterator[str]:
 def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
     """Return the notes of parsing, and a line for each setting of the user that has no effect on ``backend``.
 
-    ``backend`` is by default the one of --backend, or the native backend for ``auto``.
+    By default, ``backend`` is the value of --backend, or the native backend for ``auto``.
     """
     args, reasons = resolved.args, _idle_flags(resolved, backend or resolved.args.backend)
     lines = [

@@ -50,7 +50,7 @@ class MetaModel:
     """Tokens of a row."""
     model: nn.Module
     experts: Mapping[nn.Module, list[nn.Module]] = field(default_factory=dict)
-    """By decoder layer, its modules whose experts are distributed over expert ranks."""
+    """For each decoder layer, the modules whose experts are distributed over expert ranks."""
 
 
 class RouterTerm(NamedTuple):

@@ -70,7 +70,7 @@ def start(
     device = device_of(runtime, distributed_backend)
     backend = _group_backend(device, distributed_backend)
     backend = backend if mixed else backend.rpartition(":")[2]
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # collectives in the flight recorder, for `watch`
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # `watch` reads collectives from the flight recorder
         newer = hasattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
     # Before 2.6, torch warns that objects go through the group's CPU backend, as they should.

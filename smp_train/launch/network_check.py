@@ -54,8 +54,8 @@ def compare(
 ) -> tuple[list[str], str]:
     """Compare the nodes' counts through a shared folder; return (nodes at fault, message), the same on all nodes.
 
-    Ranks follow from the number of processes on each node: with one GPU less on a node, all would wait for a rank that
-    does not exist. ``hosts`` names the nodes in order; ``efa`` counts this node's Elastic Fabric Adapters, or is 0 if
+    Every node must have the same number of processes: if a node lacked a GPU, all ranks would wait for one that does
+    not exist. ``hosts`` names the nodes in order; ``efa`` counts this node's Elastic Fabric Adapters, or is 0 if
     they do not matter. Raises OSError if the folder cannot be written.
     """
     scratch = folder / f".node-{node_rank}.json"

@@ -127,7 +127,7 @@ def check_node(
 ) -> int:  # fmt: skip
     """Return how many processes to start, after comparing this node with its instance type.
 
-    If the user has not ``stated`` a type, it is the machine's own; then a selection of GPUs is accepted, and no EFA.
+    If the user has not ``stated`` a type, it is the machine's own; then fewer GPUs, or no EFA at all, are accepted.
 
     Raises:
         BadNodeError: GPUs or network adapters are missing.

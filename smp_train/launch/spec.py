@@ -36,7 +36,7 @@ class Spec:
     resolved: Resolved
     machines: Machines
     environment: dict[str, str]
-    """Variables that the launcher exports: those of --env; on Kubernetes, which has no node agent, defaults too."""
+    """Variables that the launcher exports: those of --env, and on Kubernetes, which has no node agent, the defaults."""
     warnings: list[str]
 
     @property

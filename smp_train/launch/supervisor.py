@@ -107,7 +107,7 @@ def supervise(
         for local_rank in range(node.processes):
             workers.start(command, node.first_rank + local_rank, node.environment(local_rank, environ or os.environ))
         if workers.signals:
-            workers.send(signal.SIGTERM, workers.processes.keys() - workers.asked)  # started too late
+            workers.send(signal.SIGTERM, workers.processes.keys() - workers.asked)  # those that missed the request
         failure = workers.wait(grace_seconds)
     finally:
         workers.send(signal.SIGKILL)
@@ -228,7 +228,7 @@ def _die_with_parent() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
 
 
 def _copy(source: IO[bytes], path: Path, sink: TextIO) -> None:

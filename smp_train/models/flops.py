@@ -42,7 +42,7 @@ def _counts(config: PretrainedConfig) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _count(config_class: Any, config_json: str) -> tuple[int, int]:
-    """Count in a model built on meta, which is exact for every model of transformers."""
+    """Count the parameters of a model built on meta, which is exact for every model of transformers."""
     import torch
     from torch import nn
 

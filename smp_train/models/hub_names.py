@@ -120,7 +120,7 @@ def attach_hub_names(model: Any) -> None:
 
 
 def _block(name: str, view: Tensor, param: Tensor) -> HubTensor | None:
-    """Return the block of ``param`` that ``view`` shows, None unless it is rows of the parameter or of an expert."""
+    """Return the block of ``param`` that ``view`` shows, None unless it consists of rows of it, or of an expert."""
     shape, offset, stride = tuple(view.shape), int(view.storage_offset()), param.stride()
     if view.shape == param.shape and view.stride() == stride:
         return HubTensor(name, shape)

@@ -55,7 +55,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of_folder(cls, folder: str) -> tuple[Ranks, int] | None:
-        """Return the ranks in a sub-folder's name and the shard rank; the checkpoint's own folder is of one rank."""
+        """Return the ranks in a sub-folder's name and the shard rank; the checkpoint's folder stands for one rank."""
         match = _FOLDER.fullmatch(folder)
         if match is None:
             return None if folder else (cls(), 0)

@@ -64,7 +64,7 @@ def shard(
     units = list(layers)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if isinstance(head, nn.Linear) and embedding is not None and head.weight is not embedding.weight:
-        # The head's backward pass follows its forward pass at once.
+        # The head stays gathered: its backward pass follows its forward pass at once.
         fully_shard(head, **options, reshard_after_forward=False)
         units.append(head)
     fully_shard(model, **options, reshard_after_forward=False)

@@ -56,7 +56,7 @@ class Mesh:
         return mesh if self.degrees.replicate == 1 else self.root["replicate", flat]
 
     def dimensions(self) -> dict[tuple[int, ...], str]:
-        """Return the name of the mesh dimension by the ranks of this rank's group in it."""
+        """Return the dimension's name for each group of this rank, by the ranks in the group."""
         return {
             tuple(dist.get_process_group_ranks(mesh.get_group(name))): name
             for mesh in (self.parameters_of_experts, self.parameters, self.root)

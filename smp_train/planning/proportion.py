@@ -32,7 +32,7 @@ def extrapolated(memory: Memory, start: Setting, target: Setting, space: Space) 
     """
     layers, steps = space.run.spec.config.num_hidden_layers, target.micro_steps
     state, tensor, share = start.sharing / target.sharing, start.tensor / target.tensor, target.share / start.share
-    keeps_results = target.checkpointing != checkpointing.FULL  # of operations and of collectives
+    keeps_results = target.checkpointing != checkpointing.FULL  # results of operations and collectives
     whole = target.rows * start.context / (start.rows * target.context)
     by_use = {
         Use.PARAMETERS: state, Use.GRADIENTS: state, Use.OPTIMIZER: state, Use.GATHERED: tensor, Use.ACTIVATIONS: share,

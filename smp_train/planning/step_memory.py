@@ -40,8 +40,8 @@ class Part:
 
 
 Phase = tuple[str, int]
-"""Part of the step and index of the layer. Counted from the end, an index is negative. All layers between the `EDGE`
-first and last ones share one phase."""
+"""Part of the step and index of the layer, which is negative if counted from the end. All layers between the `EDGE`
+first and the `EDGE` last layers share one phase."""
 EDGE = 2
 """Layers at either end whose memory differs from the rest: gathered before the first, or not freed after the last."""
 MICRO_BATCHES = 2

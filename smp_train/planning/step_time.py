@@ -25,7 +25,7 @@ LINKS = 0.7
 """Share of a link's or network's bandwidth that a collective of large tensors reaches. These three, and `products` and
 `attention` of A100 and H100, are fitted together to the published rows of docs/planning.md."""
 LAUNCH, HOP_WITHIN, HOP_ACROSS = 8.4e-6, 3.4e-6, 14e-6
-"""Latencies of a ring in seconds: start, hop within a node, hop between nodes; as NCCL's tuning.cc has for Simple."""
+"""Latencies of a ring in seconds: start, hop within a node, hop between nodes (NCCL's src/graph/tuning.cc, Simple)."""
 HOST_SECONDS = 10e-6
 """Host time per kernel, an assumption."""
 HOST_MEMORY = 25e9
@@ -50,11 +50,11 @@ class Machine:
     """Share of the peak that attention reaches."""
     memory: float
     link: float
-    """Between the devices of a node, per device and direction."""
+    """Bandwidth between the devices of a node, per device and direction."""
     host: float
-    """Between a device and host memory, per direction."""
+    """Bandwidth between a device and host memory, per direction."""
     network: float
-    """Between nodes, per node and direction."""
+    """Bandwidth between nodes, per node and direction."""
     per_node: int
 
 

@@ -62,7 +62,7 @@ def choose(
 
 
 def free_memory(device: torch.device, ranks: Runtime) -> tuple[int, int]:
-    """Return the bytes of device memory and of host memory that this rank may use; a CPU's device is the host."""
+    """Return the bytes of device and host memory that this rank may use; without a GPU, both are the host's."""
     free = free_host_bytes()
     if free is None:
         raise ConfigError("--auto: this system does not say how much memory is free; give the settings, without --auto")

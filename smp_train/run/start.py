@@ -200,7 +200,7 @@ def _with_pretrained(args: Arguments, checkpoint: str | None) -> Arguments:
 def _find_candidates(
     name: str, resumed: Location | None, folders: Sequence[RunFolder], owner: Ownership | None = None
 ) -> Start:
-    """Return the start of a run with its candidates, by the rule above; ``folders`` are the run's own."""
+    """Return the start of a run with its candidates, by the module's rule; ``folders`` are the run's own."""
     committed = owner.committed if owner is not None else [folder.committed() for folder in folders]
     own_candidates = sorted(
         (

@@ -17,7 +17,7 @@ from smp_train.train_utils import Ballot, PendingStep, StepNumbers, StepResult, 
 log = get_logger()
 
 ASYNCHRONOUS_DEVICES = {"cuda"}
-"""Device types that run after the host: a step's numbers are read once the next step is queued."""
+"""Device types that work asynchronously: a step's numbers are read once the next step is queued."""
 
 
 def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:

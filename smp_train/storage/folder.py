@@ -188,7 +188,7 @@ def _status(path: Path) -> os.stat_result:
 
 @contextmanager
 def _written(path: Path, publish: Callable[[Path, Path], object]) -> Iterator[BinaryIO]:
-    """Yield a stream into a hidden file next to ``path``; then sync it, let ``publish`` rename it, sync the folder."""
+    """Yield a stream into a hidden file next to ``path``; then sync it, let ``publish`` name it, sync the folder."""
     _make(path.parent)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
     try:

@@ -17,7 +17,7 @@ _GIB = 1024**3
 FIRST_STEPS = 3
 """Steps after each start whose phases get a row; every save and validation gets one."""
 HISTORY = 100_000
-"""Allocations and releases whose stacks a snapshot keeps."""
+"""A snapshot keeps the stacks of at most this many allocations and releases."""
 
 log = logging.getLogger("smp_train.memory")
 

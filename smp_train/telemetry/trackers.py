@@ -110,7 +110,7 @@ class WeightsAndBiases(Tracker):
             project=project, name=self._name, id=self._id, resume="allow", dir=self._folder, settings=settings
         )
         self._run.config.update(dict(config), allow_val_change=True)
-        # After a resume steps repeat. W&B drops a step that does not grow, so it is logged as a metric.
+        # After a resume steps repeat. W&B drops records whose step does not grow, so the step is logged as a metric.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         if not self._run.offline:

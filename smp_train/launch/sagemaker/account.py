@@ -46,7 +46,7 @@ def boto3() -> Any:
 def _explained(subject: str, unknown: list[str] | None = None) -> Iterator[None]:
     """Turn an error of AWS into a `ConfigError` with its message and the remedy.
 
-    With ``unknown``, a denied request is added to that list instead.
+    If the list ``unknown`` is given, a denied request is added to it instead.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
