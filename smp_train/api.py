@@ -80,7 +80,7 @@ def _with_keywords_of(settings: Callable[P, Any]) -> Callable[[Callable[..., T]]
 
 
 def _for_programs(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a failure that the program does not catch end each of several ranks as it ends the command."""
+    """On several ranks, let a failure that the program does not catch end each rank as it would end the command."""
 
     @functools.wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> T:

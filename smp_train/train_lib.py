@@ -43,7 +43,7 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
 
 
 def group_settings(args: Arguments) -> dict[str, Any]:
-    """Return how the process group of a run is formed."""
+    """Return the settings with which a run's process group is formed."""
     seconds = 60 * args.distributed_timeout_minutes
     one_queue = not runs_natively(args) and args.tensor_parallel_degree > 1
     return {"distributed_backend": args.distributed_backend, "timeout_seconds": seconds, "one_queue": one_queue}

@@ -220,7 +220,7 @@ def check(spec: Spec, options: argparse.Namespace, job: Job) -> None:
 
 
 def show(spec: Spec) -> None:
-    """Print the run of a dry run, which makes no plan."""
+    """Print the description of a dry run's run; a dry run makes no plan."""
     describe(spec)
     planned.note_unplanned(spec.resolved.args, spec.machines)
 

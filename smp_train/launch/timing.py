@@ -1,4 +1,4 @@
-"""Warnings of a run that may not save before its time limit: too seldom, or too slowly."""
+"""Warnings for a run that saves too rarely, or too slowly, before its time limit."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class FakeBackend(NativeBackend):
             super()._allocate(model)
 
     def _fill(self, model: nn.Module, spec: ModelSpec, seed: int, *, initial: bool) -> None:
-        """Leave weights and adapters without values."""
+        """Do nothing: fake weights and adapters have no values."""
 
 
 def fake_ranks(devices: int, per_node: int) -> Runtime:

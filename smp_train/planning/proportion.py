@@ -83,7 +83,7 @@ def _ranks_and_nodes(ranks: int, stride: int, space: Space) -> tuple[int, int]:
 
 
 def _extrapolated_work(work: Work, start: Setting, target: Setting, space: Space) -> Work:
-    """Return the target's work: the same operations over as many devices, in another number of kernels."""
+    """Return the target's work: the same operations on the same number of devices, in a different number of kernels."""
     tensor, state = start.tensor / target.tensor, start.sharing / target.sharing
     steps = target.micro_steps / start.micro_steps
     operations = {

@@ -108,8 +108,8 @@ def _tokenizer_files(args: Arguments, location: str | None) -> dict[str, bytes]:
 def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterator[str | None]:
     """Yield the location of the tokenizer that converts text to tokens, or None; not collective.
 
-    In this order: --tokenizer; the weights' tokenizer; the model's name; the checkpoint to resume or finetune, whose
-    files are then in a temporary folder.
+    The first of these is used: --tokenizer; the weights' tokenizer; the model's name; the checkpoint to resume or
+    finetune, whose tokenizer files are then in a temporary folder.
     """
     model_name = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
     location = args.tokenizer or tokenizer.tokenizer_folder(spec.pretrained) or model_name

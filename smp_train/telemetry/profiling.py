@@ -45,7 +45,7 @@ class Profiler:
         except OSError as failure:
             raise ConfigError(f"{self.folder}: cannot write profiles ({failure.strerror}); set --run_dir") from None
         if args.use_profiler:
-            # The step before the first one, if any, is warm-up: recorded and discarded.
+            # If there is a step before the first step to record, it is warm-up: recorded and discarded.
             skipped, warmup = max(self.first - 2, 0), min(self.first - 1, 1)
             active = args.profile_steps
             schedule = torch.profiler.schedule(skip_first=skipped, wait=0, warmup=warmup, active=active, repeat=1)

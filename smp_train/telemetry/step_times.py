@@ -57,7 +57,7 @@ class StepTimes:
         """Measure until the heartbeat ends; collective."""
         self.hosts = gather("naming the nodes", lambda: ranks.hostname)
         self._device, self._on_gpu = device, device.type == "cuda"
-        # Seconds of each phase, of collectives in forward, in backward, of the host's wait for the device; steps.
+        # Seconds of each phase, of collectives in forward and in backward, and of the host's wait; number of steps.
         self._sums = [0.0] * _COLUMNS
         self._phase, self._since = heartbeat.START, time.perf_counter()
         self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
