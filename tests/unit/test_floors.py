@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -138,3 +139,19 @@ def test_imports_no_torch(room: str) -> None:
     code = f"import sys, smp_train.{room}; print(*{absent} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.split() == []
+
+
+def test_the_map_names_files_that_exist() -> None:
+    """By the rule of docs/architecture.md: a file without a folder is in the folder of the file before it."""
+    text = (PACKAGE.parent / "docs/architecture.md").read_text()
+    section = text.partition("## Where things are")[2].partition("\n## ")[0]
+    entries = [line for line in section.splitlines() if line.startswith("- ")]
+    missing = []
+    for entry in entries:
+        folder = PACKAGE
+        for name in re.findall(r"`([a-z0-9_/*]+(?:\.(?:py|js)|/))[^`]*`", entry):
+            path = PACKAGE / name if "/" in name else folder / name
+            missing += [] if list(path.parent.glob(path.name)) else [name]
+            folder = path if name.endswith("/") else path.parent
+    assert len(entries) > 20
+    assert missing == []
