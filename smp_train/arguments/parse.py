@@ -247,6 +247,8 @@ def _merge(entries: list[Entry], notes: list[str]) -> Values:
             if disagrees:
                 earlier, both = setters[name], f"{show(values[name][0])} and {show(value)}"
                 message = f"{earlier.spelling} and {entry.spelling} both set {name}, to {both}"
+                if earlier.spelling == entry.spelling:
+                    message = f"{entry.spelling} is given as {both}"
                 differs_from_smp = MP_PARAMETERS in (earlier.name, entry.name) and earlier.name != entry.name
                 if differs_from_smp or not entry.source.startswith(COMMAND_LINE):
                     raise ConfigError(f"{message}; give one of them")

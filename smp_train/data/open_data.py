@@ -40,9 +40,13 @@ COSTLY_READERS = 1.5
 
 
 def layout(args: Arguments, kind: str) -> tuple[str, str]:
-    """Return --long and --short, with their defaults for a kind of record."""
+    """Return --long and --short, with their defaults for a kind of record.
+
+    Chats and completions are truncated: a later piece would have no prompt, and maybe no answer.
+    """
     short = args.short or ("concat" if kind == "text" and args.long in (None, "split") else "pad")
-    long = args.long or ("truncate" if short == "pad" else "split")
+    truncates = short == "pad" or (short == "pack" and kind in ("chats", "completions"))
+    long = args.long or ("truncate" if truncates else "split")
     check_layout(long, short)
     return long, short
 

@@ -25,6 +25,7 @@ table: dict[str, list[str]] = {}
 WRAPPERS = frozenset({"module", "lm", "inner"})
 """Path components that wrappers add to names."""
 _FOLDER = re.compile(r"tp(?P<tensor>\d+)_ep(?P<expert>\d+)(?:_fsdp(?P<shard>\d+))?")
+_EARLIER_FOLDER = re.compile(r"(?:tp(?P<tensors>\d+)-(?P<tensor>\d+))?/?(?:ep(?P<experts>\d+)-(?P<expert>\d+))?")
 _LAYER = re.compile(r"(?:^|\.)(?:seq_)?layers\.(\d+)\.(.+)")
 _EXPERTS = re.compile(
     r"(?:mlp|block_sparse_moe)\.(?:(?P<router>router(?:\.weight)?|gate\.weight)"
@@ -55,18 +56,24 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of_folder(cls, folder: str) -> tuple[Ranks, int] | None:
-        """Return the ranks in a sub-folder's name and the shard rank; the checkpoint's folder stands for one rank."""
+        """Return the ranks in a sub-folder's name, and the shard rank.
+
+        AWS's earlier scripts wrote ``tp<degree>-<rank>/ep<degree>-<rank>``, each part only for a degree above 1.
+        """
         match = _FOLDER.fullmatch(folder)
+        if match is not None:
+            return cls(tensor=int(match["tensor"]), expert=int(match["expert"])), int(match["shard"] or 0)
+        match = _EARLIER_FOLDER.fullmatch(folder)
         if match is None:
-            return None if folder else (cls(), 0)
-        return cls(tensor=int(match["tensor"]), expert=int(match["expert"])), int(match["shard"] or 0)
+            return None
+        return cls(*(int(match[field] or default) for field, default in cls._field_defaults.items())), 0
 
     @classmethod
     def of_folders(cls, folders: Iterable[str]) -> dict[str, Ranks]:
         """Return the ranks that wrote one checkpoint, by sub-folder."""
         writers = {folder: ranks_and_shard[0] for folder in folders if (ranks_and_shard := cls.of_folder(folder))}
-        tensors = max((ranks.tensor + 1 for ranks in writers.values()), default=1)
-        experts = max((ranks.expert + 1 for ranks in writers.values()), default=1)
+        tensors = max((max(ranks.tensors, ranks.tensor + 1) for ranks in writers.values()), default=1)
+        experts = max((max(ranks.experts, ranks.expert + 1) for ranks in writers.values()), default=1)
         return {folder: ranks._replace(tensors=tensors, experts=experts) for folder, ranks in writers.items()}
 
 

@@ -30,8 +30,8 @@ from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import get_logger
 
 OPTIMIZER_FLAGS = (
-    "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "max_steps", "warmup", "plateau", "weight_decay", "beta1",
-    "beta2", "adam_epsilon", "grad_clip",
+    "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "max_steps", "epochs", "warmup", "plateau", "weight_decay",
+    "beta1", "beta2", "adam_epsilon", "grad_clip",
 )  # fmt: skip
 """Flags that decide the size of an update."""
 

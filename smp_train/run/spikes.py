@@ -76,7 +76,9 @@ class Spikes:
         return self.policy != "warn"
 
     def accept(self, step: int, loss: float, grad_norm: float) -> None:
-        """Add the numbers of a step to the window."""
+        """Add the numbers of a step to the window; a step without gradient, as of padding alone, is left out."""
+        if grad_norm == 0:
+            return
         self.accepted = [*self.accepted[-self.window - 1 :], (step, loss, grad_norm)]
 
     def diverges(self, loss: float) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import CheckpointError
 from tests import harness
 from tests.tiers import slow
 from tests.training import SAMPLE, TINY, flags, read_checkpoint, steps, train
@@ -174,7 +174,9 @@ def adapted(base: Path, adapter: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(base)
 
 
-def test_exports_open_in_peft_and_in_transformers(base: Path, trained: Path, adapter: Path, tmp_path: Path) -> None:
+def test_exports_open_in_peft_and_in_transformers(
+    base: Path, trained: Path, adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from transformers import AutoModelForCausalLM
 
     from smp_train import load_model
@@ -186,8 +188,7 @@ def test_exports_open_in_peft_and_in_transformers(base: Path, trained: Path, ada
     assert main(["export", *whole, "--merge", "--overwrite", "1", "--dtype", "bfloat16"]) == 0
     assert main(["export", *whole, "--merge", "1", "--overwrite", "1", "--model", str(base)]) == 0
     assert not list((tmp_path / "merged").glob("adapter*"))
-    with pytest.raises(ConfigError, match="--model"):
-        main(["export", *whole, "--overwrite", "1", "--model", str(base)])
+    assert "rank 4" in (tmp_path / "merged/README.md").read_text()
     model, tokenizer = adapted(base, adapter)
     ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -200,7 +201,12 @@ def test_exports_open_in_peft_and_in_transformers(base: Path, trained: Path, ada
     assert loaded.state_dict().keys() == merged.state_dict().keys()
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["r"]) == (str(base), 4)
-    assert "rank 4" in (tmp_path / "merged/README.md").read_text()
+    with caplog.at_level("WARNING"):
+        assert main(["export", whole[0], str(tmp_path / "moved"), "--model", "org/base"]) == 0
+        assert "which peft cannot read" not in caplog.text
+        assert main(["export", *whole, "--overwrite", "1", "--model", whole[0]]) == 0
+    assert json.loads((tmp_path / "moved/adapter_config.json").read_text())["base_model_name_or_path"] == "org/base"
+    assert "is a checkpoint, which peft cannot read" in caplog.text
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -17,7 +17,7 @@ from tests.tiers import core
 
 NOTEBOOK = ROOT / "launchers" / "quickstart.ipynb"
 SAID = {
-    "chat_finetune.py": r"loss 0\.0\d+ per token .* Give the same command again with --resume_from_checkpoint\.$",
+    "chat_finetune.py": r"loss 0\.0\d+ per token .* again with --resume_from_checkpoint checkpoints\.$",
     "own_data.py": r"loss 0\.0\d+ on 800 tokens; (9\d|100)% of the words",
     "own_loss.py": r"cross entropy with penalty: 6\.\d+ at first, [45]\.\d+ after 40 steps",
     "callbacks.py": r"stopped at step \d+, validation loss 5\.\d+, .*llama_v2-\d+steps",
@@ -55,7 +55,7 @@ def test_the_commands_of_the_page_on_finetuning_run_as_they_stand(tmp_path: Path
         with warm(tmp_path, *words) as command:
             assert command.code() == 0, command.err
         answers += [command.out] * (words[0] == "generate")
-    assert answers == ["Give the same command again with --resume_from_checkpoint.\n"]
+    assert answers == ["Give the same command again with --resume_from_checkpoint checkpoints.\n"]
     assert {"chat_template.jinja", "config.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
 
 

@@ -2,6 +2,8 @@
 
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from smp_train.data.batch import collate
 from smp_train.data.blend import BLOCK, BlendOrder, Joined, apportion
 from smp_train.data.convert import open_samples
 from smp_train.data.indexed import ValidationData
+from smp_train.data.open_data import layout
 from smp_train.data.order import Order, permute
 from smp_train.data.samples import Sample, Samples, pack, window
 from smp_train.data.source import IGNORED, Row
@@ -299,3 +302,15 @@ def test_samples_become_a_batch():
     assert batch.samples == ["a:1"] * 3 + [""]
     assert batch.counted_tokens() == 3 + 1 + 1
     assert collate([], 4, size=2).counted_tokens() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "short", "layout_by_default"),
+    [("chats", "pack", ("truncate", "pack")), ("completions", "pack", ("truncate", "pack")),
+     ("chats", "concat", ("split", "concat")), ("chats", None, ("truncate", "pad")),
+     ("tokens", "pack", ("split", "pack")), ("text", None, ("split", "concat"))],
+)  # fmt: skip
+def test_long_records_are_truncated_where_a_piece_would_have_no_prompt(
+    kind: str, short: str | None, layout_by_default: tuple[str, str]
+) -> None:
+    assert layout(cast(Any, SimpleNamespace(short=short, long=None)), kind) == layout_by_default

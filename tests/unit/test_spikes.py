@@ -110,3 +110,10 @@ def test_too_many_end_the_run() -> None:
         spikes.count_rollback(31 + step, to=24)
     with pytest.raises(SmpTrainError, match="checkpoint of step 24"):
         spikes.count_rollback(40, to=24)
+
+
+def test_steps_without_gradient_set_no_limit() -> None:
+    spikes = Spikes("skip", 10, 20)
+    for step in range(1, 40):
+        spikes.accept(step, 0.0, 0.0)
+    assert spikes.limits(45) == NO_LIMITS

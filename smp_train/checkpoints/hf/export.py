@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +16,7 @@ from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.dcp.trees import read_tensor, saved_entries
 from smp_train.checkpoints.hf.card import CARD_FILE, hub_name, is_our_card, model_card
 from smp_train.checkpoints.hf.model_folder import new_model
-from smp_train.checkpoints.pretrained import load_weights
+from smp_train.checkpoints.pretrained import kind_of, load_weights
 from smp_train.errors import CheckpointError, ConfigError, first_few
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hub_names import attach_hub_names, canonical_name, hub_names, named_once, to_hub
@@ -26,6 +27,8 @@ from smp_train.models.resolve import ModelSpec, resolve_saved
 from smp_train.models.tokenizer import saved_files, tokenizer_files
 from smp_train.models.weight_writer import SHARD_BYTES, LazyTensors, Progress, write_weights
 from smp_train.storage.paths import place
+
+log = logging.getLogger("smp_train.checkpoints")
 
 MODEL = "model."
 """Prefix of the parameters' names in a checkpoint."""
@@ -42,7 +45,7 @@ def export(
     generation_config.json, a model card (unless the user has a README.md there) and the tokenizer, by default the
     checkpoint's. ``weights`` (name: tensor) replace the checkpoint's tensors. ``dtype`` defaults to each tensor's own
     (float32 for adapters). If the run has adapters, only the adapters are written, in peft's form. With ``merge`` they
-    are added to the base model's weights (read from ``base``, if the base model has moved since training).
+    are added to the base model's weights. ``base`` is the base model, if it is not where it was in training.
 
     See `new_model` for what happens to an existing model (``overwrite``). Raises `CheckpointError` if the checkpoint
     does not hold a whole model. Not collective.
@@ -50,14 +53,20 @@ def export(
     spec = resolve_saved(checkpoint.model_config(), checkpoint.marker.model_type, checkpoint.path, checkpoint.meta)
     if merge and spec.lora is None:
         raise ConfigError(f"{checkpoint.path} has no adapters; leave --merge out")
-    if base is not None and not merge:
-        raise ConfigError(f"--model {base}: are weights to add adapters into; give --merge 1, or leave --model out")
+    if base is not None and spec.lora is None:
+        raise ConfigError(f"--model {base}: {checkpoint.path} has no adapters to add to it; leave --model out")
     files, name = _small_files(checkpoint, folder, tokenizer), "model"
     if spec.lora is not None and not merge:
         name, reader = "adapter_model", checkpoint.reader()
         adapters = {"base_model.model." + key.removeprefix(MODEL): read_tensor(reader, key).to(dtype or torch.float32)
                     for key in saved_entries(reader) if key.startswith(MODEL)}  # fmt: skip
-        settings, items = [spec.lora.config(hub_name(spec.pretrained or ""))], [LazyTensors(adapters, lambda: adapters)]
+        base = base or spec.pretrained or ""
+        if kind_of(base) == "ours":
+            log.warning(
+                "The adapters' base model, %s, is a checkpoint, which peft cannot read: export it as well and give "
+                "that folder by --model, or add the adapters to its weights by --merge 1", base,
+            )  # fmt: skip
+        settings, items = [spec.lora.config(hub_name(base))], [LazyTensors(adapters, lambda: adapters)]
     else:
         weights = _merged_weights(checkpoint, spec, base) if merge else weights
         settings, items = _model(checkpoint, spec.config, weights, dtype)
