@@ -194,6 +194,9 @@ class RunData:
             sentences.append(f"{plural(len(spikes), 'spike')}, the last at step {spikes[-1]['step']:,}.")
         elif not diverged:
             sentences.append("No spikes in loss or gradient norm.")
+        if self.steps and (rows := self.steps[-1].get("truncated_rows")):
+            targets = self.steps[-1]["truncated_targets"]
+            sentences.append(f"{plural(rows, 'row')} longer than the context lost {targets:,} tokens to learn.")
         if (restarts := len(self.attempts()) - 1) > 0:
             sentences.append(f"{plural(restarts, 'restart')}.")
         return {"well": well, "sentences": " ".join(sentences)}

@@ -175,6 +175,8 @@ def test_the_first_facts_are_state_time_and_losses(tmp_path, monkeypatch):
     assert not read().health()["well"]
     assert "--lr 3" in read().health()["sentences"]
     del records[-1]
+    records[60] |= {"truncated_rows": 12, "truncated_targets": 1776}
+    assert "12 rows longer than the context lost 1,776 tokens to learn" in read().health()["sentences"]
     # Silent for 15 minutes, here and on another host; then its process is gone.
     monkeypatch.setattr(run_data.time, "time", lambda: now + 1020)
     assert (read().state, "time left" in read().headline()) == ("hung", False)
