@@ -44,7 +44,7 @@ class Alias:
 
     @property
     def takes_many(self) -> bool:
-        """Whether several values may follow the name."""
+        """Whether the name takes a list of values, as `--checkpoint_freq 5 10`."""
         return self.read is None and flags()[self.flags[0]].many
 
 

@@ -115,7 +115,7 @@ class NativeBackend(Backend):
         )  # fmt: skip
 
     def check(self, spec: ModelSpec, *, seq_len: int) -> MetaModel:
-        """See `Backend.check`. Splits the model over expert and tensor ranks: that finds parameters without a rule."""
+        """See `Backend.check`. Splits the model over expert and tensor ranks: refuses parameters without a rule."""
         args, degrees, config = self.args, self.degrees, spec.config
         tokens = args.train_batch_size * seq_len // (degrees.context * degrees.tensor)
         advice = advice_for_nodes(degrees, self.local_world_size, tokens)

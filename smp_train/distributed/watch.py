@@ -166,7 +166,7 @@ class Watcher:
         self._ran = self._awake = time.monotonic()
         self._hung_step: int | None = None
         self._reports = False
-        """This rank reports the hang of ``_hung_step``."""
+        """Whether this rank, and no other, reports that step ``_hung_step`` hangs."""
         self._log: Any = None
         with suppress(OSError, ValueError, AttributeError):
             self._log = board.log(ranks.rank).open("a")

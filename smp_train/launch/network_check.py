@@ -52,7 +52,7 @@ faulty node to end (Slurm's KillWait: 30 s), so that the first node can still re
 def compare(
     folder: Path, hosts: Sequence[str], node_rank: int, processes: int, efa: int, seconds: float
 ) -> tuple[list[str], str]:
-    """Compare the nodes' counts through a shared folder; return (nodes at fault, message), the same on all nodes.
+    """Compare the nodes' counts through a shared folder. Every node returns the same (nodes at fault, message).
 
     Every node must have the same number of processes: if a node lacked a GPU, all ranks would wait for one that does
     not exist. ``hosts`` names the nodes in order; ``efa`` counts this node's Elastic Fabric Adapters, or is 0 if
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None, make: Callable[..., NetworkCheck] = 
     parser.add_argument("--backend", default="auto", help="gloo: on the CPU; else NCCL if there are GPUs")
     parser.add_argument("--efa", type=int, default=0, help="EFA adapters of each node")
     options = parser.parse_args(argv)
-    # Otherwise NCCL's watchdog ends the process because of an abandoned group.
+    # A group that hangs is abandoned. NCCL's watchdog would end the process for it.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a store that times out logs a stack of C++
     import torch

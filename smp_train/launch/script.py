@@ -25,7 +25,7 @@ from smp_train.launch.options import LaunchParser, split
 from smp_train.launch.spec import CODE_DIR, warn
 
 Table = dict[str, tuple[str, str]]
-"""Default and help by the name of a variable; an empty help stands for the help of the launch option."""
+"""Variable names with their default and help text. An empty help text means: the launch option's help."""
 PRESET: Table = {
     "model_type": ("llama_v2", "with model_size a preset (`smp-train train --help`)"),
     "model_size": ("70b", ""),

@@ -32,7 +32,7 @@ GRACE_SECONDS = 15.0
 """How long peers of a failed worker may take to exit: they commit a save in progress
 (`checkpoints.save.ABANDON_SECONDS`), print their reason, and release the run's checkpoints."""
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after a second ^C, which is no failure."""
+"""Exit code after a second ^C. Workers that end with it have not failed."""
 DRAIN_SECONDS = 30.0
 CAUSES = {2: "configuration", 3: "data", 4: "checkpoint", 137: "killed", 134: "aborted", 139: "segfault"}
 """Cause by exit code, with 128 + N for signal N."""

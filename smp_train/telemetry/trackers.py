@@ -141,7 +141,7 @@ class MLflow(Tracker):
 
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns at every retry
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-        # Use the client: mlflow's global run would send the command line and git's state.
+        # mlflow's global run would also upload the command line and the state of the git checkout; its client does not.
         self._client = MlflowClient(tracking_uri=self._uri)
         name = self._experiment or MLFLOW_EXPERIMENT_NAME.get() or PROJECT
         experiment = self._client.get_experiment_by_name(name)

@@ -19,7 +19,7 @@ HYPERPOD = Path("/opt/sagemaker_cluster")
 
 
 def variables() -> Iterator[Finding]:
-    """Check for variables that older scripts export and that should not be set."""
+    """Check the environment for variables that older scripts export and that do harm today."""
     lines = [line.partition(" is set: ") for line in lint(os.environ)]
     harmful = [warn(f"variable {name}", *why.rpartition("; ")[::2]) for name, _, why in lines]
     yield from harmful or [ok("variables", "none that is better unset")]
