@@ -16,7 +16,7 @@ from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.convert import open_samples, open_token_rows, processes_for
 from smp_train.data.files import FileSet, Selection, list_sources
 from smp_train.data.indexed import TrainingData, ValidationData
-from smp_train.data.kinds import Kind
+from smp_train.data.kinds import TOKENS, Kind
 from smp_train.data.loader import Loader
 from smp_train.data.order import Order
 from smp_train.data.own_rows import Checked
@@ -39,13 +39,13 @@ COSTLY_READERS = 1.5
 """A warning is logged if each record is read by more ranks than this, on average."""
 
 
-def layout(args: Arguments, kind: str) -> tuple[str, str]:
+def layout(args: Arguments, kind: Kind) -> tuple[str, str]:
     """Return --long and --short, with their defaults for a kind of record.
 
-    Chats and completions are truncated: a later piece would have no prompt, and maybe no answer.
+    Records with answers are truncated: a later piece would have no prompt, and maybe no answer.
     """
-    short = args.short or ("concat" if kind == "text" and args.long in (None, "split") else "pad")
-    truncates = short == "pad" or (short == "pack" and kind in ("chats", "completions"))
+    short = args.short or ("concat" if kind.name == "text" and args.long in (None, "split") else "pad")
+    truncates = short == "pad" or (short == "pack" and kind.answers_only)
     long = args.long or ("truncate" if truncates else "split")
     check_layout(long, short)
     return long, short
@@ -83,7 +83,7 @@ class Opener:
     def samples(self, files: FileSet) -> Samples:
         """Return the samples of a location, after conversion of the files that are not in the cache."""
         args, location = self.args, files.location
-        long, short = layout(args, files.kind.name)
+        long, short = layout(args, files.kind)
         rows = open_token_rows(
             files, self.recipe(files.kind), cache_dir=args.data_cache_dir, max_bad=self.max_bad, ranks=self.ranks,
             processes=processes_for(args.data_num_workers, self.ranks.local_world_size),
@@ -100,7 +100,7 @@ class Opener:
 
     def program_rows(self, rows: Rows, keyword: str) -> Samples:
         """Return the samples of the rows that a program passes as ``keyword``."""
-        long, short = layout(self.args, "tokens")
+        long, short = layout(self.args, TOKENS)
         with distributed.together(f"opening {keyword}"):
             source = Checked(rows, keyword, self.vocab_size)
         _refuse_different(keyword, (source.fingerprint, len(source)))
@@ -111,7 +111,7 @@ class Opener:
         """Return the samples of a location to validate on; if it is streamed, only the first ``most``, in memory."""
         if not (files.on_hub if self.args.streaming is None else self.args.streaming):
             return self.samples(files)
-        long, short = layout(self.args, files.kind.name)
+        long, short = layout(self.args, files.kind)
         short = "pad" if short == "pack" else short
         recipe = self.recipe(files.kind)
         with distributed.together(f"reading {files.location}"):
@@ -120,7 +120,7 @@ class Opener:
 
     def streams(self, filesets: Sequence[FileSet], **share: Any) -> Loader:
         """Return the streamed data of a run after a check of its first records; ``share``: arguments of `Loader`."""
-        layouts = {layout(self.args, files.kind.name) for files in filesets}
+        layouts = {layout(self.args, files.kind) for files in filesets}
         if len(layouts) > 1:
             raise ConfigError("the sources hold text and other records; choose one --short for all of them")
         ((long, short),) = layouts

@@ -17,6 +17,7 @@ from smp_train.data.batch import collate
 from smp_train.data.blend import BLOCK, BlendOrder, Joined, apportion
 from smp_train.data.convert import open_samples
 from smp_train.data.indexed import ValidationData
+from smp_train.data.kinds import Kind
 from smp_train.data.open_data import layout
 from smp_train.data.order import Order, permute
 from smp_train.data.samples import Sample, Samples, pack, window
@@ -313,4 +314,4 @@ def test_samples_become_a_batch():
 def test_long_records_are_truncated_where_a_piece_would_have_no_prompt(
     kind: str, short: str | None, layout_by_default: tuple[str, str]
 ) -> None:
-    assert layout(cast(Any, SimpleNamespace(short=short, long=None)), kind) == layout_by_default
+    assert layout(cast(Any, SimpleNamespace(short=short, long=None)), Kind(kind, ())) == layout_by_default
