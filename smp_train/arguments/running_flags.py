@@ -62,5 +62,8 @@ class RuntimeArguments:
         300.0, "End the run if a step stands still for this time and ten times its usual time; 0: never", must=">=0")
     hang_report_seconds: float = flag(
         30.0, "Name the missing rank if a step stands still for this time and ten times its usual time", must=">0")
+    recovery: str = flag(
+        "off", "in_place: a rank that dies is replaced while all other ranks wait; its state comes from a replica, or "
+        "all load the newest checkpoint. Needs `smp-train launch`", choices=("off", "in_place"))
     prompt: str | None = flag(None, "Text that the model continues when the run ends")
     num_tokens: int = flag(64, "Tokens of the continuation, at most", must=">=1", idle_without="prompt")

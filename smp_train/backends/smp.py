@@ -242,6 +242,8 @@ def refuse(args: Arguments) -> None:
         f"--use_torch_compile 1 {smp}: SMP's containers do not compile FSDP1 models; use --backend native":
             args.use_torch_compile,
         f"--cpu_offload 1 {smp}: SMP has no offloading of parameters; use --backend native": args.cpu_offload,
+        f"--recovery {args.recovery} {smp}: FSDP1's groups cannot be replaced; use --backend native":
+            args.recovery != "off",
         f"--lora_rank {smp}: SMP has no adapters; use --backend native": args.lora_rank is not None,
         f"--prompt {smp}: put it through the checkpoint, by smp-train generate": args.prompt is not None,
         f"--expert_parallel_degree {expert} needs --moe 1, SMP's own experts": expert > 1 and not args.moe,
