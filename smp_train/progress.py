@@ -1,20 +1,43 @@
-"""Progress of long work: a line every few seconds."""
+"""Progress of long work: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 from smp_train.errors import redacted
 
 T = TypeVar("T")
 
 LINE_SECONDS = 10.0
-"""Interval of the lines."""
+"""Interval of lines without a terminal."""
+BAR_SECONDS = 1.0
+"""Delay of the bar, so that short work draws no bar; the bar is updated twice in this time."""
+
+
+def bar_class() -> Any:
+    """Return tqdm's bar if stderr is a terminal that can draw a bar, else None."""
+    try:
+        # Terminals of containers and batch systems may have no size, where tqdm draws nothing at all.
+        drawn = sys.stderr.isatty() and 0 not in os.get_terminal_size(sys.stderr.fileno())
+        if not drawn or os.environ.get("TERM") == "dumb":
+            return None
+        from tqdm import tqdm
+    except (ImportError, OSError, ValueError):
+        return None
+    return tqdm
+
+
+def without_bars(stream: Any) -> AbstractContextManager[Any]:
+    """Return a context in which bars on the same terminal are cleared, so that a line on ``stream`` stands alone."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return nullcontext() if tqdm is None else tqdm.external_write_mode(file=stream)
 
 
 class Count:
@@ -74,8 +97,19 @@ class Progress:
             self._thread.join()
 
     def _show(self) -> None:
-        while not self._ended.wait(LINE_SECONDS):
-            self._write_line()
+        new_bar = bar_class()
+        if new_bar is None:
+            while not self._ended.wait(LINE_SECONDS):
+                self._write_line()
+        elif not self._ended.wait(BAR_SECONDS):
+            unit = self._unit if self._unit == "B" else f" {self._unit}"
+            form = None if self._unit else "{desc}: {elapsed}"
+            options = {"unit_scale": True, "dynamic_ncols": True, "leave": False, "bar_format": form}
+            with new_bar(desc=self._title, total=self._count.total or None, unit=unit, **options) as bar:
+                bar.start_t -= BAR_SECONDS
+                while not self._ended.wait(BAR_SECONDS / 2):
+                    bar.n, bar.total = self._count.done, self._count.total or None
+                    bar.refresh()
 
     def _write_line(self) -> None:
         amount = f"{time.monotonic() - self._began:.0f} s"

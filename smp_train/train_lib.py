@@ -72,6 +72,7 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
             step=run.progress.step + 1, folder=run.folder.logs, smp=run.backend.name == "smp",
         )  # fmt: skip
         heartbeat.end()
+        run.screen.close()
         run.checkpoints.close()
         run.metrics.close()
         # Destroying the process group waits for the peers, which may never come: the process ends without it.
@@ -159,9 +160,9 @@ def fit(run: Run) -> bool:
     if args.evaluate_first and progress.step == 0 and not validate(run):
         return True
     batches = run.train_data.batches(progress.consumed)
-    profiler = Profiler(args, run.folder.path, run.runtime.rank)
+    profiler = Profiler(args, run.folder.path, run.runtime.rank, run.metrics.event)
     if run.runtime.is_main:
-        run.screen.open(progress.step, run.total_steps)
+        run.screen.open(progress.step, run.total_steps, bar=args.progress_bar)
     first_step, stopped = progress.step + 1, False
     while not (stopped or is_over(run)):
         shown = run.runtime.is_main and progress.step + 1 == first_step
@@ -186,6 +187,7 @@ def fit(run: Run) -> bool:
             save(run, force=force)
     batches.close()
     profiler.close()
+    run.screen.close()
     return stopped
 
 

@@ -34,11 +34,12 @@ class LoggingArguments:
         None, "Server of MLflow", shown="MLFLOW_TRACKING_URI", idle_without="report_to")
     mlflow_experiment_name: str | None = flag(
         None, "Experiment of MLflow", shown="MLFLOW_EXPERIMENT_NAME; smp-train", idle_without="report_to")
+    progress_bar: bool = flag(True, "Show a progress line if stderr is a terminal")
     telemetry: str = flag(
         "full", "minimal: no phase times, no slowest rank, no watch for hung ranks", choices=("full", "minimal"))
     enable_memory_profiling: bool = flag(
         False, "Log memory at every stage of set-up, of the first steps and of saves; on a GPU also write a snapshot")
-    use_profiler: bool = flag(False, "Record the PyTorch profiler")
+    use_profiler: bool = flag(False, "Record the PyTorch profiler, and log what limits the speed of a step")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")
     profile_start: int = flag(6, "First step to profile, counted from each start", must=">=1")
     profile_steps: int = flag(3, "Steps to profile", must=">=1")

@@ -102,6 +102,7 @@ class Run:
 
     def close(self) -> None:
         """Close files, leave the process group, and restore signal handlers."""
+        self.screen.close()
         heartbeat.end()
         self.metrics.close()
         if self.audit is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import ConfigError, redacted
+from smp_train.progress import without_bars
 
 _FORMAT = "%(asctime)s %(levelname).1s [%(module)s] %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -41,6 +42,14 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
+
+
+class _Console(logging.StreamHandler):
+    """Writes log lines above progress bars."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with without_bars(self.stream):
+            super().emit(record)
 
 
 class _LogFile(logging.FileHandler):
@@ -82,10 +91,10 @@ def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | 
 
     console: logging.Handler
     if rank == 0:
-        console = logging.StreamHandler(sys.stdout)
+        console = _Console(sys.stdout)
         console.setFormatter(_Formatter(_FORMAT, _TIME))
     else:
-        console = logging.StreamHandler(sys.stderr)
+        console = _Console(sys.stderr)
         console.setLevel(logging.WARNING)
         console.addFilter(lambda record: not ALL_RANKS.keys() <= record.__dict__.keys())
         console.setFormatter(_Formatter(f"rank {rank}: {_FORMAT}", _TIME))

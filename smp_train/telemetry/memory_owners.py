@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -27,37 +29,52 @@ OWNERS, FLAGS = 5, 4
 PIECES_FROM = 0.1
 """Fraction of the memory in unused pieces from which the error proposes the allocator's setting first."""
 OTHERS, PIECES = "activations and temporary tensors", "unused pieces kept by the allocator"
-SO_FAR = "weights made so far"
+LOGITS, SO_FAR = "logits and what the loss makes of them", "weights made so far"
 _GIB = 1024**3
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 def owners(
-    model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device,
+    widths: Collection[int] = (),
 ) -> list[tuple[str, float]]:  # fmt: skip
     """Return the owners of this rank's memory on the device with their GiB, the largest first; not collective.
 
-    Weights, gradients, optimizer state and buffers are counted. The rest of the allocator's total (on a CPU, of the
-    resident memory) is activations and temporary tensors, gathered layers included; on a CPU it includes the program.
-    Without a ``model``, the rest is the weights built so far.
+    Weights, gradients, optimizer state, buffers and logits are counted. The rest of the allocator's total (on a
+    CPU, of the resident memory) is activations and temporary tensors, gathered layers included; on a CPU it includes
+    the program. Without a ``model``, the rest is the weights built so far. A tensor counts as logits if its last
+    dimension is in ``widths``: the size of the vocabulary, or of a rank's part of it.
     """
     counted: Counter[str] = Counter()
+    layers: Counter[str] = Counter()
 
-    def count(owner: str, tensor: object) -> None:
+    def count(owner: str, tensor: object) -> int:
         local = local_tensor(tensor) if isinstance(tensor, torch.Tensor) else None
-        if local is not None and local.device.type == device.type:
-            counted[owner] += local.numel() * local.element_size()
+        size = local.numel() * local.element_size() if local is not None and local.device.type == device.type else 0
+        counted[owner] += size
+        return size
 
     uncounted, model = (SO_FAR, nn.Module()) if model is None else (OTHERS, model)
-    for parameter in model.parameters():
-        count("weights", parameter)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    head_ids = {id(parameter) for parameter in head.parameters()} if head is not None else ()
+    for name, parameter in model.named_parameters():
+        layer = _LAYER.search(name)
+        outside = "weights of the head" if id(parameter) in head_ids else "weights of embeddings and norms"
+        size = count("weights of layers" if layer else outside, parameter)
+        if layer:
+            layers[name[: layer.end(1)]] += size
         count("gradients", parameter.grad)
     for buffer in model.buffers():
         count("buffers", buffer)
     for state in optimizer.state.values() if optimizer is not None else ():
         for value in state.values():
             count("optimizer state", value)
+    counted[LOGITS] = _logits_bytes(widths, device)
     sizes = {name: size / _GIB for name, size in counted.items()}
-    known = sum(sizes.values())
+    if layers:
+        title = f"weights of {len(layers)} layers, at most {max(layers.values()) / _GIB:.3g} GiB each"
+        sizes[title] = sizes.pop("weights of layers")
+    known = sum(counted.values()) / _GIB
     if device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(device) / _GIB, torch.cuda.memory_reserved(device) / _GIB
         free, total = (size / _GIB for size in torch.cuda.mem_get_info(device))
@@ -68,6 +85,17 @@ def owners(
     return sorted(((name, size) for name, size in sizes.items() if size > 0), key=lambda owner: -owner[1])
 
 
+def _logits_bytes(widths: Collection[int], device: torch.device) -> int:
+    """Return the bytes of all live tensors whose last dimension is in ``widths``."""
+    bytes_at: dict[int, int] = {}
+    for tensor in gc.get_objects():
+        with suppress(Exception):  # some tensors, such as fake ones, have no storage
+            if issubclass(type(tensor), torch.Tensor) and tensor.dim() > 1 and tensor.shape[-1] in widths:
+                storage = local_tensor(tensor).untyped_storage()
+                bytes_at[storage.data_ptr()] = storage.nbytes() if storage.device.type == device.type else 0
+    return sum(bytes_at.values())
+
+
 def changes(
     args: Arguments, owned: list[tuple[str, float]], degrees: Degrees, local_world_size: int, *, on_gpu: bool,
     smp: bool = False,
@@ -75,13 +103,18 @@ def changes(
     """Return the changes that lower the largest owners, in the order to try them."""
     total = sum(size for _, size in owned)
     pieces = dict(owned).get(PIECES, 0.0) >= PIECES_FROM * total
-    activations = sum(size for name, size in owned if name.startswith(OTHERS))
+    activations = sum(size for name, size in owned if name.startswith((OTHERS, LOGITS)))
     state = sum(size for name, size in owned if name.startswith(("weights", "gradients", "optimizer")))
     # The failed allocation belongs to no owner: it may have been logits or activations.
     uses = Uses(state, working=activations, head=activations)
     flag_sets = remedies(args, uses, degrees, local_world_size, gpu=on_gpu, smp=smp)
+    # The step had not allocated all of its tensors yet, so the host needs at least the memory in use now.
+    host = {"cpu_offload": state, "sm_activation_offloading": activations}
+    lines = []
+    for flags in filter(None, flag_sets):
+        sizes = [f" (with at least {host[name]:.3g} GiB of host memory per rank)" for name in flags if name in host]
+        lines.append(command_line(flags) + "".join(sizes))
     last = ["a smaller --max_context_width", MORE_DEVICES]
-    lines = [command_line(flags) for flags in flag_sets if flags]
     lines += last if activations >= state else last[::-1]
     return [*["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"] * pieces, *lines][:FLAGS]
 
@@ -98,7 +131,8 @@ def out_of_memory(
     reason = no_memory(failure) if isinstance(failure, Exception) and not isinstance(failure, SmpTrainError) else None
     if reason is None:
         return None
-    owned = owners(model, optimizer, device)
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", 0)
+    owned = owners(model, optimizer, device, {vocabulary, vocabulary // args.tensor_parallel_degree} - {0})
     total = sum(size for _, size in owned)
     for name, size in owned[:OWNERS]:
         log.error("memory GiB | %8.3f | %3.0f %% | %s", size, 100 * size / total, name, extra=ALL_RANKS)

@@ -25,7 +25,7 @@ const PANELS = [
 // Fields with a panel, and those that say the same in other words; any other number has a panel of its own.
 const KNOWN = ["step", "time", "tokens", "consumed", "samples_per_sec", "tokens_per_sec_per_device",
   "tflops_per_device", "data_wait_sec", "slowest_rank", "slowest_sec", ...PANELS.flatMap(panel => panel.keys || [])];
-const QUIET = ["start", "resume", "stop", "finish", "save", "evaluate"];
+const QUIET = ["start", "resume", "stop", "finish", "save", "evaluate", "profile"];
 const SVG = ["svg", "path", "line", "text", "rect", "circle"];
 const UNITS = [["days", 86400], ["hours", 3600], ["minutes", 60], ["seconds", 1]];
 const LEFT = 46, TOP = 12;
@@ -322,6 +322,10 @@ function tables() {
     Object.entries(rest).map(([key, value]) => `${key} ${rounded(value)}`).join(", ")]));
   events.sort((a, b) => a[0] < b[0] ? 1 : -1);
   $("events").lastElementChild.append(table(["time (UTC)", "", "step", "event", ""], events.slice(0, 500)));
+  const profiles = runs.flatMap(run => run.events.filter(each => each.event === "profile").slice(-1).map(
+    each => el("div", {}, el("b", {}, several ? run.name : ""), el("p", {}, each.verdict),
+      el("pre", {}, (each.operators || []).join("\n")))));
+  if (profiles.length) $("profile").lastElementChild.append(...profiles); else $("profile").remove();
   const given = union(run => run.given), rows = keys => keys.map(key => [key, ...runs.map(run => text(run.config[key]))]);
   const differ = rows(union(run => Object.keys(run.config))).filter(([, ...values]) => new Set(values).size > 1);
   if (several) $("differences").lastElementChild.append(differ.length ? table(head, differ, true) : "none");
@@ -340,7 +344,7 @@ function redraw() {
   $("more").lastElementChild.replaceChildren(...figures.filter((_, i) => !panels[i].first));
   panels.forEach((panel, i) => draw(figures[i], panel));
   timeline();
-  // Kept when the page is loaded again.
+  // Kept when the page loads itself again.
   location.replace(`#${[$("axis").value, $("log").checked ? "log" : "", ...zoom || []].join()}`);
 }
 
@@ -351,7 +355,8 @@ function main() {
   }
   $("axis").options[1].text = unit;
   document.title = document.querySelector("h1").textContent = `${several ? "Runs" : "Run"} ${runs.map(run => run.name).join(", ")}`;
-  $("about").textContent = `Written ${clock(data.written)} UTC by smp-train ${data.version}. All settings: run.json.`;
+  const again = data.live ? `, and again every ${data.live} s while the run goes on` : "";
+  $("about").textContent = `Written ${clock(data.written)} UTC by smp-train ${data.version}${again}. All settings: run.json.`;
   tables();
   if (several) runs.forEach((run, r) => {
     const box = el("input", { type: "checkbox", checked: "" });
@@ -368,6 +373,7 @@ function main() {
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
   redraw();
+  if (data.live) setTimeout(() => location.reload(), 1000 * data.live);
   document.body.dataset.drawn = document.querySelectorAll("path.line").length;
 }
 main();

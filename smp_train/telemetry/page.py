@@ -10,16 +10,21 @@ from pathlib import Path
 
 import smp_train
 from smp_train.errors import ConfigError, redacted
-from smp_train.telemetry.run_data import PALETTES, RunData
+from smp_train.telemetry.run_data import PALETTES, RunData, read_runs
 from smp_train.telemetry.run_folder import write_atomic
 
 FILE_NAME = "report.html"
+GRACE_SECONDS = 60.0
+"""Seconds for which the page is still updated after the run's process has died: a launcher may restart it."""
 
 
-def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
-    """Write the page atomically, and return its path. Raises `ConfigError` if it cannot be written."""
+def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) -> Path:
+    """Write the page atomically. If ``live`` is not 0, the page reloads itself after so many seconds.
+
+    Raises `ConfigError` if it cannot be written.
+    """
     data = {
-        "runs": [run.to_json() for run in runs], "written": time.time(), "version": smp_train.__version__,
+        "runs": [run.to_json() for run in runs], "written": time.time(), "version": smp_train.__version__, "live": live,
         "palette": PALETTES,
     }  # fmt: skip
     parts = resources.files("smp_train.telemetry")
@@ -31,3 +36,21 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
     except OSError as failure:
         raise ConfigError(f"{path}: cannot write the report ({failure.strerror}); set --out") from None
     return Path(path)
+
+
+def follow(folders: Sequence[str], path: str | Path, every: float) -> None:
+    """Write the page every so many seconds until all runs have ended; the last page does not reload itself."""
+    ended_at: float | None = None
+    while True:
+        runs = read_runs(folders)
+        states = {run.state for run in runs}
+        if states & {"running", "hung"}:
+            ended_at = None
+        elif ended_at is None:
+            ended_at = time.monotonic()
+        marked = states <= {"finished", "stopped"}
+        over = ended_at is not None and (marked or time.monotonic() - ended_at >= GRACE_SECONDS)
+        write_page(runs, path, live=0 if over else every)
+        if over:
+            return
+        time.sleep(every)

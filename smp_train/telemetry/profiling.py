@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from smp_train import distributed
 from smp_train.arguments import Arguments
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, first_line
+from smp_train.telemetry import verdict
 from smp_train.telemetry.logging_utils import get_logger
 
 OPERATORS = 30
@@ -20,14 +23,21 @@ log = get_logger()
 
 
 class Profiler:
-    """Records the chosen steps on each rank. Steps to record are counted from the start of this process."""
+    """Records the chosen steps on each rank. The verdict on PyTorch's profile covers all ranks."""
 
-    def __init__(self, args: Arguments, run_dir: Path, rank: int) -> None:
-        """Prepare recording into ``<run_dir>/profile``. Raises `ConfigError` if that folder cannot be created."""
-        self.folder, self.rank, self.nsys = run_dir / "profile", rank, args.profile_nsys
+    def __init__(self, args: Arguments, run_dir: Path, rank: int, event: Callable[..., Any] = dict) -> None:
+        """Prepare recording into ``<run_dir>/profile``. Raises `ConfigError` if that folder cannot be created.
+
+        The verdict is passed to ``event``, which is `MetricsWriter.event`.
+        """
+        self.folder, self.rank, self.event = run_dir / "profile", rank, event
+        self.recorded: list[int] = []
+        self.shares: verdict.Shares | None = None
+        self.dearest: list[tuple[str, float]] = []
         self.first, self.last = args.profile_start, args.profile_start + args.profile_steps - 1
         self.done = 0
         self.torch_profiler: Any = None
+        self.nsys = args.profile_nsys
         if not (args.use_profiler or args.profile_nsys):
             return
         try:
@@ -47,8 +57,13 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Mark training step ``number``; not collective."""
+        """Mark training step ``number``. Steps to record are counted from the start of this process.
+
+        Collective after the last recorded step.
+        """
         self.done += 1
+        if self.first <= self.done <= self.last:
+            self.recorded.append(number)
         with ExitStack() as marks:
             if self.nsys:
                 self._nsys(step_begins=True)
@@ -65,7 +80,7 @@ class Profiler:
                 self._stop()
 
     def close(self) -> None:
-        """End an unfinished recording and write the steps that it has; not collective."""
+        """End an unfinished recording and write the steps that it has; collective if PyTorch's profiler is on."""
         self._stop()
         if self.nsys and self.first <= self.done < self.last and torch.cuda.is_available():
             torch.cuda.cudart().cudaProfilerStop()
@@ -74,7 +89,7 @@ class Profiler:
         profiler, self.torch_profiler = self.torch_profiler, None
         if profiler is not None:
             profiler.stop()
-            log.info("Profile of steps: %s", self.folder)
+            self._judge()
 
     def _nsys(self, *, step_begins: bool) -> None:
         """Start or stop the capture range of `nsys profile --capture-range cudaProfilerApi`."""
@@ -88,9 +103,29 @@ class Profiler:
             torch.cuda.cudart().cudaProfilerStop()
 
     def _write(self, profiler: Any) -> None:
-        """Write the trace and the table of the most expensive operators."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        trace = self.folder / f"trace-rank{self.rank}.json.gz"
+        on_gpu = torch.cuda.is_available()
+        averages = profiler.key_averages()
         with suppress(OSError):
-            profiler.export_chrome_trace(str(self.folder / f"trace-rank{self.rank}.json.gz"))
-            table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=OPERATORS)
+            profiler.export_chrome_trace(str(trace))
+            table = averages.table(sort_by=f"self_{'cuda' if on_gpu else 'cpu'}_time_total", row_limit=OPERATORS)
             (self.folder / f"operators-rank{self.rank}.txt").write_text(table + "\n", encoding="utf-8")
+        try:
+            self.shares, self.dearest = verdict.shares(profiler.events()), verdict.dearest(averages, on_gpu=on_gpu)
+        except Exception as failure:  # another release of torch may name events differently; training goes on
+            log.warning("%s: no verdict on it (%s: %s)", trace, type(failure).__name__, first_line(failure))
+
+    def _judge(self) -> None:
+        """Log the verdict, and write it to the profile's folder and to `metrics.jsonl`; collective."""
+        gathered = distributed.gather("judging the profile", lambda: (self.shares, socket.gethostname()))
+        ranks = [shares for shares, _ in gathered if shares is not None]
+        if len(ranks) < len(gathered) or distributed.rank() != 0:
+            return
+        text = verdict.paragraph(ranks, [host for _, host in gathered], self.recorded[0], self.recorded[-1])
+        log.info("%s", text)
+        rows = [f"{100 * share:5.1f} %  {name}" for name, share in self.dearest]
+        with suppress(OSError):
+            title = f"Dearest operators of rank {self.rank}, of all operators' own time:"
+            content = "\n".join([text, "", title, *rows, ""])
+            (self.folder / "verdict.txt").write_text(content, encoding="utf-8")
+        self.event(name="profile", step=self.recorded[-1], verdict=text, operators=[row.strip() for row in rows])

@@ -1,4 +1,4 @@
-"""The status line of rank 0 during training: once a minute, the step, the time left and the next save."""
+"""The screen of rank 0 during training: a progress line on a terminal, else one status line a minute."""
 
 from __future__ import annotations
 
@@ -7,39 +7,55 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from smp_train.progress import bar_class
 from smp_train.telemetry.logging_utils import get_logger
 
 STATUS_SECONDS = 60.0
-"""Seconds between two status lines."""
+"""Seconds between two status lines without a terminal."""
+FORM = "step {n_fmt} of {total_fmt} |{bar}| ETA {remaining}{postfix}"
 
 
 class Screen:
-    """Logs the step, and the last logged loss, speed, wait for data and next save. Never waits for the device."""
+    """Shows the step, and the last logged loss, speed, wait for data and next save. Never waits for the device."""
 
     def __init__(self) -> None:
+        self._bar: Any = None
         self._first, self._total = 0, 0
-        self._began = self._logged = 0.0
+        self._began = self._spoke = 0.0
         self._seconds: float | None = None
-        self._figures: list[str] = []
+        self._shown: list[str] = []
 
-    def open(self, step: int, total: int) -> None:
-        """Begin after ``step`` of ``total``."""
+    def open(self, step: int, total: int, *, bar: bool) -> None:
+        """Begin after ``step`` of ``total``; show a ``bar`` if there is a terminal."""
         self._first, self._total = step, total
-        self._began = self._logged = time.monotonic()
+        self._began = self._spoke = time.monotonic()
+        bar_of = bar_class() if bar else None
+        if bar_of is not None:
+            self._bar = bar_of(initial=step, total=total, bar_format=FORM, dynamic_ncols=True, leave=False)
 
     def step(self, step: int) -> None:
-        """Log the status if ``step`` is the first one to end after `STATUS_SECONDS`."""
+        """Show that ``step`` is done."""
         now = time.monotonic()
-        if self._total and now - self._logged >= STATUS_SECONDS:
-            self._logged = now
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+        elif self._total and now - self._spoke >= STATUS_SECONDS:
+            self._spoke = now
             seconds = self._seconds or (now - self._began) / max(1, step - self._first)
-            left = f"ETA {timedelta(seconds=round((self._total - step) * seconds))}"
-            get_logger().info("Step %d of %d: %s", step, self._total, ", ".join([left, *self._figures]))
+            eta = f"ETA {timedelta(seconds=round((self._total - step) * seconds))}"
+            get_logger().info("Step %d of %d: %s", step, self._total, ", ".join([eta, *self._shown]))
 
     def figures(self, record: Mapping[str, Any], *, next_save: int, saving: bool) -> None:
-        """Keep a logged step's numbers, the step of the next save, and whether a save is being written."""
+        """Show a logged step's record, the step of the next save, and whether a save is being written."""
         speed, loss = (record.get(name) for name in ("tokens_per_sec", "loss"))
         self._seconds = record.get("step_sec") or self._seconds
         numbers = [f"loss {loss:.4f}", *([] if speed is None else [f"{speed:,.0f} tokens/s"])]
-        waits = [f"data wait {100 * record['data_wait_sec'] / self._seconds:.1f} %"] if speed and self._seconds else []
-        self._figures = [*numbers, *waits, f"next save at {next_save}", *(["saving"] if saving else [])]
+        shown = [f"data wait {100 * record['data_wait_sec'] / self._seconds:.1f} %"] if speed and self._seconds else []
+        self._shown = [*numbers, *shown, f"next save at {next_save}", *(["saving"] if saving else [])]
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(self._shown), refresh=False)
+
+    def close(self) -> None:
+        """Remove the line."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -5,10 +5,10 @@ is an event in the device's queue, so a phase's time is the device's: reading da
 ahead, and otherwise the time for which the device is idle. All phases add up to the whole time. An event is read once
 the device has passed it; nothing waits for it.
 
-FSDP2's collectives are timed as well. On a GPU they overlap compute and are not part of the sum. A rank that is slow
-in forward or backward makes all other ranks wait in these collectives, so a rank's work is its phases without its
-collectives. The vote, the first collective of a step, carries three numbers: its time is spent waiting for slower
-ranks.
+FSDP2's collectives are timed as well. On a GPU they overlap compute and are not part of the sum; the profiler
+(`telemetry.verdict`) measures how much is exposed. A rank that is slow in forward or backward makes all other ranks
+wait in these collectives, so a rank's work is its phases without its collectives. The vote, the first collective of a
+step, carries three numbers: its time is spent waiting for slower ranks.
 """
 
 from __future__ import annotations

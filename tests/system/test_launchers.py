@@ -76,4 +76,4 @@ def test_scripts_train_on_two_machines_by_hand(tmp_path: Path) -> None:
     assert (run["mesh"]["world_size"], run["config"]["train_batch_size"]) == (2, 2)
     traces = [f"trace-rank{rank}.json.gz" for rank in "01"]
     operators = [f"operators-rank{rank}.txt" for rank in "01"]
-    assert {path.name for path in (tmp_path / "run/profile").iterdir()} == {*traces, *operators}
+    assert {path.name for path in (tmp_path / "run/profile").iterdir()} == {*traces, *operators, "verdict.txt"}

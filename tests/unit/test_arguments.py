@@ -72,6 +72,7 @@ TRANSLATED: dict[str, tuple[str, dict[str, Any]]] = {
     "lr_scheduler_type": ("linear", {"lr_decay_style": "linear", "min_lr": 0.0}),
     "fsdp": ("shard_grad_op offload", {"sharding_strategy": "shard_grad_op", "cpu_offload": True}),
     "ddp_timeout": ("600", {"distributed_timeout_minutes": 10.0}),
+    "disable_tqdm": ("True", {"progress_bar": False}),
     "packing": ("True", {"short": "pack"}),
     "eval_strategy": ("steps", {"validation_freq": None}),
     "evaluation_strategy": ("steps", {"validation_freq": None}),

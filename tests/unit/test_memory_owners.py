@@ -28,6 +28,7 @@ def trained(device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     layers = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(2)])
     model = nn.ModuleDict({"layers": layers, "head": nn.Linear(512, 1024, bias=False)})
     model.register_buffer("table", torch.zeros(256, 1024))
+    model.get_output_embeddings = lambda: model["head"]  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -40,9 +41,19 @@ def test_owners_have_their_sizes() -> None:
     sizes = dict(held)
     assert sizes["optimizer state"] == pytest.approx(8 * MIB, rel=1e-4)
     assert sizes["gradients"] == pytest.approx(4 * MIB)
-    assert sizes["weights"] == pytest.approx(4 * MIB)
+    assert sizes["weights of the head"] == pytest.approx(2 * MIB)
+    (layers,) = (name for name in sizes if name.startswith("weights of 2 layers"))
+    assert sizes[layers] == pytest.approx(2 * MIB)
     assert sizes["buffers"] == pytest.approx(1 * MIB)
     assert [size for _, size in held] == sorted(sizes.values(), reverse=True)
+
+
+def test_logits_are_found_by_the_width_of_the_vocabulary() -> None:
+    made = torch.zeros(1024, 777)
+    views = made[:10], made.view(32, 32, 777)
+    held = dict(owners(*trained(), torch.device("cpu"), {777}))
+    assert held[memory_owners.LOGITS] == pytest.approx(1024 * 777 * 4 / 2**30)
+    assert views
 
 
 def test_on_a_gpu_the_rest_is_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +102,7 @@ def changes_of(flags: str, held: list[tuple[str, float]], *, on_gpu: bool = True
 )  # fmt: skip
 def test_what_to_change_first(held: list[tuple[str, float]], flags: str, first: str) -> None:
     named = changes_of(flags, held)
-    assert named[0] == first
+    assert named[0].partition(" (with ")[0] == first
     assert len(named) <= memory_owners.FLAGS
 
 
@@ -99,10 +110,12 @@ def test_what_the_machine_or_the_backend_does_not_do_is_not_named() -> None:
     one_row = "--train_batch_size 1"
     for held in (ACTIVATIONS, STATE):
         assert set(changes_of(one_row, held, on_gpu=False)) == {"a smaller --max_context_width", MORE_DEVICES}
-    assert "--cpu_offload 1" in changes_of(one_row, STATE)
+    state = "--cpu_offload 1 (with at least 40 GiB of host memory per rank)"
+    assert state in changes_of(one_row, STATE)
     assert not any("cpu_offload" in change for change in changes_of(one_row, STATE, smp=True))
     fp8 = "--fp8 1 --train_batch_size 1"
-    assert "--sm_activation_offloading 1" in changes_of(fp8, STATE)
+    activations = "--sm_activation_offloading 1 (with at least 20 GiB of host memory per rank)"
+    assert activations in changes_of(fp8, STATE)
     assert not any("offload" in change for change in changes_of(fp8, STATE, smp=True))
 
 

@@ -1,12 +1,21 @@
-"""Long work shows how far it is, in lines."""
+"""Long work shows how far it is: lines, and on a terminal a line below whole log lines."""
 
+import fcntl
+import os
+import pty
 import re
+import struct
+import sys
+import termios
+import threading
 
 import pytest
 
 from smp_train import progress
 from smp_train.progress import Progress
 from smp_train.telemetry.screen import STATUS_SECONDS, Screen
+from tests import harness
+from tests.training import flags, steps, train
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +47,7 @@ def test_secrets_of_urls_are_not_shown(capsys):
         assert "secret" not in until(capsys, "Reading s3://")
 
 
-def test_a_line_a_minute_says_when_it_ends_and_saves(monkeypatch, caplog):
+def test_without_a_terminal_a_line_a_minute_says_when_it_ends_and_saves(monkeypatch, caplog):
     from smp_train.telemetry import screen
 
     now = [0.0]
@@ -50,7 +59,7 @@ def test_a_line_a_minute_says_when_it_ends_and_saves(monkeypatch, caplog):
         shown.figures(record, next_save=20, saving=False)  # an evaluation, say: nothing was opened
         shown.step(1)
         shown = screen.Screen()
-        shown.open(0, 100)
+        shown.open(0, 100, bar=True)
         now[0] += STATUS_SECONDS
         shown.step(6)  # before the first record
         shown.figures(record, next_save=20, saving=True)
@@ -62,3 +71,39 @@ def test_a_line_a_minute_says_when_it_ends_and_saves(monkeypatch, caplog):
         "Step 6 of 100: ETA 0:15:40",
         "Step 11 of 100: ETA 0:02:58, loss 2.0000, 5 tokens/s, data wait 5.0 %, next save at 20, saving",
     ]
+
+
+def train_on_a_terminal(command_line):
+    """Train with a terminal as stdout and stderr, and return what was written to it."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    read = []
+
+    def reader():
+        while data := os.read(master, 65536):
+            read.append(data)
+            if b"\0" in data:
+                return
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    sys.stdout, sys.stderr = os.fdopen(slave, "w", buffering=1), os.fdopen(os.dup(slave), "w", buffering=1)
+    os.environ["TERM"] = "xterm"
+    code = train(command_line)
+    sys.stdout.write("\0")
+    sys.stdout.flush()
+    thread.join()
+    return code, b"".join(read).decode()
+
+
+def test_log_lines_stand_whole_above_the_progress_line_of_a_terminal(tmp_path):
+    ((code, text),) = harness.run(train_on_a_terminal, 1, flags(tmp_path, max_steps=6, checkpoint_freq=4))
+    assert code == 0
+    assert "step 6 of 6 |" in text
+    assert "next save at 6" in text
+    # As the screen shows them: a carriage return starts the line anew, over what was there.
+    lines = [line.split("\r")[-1] for line in text.replace("\r\n", "\n").split("\n")]
+    batches = [line for line in lines if re.search(r"^\S+ \S+ I \[\w+\] Batch \d+ Loss: \S+, Speed: .*GiB", line)]
+    assert len(batches) == len(steps(tmp_path)) == 6
+    for word in (str(tmp_path / "run"), "metrics.jsonl", "smp-train report", str(tmp_path / "checkpoints")):
+        assert sum(word in line for line in lines if "Run folder" in line) == 2, "at the start and at the end"

@@ -111,6 +111,41 @@ def test_many_steps_are_thinned_to_those_that_matter():
     assert thinned(steps[:POINTS]) == steps[:POINTS]
 
 
+def test_a_live_page_follows_the_run_to_its_end(tmp_path, monkeypatch, capsys):
+    run, out, seen = write_run(tmp_path, "mine"), tmp_path / "report.html", []
+
+    def meanwhile(seconds):
+        found = of_page(out)
+        seen.append((found["live"], found["runs"][0]["columns"]["step"][-1]))
+        writer = MetricsWriter(tmp_path)
+        writer.step({"step": 60 + len(seen), "loss": 5.0})
+        writer.close()
+        if len(seen) == 3:
+            run.mark_stopped(63)
+
+    monkeypatch.setattr(page.time, "sleep", meanwhile)
+    assert main([str(tmp_path), "--live", "2"]) == 0
+    assert seen == [(2, 60), (2, 61), (2, 62)]
+    assert of_page(out)["live"] == 0
+    assert of_page(out)["runs"][0]["columns"]["step"][-1] == 63
+    assert capsys.readouterr().out.splitlines()[0] == str(out)
+
+
+def test_a_live_page_ends_some_time_after_a_process_that_was_killed(tmp_path, monkeypatch):
+    run = write_run(tmp_path, "mine")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    facts = json.loads(run.run_json.read_text())
+    run.run_json.write_text(json.dumps({**facts, "pid": gone.pid}))
+    now = [0.0]
+    monkeypatch.setattr(page.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(page.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    page.follow([str(tmp_path)], tmp_path / "report.html", 7.0)
+    assert page.GRACE_SECONDS <= now[0] < page.GRACE_SECONDS + 7
+    found = of_page(tmp_path / "report.html")
+    assert (found["live"], found["runs"][0]["attempts"][-1]["how"]) == (0, "killed or failed")
+
+
 def test_the_first_facts_are_state_time_and_losses(tmp_path, monkeypatch):
     run = RunFolder(tmp_path)
     run.create()
@@ -215,8 +250,9 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path, width, theme, count
     folders = [str(write_run(tmp_path / name, name).path) for name in "ab"[:count]]
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         other = {"event": "spike", "step": 50, "time": time.time(), "loss": None, "samples": {"0": ["x.json:1"]}}
+        profile = {"event": "profile", "step": 55, "time": time.time(), "verdict": "Bound.", "operators": ["9 %  mm"]}
         slow = {"step": 61, "time": time.time(), "loss": 5.0, "slowest_share": 0.05, "slowest_rank": 3, "toString": 1.0}
-        file.write("".join(json.dumps(each) + "\n" for each in (other, slow)))
+        file.write("".join(json.dumps(each) + "\n" for each in (other, profile, slow)))
     path = page.write_page(read_runs(folders), tmp_path / "report.html")
     path.write_text(path.read_text().replace("</body>", f"<script>{USE}</script></body>"))
     command = [
@@ -237,7 +273,7 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path, width, theme, count
     assert shown.stdout.count('class="attempt"') == 2 * count
     assert re.search(r'data-cut="([^"]*)"', shown.stdout)[1] == "", "nothing is wider than its frame"
     assert 10 < int(re.search(r'data-zoomed="(\d+)"', shown.stdout)[1]) < 30, "of 60 steps those in the window"
-    assert '{"0":["x.json:1"]}' in shown.stdout
+    assert all(said in shown.stdout for said in ("<p>Bound.</p>", "<pre>9 %  mm</pre>", '{"0":["x.json:1"]}'))
     tips = re.search(r'data-tips="([^"]*)"', shown.stdout)[1].split(";")
     assert len(tips) == 3 * len(titles) + 1
     assert all("Slowest rank 5, rank 3" in tip for tip in tips[-3 : -1 : len(titles)]), tips

@@ -21,7 +21,7 @@ from smp_train.launch.spec import CODE_DIR
 SMP_TRANSFORMERS = "4.44.2"
 # Purpose and distributions of each extra of the package.
 EXTRAS = {
-    "train": ("training", ("transformers", "tokenizers", "safetensors", "numpy", "orjson")),
+    "train": ("training", ("transformers", "tokenizers", "safetensors", "numpy", "orjson", "tqdm")),
     "s3": ("s3:// places, SageMaker", ("boto3",)),
     "hf": ("Hugging Face data sets on disk", ("pyarrow",)),
     "text": ("text of the Hugging Face hub", ("datasets",)),

@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.exit(main())
 '''
 REQUIREMENTS = (
-    "transformers>=4.44.2,<6", "tokenizers", "safetensors", "orjson>=3.9", "pysimdjson>=6", "isal>=1.5",
+    "transformers>=4.44.2,<6", "tokenizers", "safetensors", "orjson>=3.9", "pysimdjson>=6", "isal>=1.5", "tqdm",
     "pyyaml>=6",
 )  # fmt: skip
 
