@@ -1,0 +1,85 @@
+"""End a wait for ranks that died: make the collectives of this process fail, so that it can meet its peers again."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+ABORT_SECONDS = 30.0
+"""How long NCCL may take to abort."""
+
+
+def unblock(hosts: Collection[str] = ()) -> None:
+    """Make every collective that this process waits in, or enters, fail; call it on every living rank, from a thread.
+
+    gloo has no abort, so the connections between ranks are shut. This rank shuts those that it accepted, and the other
+    living ranks the rest; the kernel of a dead rank's host has closed the dead rank's connections. New groups are not
+    affected, but none may be formed before this function returns.
+
+    If NCCL does not abort within `ABORT_SECONDS`, this process ends itself: its peers then replace it.
+
+    Args:
+        hosts: Hosts that were lost. Their kernels close nothing, so connections to them are shut as well.
+    """
+    abort = threading.Thread(target=_abort_nccl, name="smp-train-abort", daemon=True)
+    abort.start()
+    abort.join(ABORT_SECONDS)
+    if abort.is_alive():
+        os._exit(1)
+    store_port = int(os.environ.get("MASTER_PORT", 0))
+    lost = {address for host in hosts for address in _addresses(host)}
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(connection) for connection in _sockets()]
+        # gloo's listeners are the only ones of a rank: a connection to a store, S3 or a tracker is never accepted.
+        listening = {s.getsockname()[1] for s in sockets if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+        for connection in sockets:
+            with suppress(OSError):  # a socket that is not connected has no peer
+                address, port = connection.getpeername()[:2]
+                to_lost = address.removeprefix("::ffff:") in lost and port != store_port
+                if connection.getsockname()[1] in listening or to_lost:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of each TCP socket of this process; the original may be closed at any time."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed by now, or not a socket
+            duplicate = os.dup(int(descriptor))
+            try:
+                connection = socket.socket(fileno=duplicate)
+            except OSError:
+                os.close(duplicate)
+                continue
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                yield connection
+            else:
+                connection.close()
+
+
+def _addresses(host: str) -> set[str]:
+    with suppress(OSError):  # a host that has no address has no connection either
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    return set()
+
+
+def _abort_nccl() -> None:
+    """Abort the communicators of all process groups, in one NCCL group, since one abort can wait for another."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized() or not dist.is_nccl_available():
+        return
+    torch = sys.modules["torch"]
+    backends = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # a group of CPUs
+            backends.append(group._get_backend(torch.device("cuda")))
+    nccl = [backend for backend in backends if isinstance(backend, dist.ProcessGroupNCCL)]
+    if nccl:
+        nccl[0]._group_start()
+        for backend in nccl:
+            backend.abort()
+        nccl[0]._group_end()
