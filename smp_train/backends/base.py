@@ -128,6 +128,14 @@ class Backend(ABC):
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Return ``values``, on the device, summed over all ranks that hold different tokens; collective."""
 
+    def rebind(self, model: nn.Module) -> None:
+        """Form the mesh's groups again and bind ``model`` to them, after its ranks met again; collective.
+
+        The step during which the ranks parted is forgotten, but for gradients that this rank has. Raises `ConfigError`
+        where groups cannot be replaced.
+        """
+        raise ConfigError(f"--recovery in_place: the {self.name} backend cannot replace groups; use --recovery off")
+
     @property
     def saver(self) -> Saver:
         """The object that writes and reads the state dict; valid after `build`."""

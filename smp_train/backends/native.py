@@ -41,6 +41,7 @@ from smp_train.parallel import (
     grad_norm,
     loss_head,
     mesh,
+    rebind,
     router_loss,
     tensor_parallel,
 )
@@ -105,7 +106,6 @@ class NativeBackend(Backend):
         self.context: context_parallel.ContextSplit | None = None
         self.routers: router_loss.Routers | None = None
         self.attention: Attention | None = None
-        self._loss_group = self.mesh.loss_group()
         self.topology = Topology(
             device=device,
             dp_rank=degrees.data_rank(ranks.rank), dp_size=degrees.data_parallel,
@@ -290,8 +290,14 @@ class NativeBackend(Backend):
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """See `Backend.sum_over_data`."""
-        dist.all_reduce(values, group=self._loss_group)
+        dist.all_reduce(values, group=self.mesh.loss_group())
         return values
+
+    def rebind(self, model: nn.Module) -> None:
+        """See `Backend.rebind`."""
+        rebind.rebind(model, self.mesh)
+        if self.routers is not None:
+            self.routers.forget()
 
     def state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """See `Backend.state_dict`."""

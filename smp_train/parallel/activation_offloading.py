@@ -261,9 +261,11 @@ class Offload:
             staying = (*layer.parameters(), *layer.buffers(), *shared)
             this = LayerPass(self, None if first else self._latest, away=away, staying=staying)
             self._running = this
-            with torch.autograd.graph.saved_tensors_hooks(this.pack, this.unpack):
-                output = forward(*args, **kwargs)
-            self._running = None
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(this.pack, this.unpack):
+                    output = forward(*args, **kwargs)
+            finally:
+                self._running = None
             this.close()
             # The previous layer was copied to the host during this forward pass: release its device memory.
             for stored in self._latest.alive() if self._latest is not None else ():

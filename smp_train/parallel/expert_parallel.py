@@ -60,7 +60,7 @@ def distribute(
             local_parameters.distribute(experts, mesh, Shard(0))
             experts.num_experts //= mesh.size()
             local_parameters.compute_on_local(experts, None)
-            experts.forward = partial(_exchange, experts.forward, experts.num_experts, mesh.get_group(), profile)
+            experts.forward = partial(_exchange, experts.forward, experts.num_experts, mesh, profile)
             by_layer.setdefault(layer, []).append(experts)
     if not by_layer:
         raise ConfigError(f"{flag}: this model has no experts that transformers stacks; leave it at 1")
@@ -69,7 +69,7 @@ def distribute(
 
 @torch.compiler.disable
 def _exchange(
-    compute: Callable[..., Tensor], share: int, group: dist.ProcessGroup, profile: DeviceProfile, hidden: Tensor,
+    compute: Callable[..., Tensor], share: int, mesh: DeviceMesh, profile: DeviceProfile, hidden: Tensor,
     index: Tensor, weights: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return the weighted sum of each token's experts, ``[tokens, width]``.
@@ -81,12 +81,13 @@ def _exchange(
     Args:
         compute: The forward of this rank's experts, with the arguments ``hidden``, ``index`` and ``weights``.
         share: Number of experts per rank.
-        group: The ranks that hold the experts, in order.
+        mesh: The ranks that hold the experts, in order.
         profile: The device's profile.
         hidden: ``[tokens, width]``.
         index: The experts of each token, int64 ``[tokens, k]``.
         weights: ``[tokens, k]``.
     """
+    group = mesh.get_group()
     tokens, used = index.shape
     expert = index.flatten()
     order = expert.argsort(stable=True)

@@ -41,6 +41,10 @@ class Mesh:
         if degrees.expert > 1:
             self.parameters_of_experts = self._parameters("shard", "context")
             self.experts = self._flat("expert", "tensor")[0]
+        self._loss: DeviceMesh | None = None
+        if degrees.tensor > 1:
+            data_dimensions = tuple(name for name in self.root.mesh_dim_names or () if name != "tensor")
+            self._loss = self.root[data_dimensions]._flatten("loss")
         # Groups connect through the store, which rank 0 may serve. Without the barrier, rank 0 could refuse the
         # configuration and exit early, and its peers would report a lost connection instead of that message.
         dist.barrier()
@@ -65,9 +69,11 @@ class Mesh:
 
     def loss_group(self) -> dist.ProcessGroup:
         """Return the ranks whose token sums add up to the global batch: all but tensor peers."""
-        if self.degrees.tensor == 1:
-            group = dist.group.WORLD
-            assert group is not None
-            return group
-        data_dimensions = tuple(name for name in self.root.mesh_dim_names or () if name != "tensor")
-        return self.root[data_dimensions]._flatten("loss").get_group()
+        group = dist.group.WORLD if self._loss is None else self._loss.get_group()
+        assert group is not None
+        return group
+
+    def group_names(self) -> list[str]:
+        """Return the names of this rank's groups, in the order of their dimensions."""
+        meshes = [self.root, self.parameters, self.parameters_of_experts, self.experts, self._loss]
+        return [name for mesh in meshes if mesh is not None for name in mesh._dim_group_names]

@@ -77,6 +77,10 @@ class Routers:
         """Begin a forward pass with gradients; call `finish` after it."""
         self._seen = []
 
+    def forget(self) -> None:
+        """End a forward pass that failed."""
+        self._seen = None
+
     def finish(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's share of the loss, and two figures over all ranks: the loss, and the load.
 

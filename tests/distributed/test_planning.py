@@ -92,11 +92,11 @@ def test_planned_memory_is_that_of_real_ranks(names: Sequence[str]) -> None:
 
 
 def dealt(
-    exchange: Any, compute: Any, share: int, group: Any, profile: Any, hidden: Any, index: Any, weights: Any
+    exchange: Any, compute: Any, share: int, mesh: Any, profile: Any, hidden: Any, index: Any, weights: Any
 ) -> Any:
     """Exchange tokens as if the router used all experts equally."""
-    index = (index.new_ones(index.numel()).cumsum(0) % (share * group.size())).view_as(index)
-    return exchange(compute, share, group, profile, hidden, index, weights)
+    index = (index.new_ones(index.numel()).cumsum(0) % (share * mesh.size())).view_as(index)
+    return exchange(compute, share, mesh, profile, hidden, index, weights)
 
 
 def measured(settings: list[dict[str, Any]]) -> list[Any]:
