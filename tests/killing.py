@@ -1,8 +1,9 @@
-"""A process that is killed: none of its operations on files, or in S3, after the n-th has any effect."""
+"""A process that is killed, or whose disk is full: no operation on files, or in S3, after the n-th has any effect."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import traceback
@@ -42,13 +43,30 @@ def operations_until_killed(work: Callable[[], object], after: int) -> int | Non
 
     Return how many operations there were, None if the child was killed.
     """
+    return _in_a_child(work, after, lambda operation: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def operations_until_full(work: Callable[[], object], after: int) -> int | None:
+    """Do ``work`` in a child process whose disk is full from its operation on files after the first ``after`` on.
+
+    Return how many operations there were, None if there were more. Deleting needs no room.
+    """
+
+    def full(operation: str) -> None:
+        if operation not in ("unlink", "rmdir"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return _in_a_child(work, after, full)
+
+
+def _in_a_child(work: Callable[[], object], after: int, beyond: Callable[[str], object]) -> int | None:
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(reads)
             signal.alarm(120)
-            number = _count_and_kill(work, after)
+            number = _count(work, after, beyond)
             os.write(writes, str(number).encode())
         except BaseException:
             os.write(writes, traceback.format_exc().encode())
@@ -62,28 +80,30 @@ def operations_until_killed(work: Callable[[], object], after: int) -> int | Non
         assert os.WTERMSIG(status) == signal.SIGKILL
         return None
     assert answer.isdigit(), answer
-    return int(answer)
+    return int(answer) if int(answer) <= after else None
 
 
-def _count_and_kill(work: Callable[[], object], after: int) -> int:
+def _count(work: Callable[[], object], after: int, beyond: Callable[[str], object]) -> int:
+    """Do ``work``, call ``beyond`` before each of its operations after the first ``after``; return their number."""
     counted = 0
 
-    def count() -> None:
+    def count(operation: str) -> None:
         nonlocal counted
         counted += 1
         if counted > after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            beyond(operation)
 
-    def before(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: (count(), function(*args, **options))[1]
+    def before(operation: str) -> Callable[..., Any]:
+        function = getattr(os, operation)
+        return lambda *args, **options: (count(operation), function(*args, **options))[1]
 
     for name in (*OPERATIONS, "fsync"):
-        setattr(os, name, before(getattr(os, name)))
+        setattr(os, name, before(name))
     open_file = Path.open
 
     def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
         if mode == "xb":
-            count()
+            count("open")
         return open_file(path, mode, *args, **options)
 
     Path.open = opened  # type: ignore[assignment, method-assign]

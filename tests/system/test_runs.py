@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -10,13 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from smp_train.telemetry.metrics import history, read_metrics
+from tests.checkpoint_files import committed, contents
 from tests.harness import as_torchrun
 from tests.system.command import Command, Ranks, warm
-from tests.training import TINY, read_checkpoint
+from tests.training import TINY, read_checkpoint, same
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
@@ -161,6 +165,101 @@ def test_a_restart_of_the_same_job_goes_on_without_the_flag(tmp_path: Path) -> N
     assert (name_of(again), resumed_at(again)) == (name, [last])
     other = trained(tmp_path, max_steps=2, environ=slurm(1, "8"))
     assert (name_of(other), resumed_at(other)) == (f"{name}-2", [])
+
+
+# --- a job that stands still on another machine
+
+
+STALLS = """
+import signal, sys, threading
+from smp_train import cli
+from smp_train.checkpoints import owner
+from smp_train.checkpoints.folder import RunFolder
+from smp_train.distributed import job
+
+identity, commit = job.identity, RunFolder.commit
+job.identity = owner.identity = lambda pid: "another-machine " + identity(pid).partition(" ")[2]
+
+def stall(folder, name, marker):
+    if marker.step == 6:
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread has just checked the owner
+    commit(folder, name, marker)
+
+RunFolder.commit = stall
+sys.exit(cli.main(sys.argv[1:]))
+"""
+TAKES_OVER = """
+import sys
+from smp_train import cli
+from smp_train.checkpoints import owner
+
+owner.STALE_SECONDS = {seconds}
+sys.exit(cli.main(sys.argv[1:]))
+"""
+STALE_SECONDS = 90.0 if os.environ.get("SMP_TRAIN_WHOLE_TABLE") == "1" else 2.0
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_job_that_is_stopped_between_check_and_commit_loses_its_run_and_harms_nothing(
+    tmp_path: Path, ended: bool
+) -> None:
+    """Another job takes over after a silence, saves the same step and keeps one checkpoint; then the first one wakes.
+
+    With SMP_TRAIN_WHOLE_TABLE=1 the silence is of 90 seconds.
+    """
+    ours, straight = tmp_path / "ours", tmp_path / "straight"
+    options: dict[str, Any] = {"run_name": "one", "num_kept_checkpoints": 1, "lr_decay_style": "constant", **AGAIN}
+    for name, text in (("stalls.py", STALLS), ("takes_over.py", TAKES_OVER.format(seconds=STALE_SECONDS))):
+        (tmp_path / name).write_text(text)
+
+    def started(script: str, **changes: Any) -> Command:
+        return warm(ours, str(tmp_path / script), *words(**options, **changes))
+
+    def stopped(command: Command) -> None:
+        command.until(lambda: psutil.Process(command.pid).status() == psutil.STATUS_STOPPED, "stop")
+
+    def left() -> dict[str, bytes]:
+        """Return the content of all files but those of the first job's attempt, and of owners."""
+        files = contents(ours / "checkpoints/one")
+        return {name: data for name, data in files.items() if not name.startswith(f"{late}/")}
+
+    late = "llama_v2-6steps"
+    with started("stalls.py", max_steps=10**6) as first:
+        stopped(first)
+        assert saved(ours) == {"one": [4]}
+        with started("takes_over.py", max_steps=6 if ended else 10**6) as second:
+            second.until(lambda: re.search(r"Saved \S+-6steps-2", second.out), "its checkpoint")
+            if ended:
+                assert second.code() == 0, second.err
+            else:
+                second.signal(signal.SIGSTOP)
+                stopped(second)
+            assert resumed_at(second) == [4]
+            assert "took over from a job on" in second.out
+            before = left()
+            first.signal(signal.SIGCONT)
+            assert first.code() == 4
+            (line,) = first.complaints
+            assert re.search(r"cannot save \S+/llama_v2-6steps: .*(was taken over by|deleted this attempt)", line)
+            assert left() == before
+            assert late not in committed(ours / "checkpoints/one")
+            if not ended:
+                second.signal(signal.SIGCONT)
+                newest = max(saved(ours)["one"])
+                second.until(lambda: max(saved(ours)["one"], default=0) > newest, "one more checkpoint")
+                second.signal(signal.SIGTERM)
+                assert second.code() == 0, second.err
+    last = max(saved(ours)["one"])
+    assert resumed_at(trained(ours, **options, max_steps=last + 2)) == [last]
+    trained(straight, **options, max_steps=last + 2)
+    numbers = [
+        [(record["step"], record["loss"], record["grad_norm"]) for record in history(read_metrics(folder / "runs/one"))
+         if "event" not in record]
+        for folder in (ours, straight)
+    ]  # fmt: skip
+    assert numbers[0] == numbers[1]
+    assert len(numbers[0]) == last + 2
+    same(*(read_checkpoint(folder / f"checkpoints/one/llama_v2-{last + 2}steps") for folder in (ours, straight)))
 
 
 # --- going back

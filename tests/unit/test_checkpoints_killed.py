@@ -1,7 +1,8 @@
-"""A process that is killed at any operation on files leaves every committed checkpoint intact, and goes on from one."""
+"""A kill, or a full disk, at any operation on files leaves every committed checkpoint intact; a later job goes on."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.save import CheckpointManager, Policy
+from smp_train.errors import CheckpointError
 from smp_train.run.start import Start
 from tests.checkpoint_files import (
     committed,
@@ -28,7 +30,7 @@ from tests.checkpoint_files import (
     split,
     state,
 )
-from tests.killing import operations_until_killed
+from tests.killing import operations_until_full, operations_until_killed
 from tests.tiers import core
 
 
@@ -90,17 +92,40 @@ def no_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", core(CASES, lambda case: case in ("sweep and save", "delete")))
 def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, case: str) -> None:
-    before, work, expected, least = CASES[case]
-    before(tmp_path / "before" / "run")
+    damaged = "llama_v2-6steps" if case == "mark" else ""
+    assert ended_at_every_operation(tmp_path, CASES[case], operations_until_killed, damaged) == CASES[case].steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["first save", "save", "sweep and save", "save of a step again", "two tiers"])
+def test_a_disk_that_is_full_at_any_operation_loses_nothing(tmp_path: Path, case: str) -> None:
+    """The save fails, or is whole; once there is room again, a job goes on."""
+
+    def work(place: Path) -> None:
+        try:
+            CASES[case].work(place)
+        except (OSError, CheckpointError) as error:
+            if os.strerror(errno.ENOSPC) not in str(error):
+                raise
+
+    full = CASES[case]._replace(work=work)
+    assert ended_at_every_operation(tmp_path, full, operations_until_full) == full.steps
+
+
+def ended_at_every_operation(
+    tmp_path: Path, case: Case, operations_until: Callable[[Callable[[], object], int], int | None], damaged: str = ""
+) -> list[int]:
+    """End a case's work after each number of operations, and check what is left; return the steps resumed from."""
+    case.before(tmp_path / "before" / "run")
     (tmp_path / "before").mkdir(exist_ok=True)
     after, outcomes, operations = 0, [], None
     while operations is None:
         place = tmp_path / str(after) / "run"
         shutil.copytree(tmp_path / "before", place.parent)
-        operations = operations_until_killed(lambda place=place: work(place), after)  # type: ignore[misc]
+        operations = operations_until(lambda place=place: case.work(place), after)  # type: ignore[misc]
         for name in committed(place):
-            if case != "mark" or name != "llama_v2-6steps":
-                assert open_verified(place / name).name == name, f"killed after {after} operations"
+            if name != damaged:
+                assert open_verified(place / name).name == name, f"ended after {after} operations"
         outcomes.append(loaded(place) if committed(place) else 0)
         start(place, 7)  # and a later job goes on, and tidies up
         assert loaded(place) == 7
@@ -108,8 +133,8 @@ def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, case: str) -> Non
         assert [key for key in keys(place) if key not in ours and not key.endswith("DAMAGED")] == []
         after += 1
     assert outcomes == sorted(outcomes)
-    assert sorted(set(outcomes)) == expected
-    assert operations >= least
+    assert operations >= case.least
+    return sorted(set(outcomes))
 
 
 def test_a_kill_at_any_operation_of_a_start_leaves_a_run_that_can_be_started(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from smp_train.checkpoints.owner import Claim, Ownership, claims_in, owner_of
 from smp_train.distributed.environment import LAUNCH
 from smp_train.distributed.job import Job, identity
 from smp_train.errors import CheckpointError
-from tests.checkpoint_files import committed, files, keys, listed, manager, names, owning, resumed
+from tests.checkpoint_files import committed, files, keys, listed, loaded, manager, names, owning, resumed, state
 from tests.checkpoint_files import owner as acquired
 
 STATE = {"model": {"w": torch.ones(3)}}
@@ -158,6 +158,29 @@ def test_an_owner_elsewhere_that_is_silent_is_dead(folder, caplog, ahead):
     assert "waiting up to" in caplog.text
     assert listed(folder.location) == [".owner-2"]
     taken.release()
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_job_whose_clock_is_an_hour_off_goes_on_and_so_does_the_next_one(place, monkeypatch, hours):
+    """What a killed job left is deleted, what was committed is not, and the order stays."""
+    with owning(place, keep=2) as first:
+        first.save(3, state(3), {"tokens": 30})
+        first.save(6, state(6), {"tokens": 60})
+        folder = open_folder(place)
+        folder.put(folder.begin("llama_v2", 9, first.generation), "__0_0.distcp", b"half")
+    with monkeypatch.context() as patched:
+        right = time.time
+        patched.setattr(time, "time", lambda: right() + hours * 3600)
+        assert loaded(place) == 6
+        with owning(place, keep=2) as second:
+            second.save(9, state(9), {"tokens": 90})
+            assert loaded(place) == 9
+    assert keys(place) == files("llama_v2-6steps", "llama_v2-9steps-2")
+    assert loaded(place) == 9
+    with owning(place, keep=2) as third:
+        third.save(12, state(12), {"tokens": 120})
+    assert loaded(place) == 12
+    assert keys(place) == files("llama_v2-12steps", "llama_v2-9steps-2")
 
 
 # --- restarts of the owner's job

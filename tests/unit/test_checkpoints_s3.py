@@ -12,7 +12,7 @@ from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.folder import RunFolder, open_folder
 from smp_train.errors import CheckpointError
 from smp_train.storage import client, s3
-from tests.checkpoint_files import check, committed, files, keys, loaded, manager, owning, resumed, save, state
+from tests.checkpoint_files import check, committed, files, keys, loaded, manager, owner, owning, resumed, save, state
 from tests.killing import ends
 
 
@@ -136,4 +136,68 @@ def test_what_is_refused_is_named_and_is_no_damage(server, place):
         manager("s3://no-such-bucket/x").check_folders()
 
 
-# --- what is there already
+# --- a server that ignores If-None-Match
+
+
+def once_at_put(server, ending: str, meanwhile) -> None:
+    """Call ``meanwhile`` before the first PUT of a key with this ending is done, of which no such key was there."""
+    reached: list[str] = []
+
+    def on_request(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith(ending) and not reached:
+            reached.append(path)
+            meanwhile()
+
+    server.on_request = on_request
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+def test_of_two_jobs_that_claim_a_run_at_once_one_goes_on(server, place, monkeypatch, conditions):
+    """If the server lets the second claim replace the first one, the first job is told before its next commit."""
+    monkeypatch.setattr(server, "conditions", conditions)
+    first: list = []
+
+    def meanwhile() -> None:
+        ownership = owner(place)
+        first.append(manager(place, owner=ownership, generation=ownership.generation))
+
+    once_at_put(server, "/.owner-1", meanwhile)
+    if conditions:
+        with pytest.raises(CheckpointError, match="in use by a job"):
+            owner(place)
+        first[0].save(6, state(6), {"tokens": 60})
+    else:
+        with owning(place) as second:
+            second.save(6, state(6), {"tokens": 60})
+            with pytest.raises(CheckpointError, match="taken over"):
+                first[0].save(9, state(9), {"tokens": 90})
+    first[0].close()
+    assert loaded(place) == 6
+    assert keys(place) == files("llama_v2-6steps")
+    with owning(place) as third:
+        third.save(7, state(7), {"tokens": 70})
+    assert loaded(place) == 7
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+def test_of_two_jobs_that_begin_the_same_attempt_the_owner_writes_it(server, place, monkeypatch, conditions):
+    """The first one stalls in its request; the second one takes over, saves the same step and keeps one."""
+    monkeypatch.setattr(server, "conditions", conditions)
+    second: list = []
+
+    def meanwhile() -> None:
+        ownership = owner(place, force=True)
+        second.append(manager(place, keep=1, owner=ownership, generation=ownership.generation))
+        second[0].save(3, state(3), {"tokens": 30})
+
+    with owning(place, keep=1) as first:
+        first.save(2, state(2), {"tokens": 20})
+        once_at_put(server, "-3steps/.begun", meanwhile)
+        with pytest.raises(CheckpointError, match=r"cannot save .*: .*taken over"):
+            first.save(3, state(30), {"tokens": 300})
+    assert loaded(place) == 3, "what the owner wrote"
+    assert keys(place) == files("llama_v2-3steps")
+    second[0].save(4, state(4), {"tokens": 40})
+    second[0].close()
+    assert loaded(place) == 4
+    assert keys(place) == files("llama_v2-4steps")
