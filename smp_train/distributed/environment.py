@@ -21,6 +21,8 @@ SAGEMAKER_PORT = 7777
 """The port of SageMaker's own toolkit."""
 LAUNCH = "smp-train launch"
 """ROLE_NAME of the processes of our launcher, which get torchrun's variables."""
+GENERATION = "SMP_TRAIN_GENERATION"
+"""Variable of our launcher's processes with --recovery in_place: the generation that the process joins first."""
 JOB_VARIABLES = (
     "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "PALS_APID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
 )  # fmt: skip

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from smp_train.distributed import failures, group, heartbeat
 from smp_train.distributed.agree import gather
-from smp_train.distributed.environment import Runtime
+from smp_train.distributed.environment import GENERATION, Runtime
 
 TIMES_USUAL = 10
 GONE_SECONDS = 10.0
@@ -241,6 +241,12 @@ class Watcher:
         # Data may be slow for good reasons; --distributed_timeout_minutes limits it.
         reading = all(report.phase == heartbeat.DATA and not report.condition for report in suspects)
         if gone or (seconds > max(self.end_seconds, limit if still > limit else 0.0) and not reading):
+            if GENERATION in os.environ and absent:
+                for rank in absent:  # supervisors replace dead processes, of which one may be gone already
+                    if rank in on_node and on_node[rank].condition not in ("gone", "left"):
+                        logger.warning("Rank %d is killed, and replaced", rank)
+                        os.kill(beats[rank].pid, signal.SIGKILL)
+                return
             text += "; ended here, start it again to go on from the last checkpoint"
             if self._claims("end", now):
                 sys.stderr.write(f"smp-train: [rank {self.ranks.rank} on {self.ranks.hostname}] error: {text}\n")

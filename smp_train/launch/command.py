@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -26,6 +27,17 @@ def node_name() -> str:
 def ignore_sigterm() -> None:
     """Ignore SIGTERM in a child process: Slurm sends it to all processes of a batch job that it requeues."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def die_with_parent() -> None:
+    """In the child: end with the supervisor, however that ends, and ignore requests to stop during start-up.
+
+    SIGUSR1 and SIGUSR2 would kill the program before it has its handlers; ignored signals stay ignored over exec.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
 
 
 def ask(*command: str, seconds: float = 60, survives: bool = False) -> tuple[int, str]:

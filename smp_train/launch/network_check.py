@@ -29,7 +29,8 @@ from typing import Any
 from smp_train.distributed import Runtime, detect, expand_hostlist
 from smp_train.errors import one_line
 from smp_train.launch.command import say
-from smp_train.launch.supervisor import Failure, Node, supervise
+from smp_train.launch.node import Failure, Node
+from smp_train.launch.supervisor import supervise
 
 BAD_NODE = 75
 UNREACHABLE = 74

@@ -28,12 +28,14 @@ from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import environment, instances, network_check, nsys, preflight, supervisor, timing
 from smp_train.launch import flags as launch_flags
 from smp_train.launch.command import ask, node_name, say
+from smp_train.launch.coordinator import Recovery
 from smp_train.launch.instances import Instance, Machines
+from smp_train.launch.node import Failure, Node
 from smp_train.launch.options import LaunchParser
 from smp_train.launch.spec import warn
 from smp_train.launch.srun_step import INSIDE
 from smp_train.launch.starts import BEGAN, ENDED, Starts
-from smp_train.launch.supervisor import Failure, Node, supervise
+from smp_train.launch.supervisor import supervise
 
 FIRST_PORT, PORTS = 20000, 10000  # below the range of ephemeral ports
 HISTORY = "launches.jsonl"
@@ -60,14 +62,17 @@ def parser() -> LaunchParser:
     options = LaunchParser("node_agent", "")
     options.share("nproc", "instance_type", "preflight", "max_attempts", "profile")
     options.set_defaults(max_attempts=None)  # no limit for a person who starts the agent by hand
+    options.share("spare_nodes")
     options.add("failures", "folder for failures (default: logs of the run folder)")
     options.add("inside", "insist on running inside the container", bool)
     options.add("time_left", "time until the job's time limit, in Slurm's form")
     return options
 
 
-def find_node(environ: Mapping[str, str], processes: int) -> Node:
+def find_node(environ: Mapping[str, str], processes: int, spares: int = 0) -> Node:
     """Return this node's rank and peers, from srun's step, or from NNODES and NODE_RANK set by hand.
+
+    In a step the last ``spares`` nodes are spare nodes; by hand they are as many beyond NNODES.
 
     Raises:
         ConfigError: naming the variables that are missing or contradict each other.
@@ -82,7 +87,9 @@ def find_node(environ: Mapping[str, str], processes: int) -> Node:
         # Each step has two ports: those of the step before may still be in use.
         pair = (int(environ["SLURM_JOB_ID"]) * 7 + int(environ.get("SLURM_STEP_ID", "0"))) % (PORTS // 2)
         port = FIRST_PORT + 2 * pair
-        return Node(processes, len(hosts), int(environ["SLURM_NODEID"]), hosts[0], port)
+        if spares >= len(hosts):
+            raise ConfigError(f"--spare_nodes {spares}: the step has {len(hosts)} nodes; give fewer, or more nodes")
+        return Node(processes, len(hosts) - spares, int(environ["SLURM_NODEID"]), hosts[0], port, spares)
 
     def number(name: str, default: int) -> int:
         text = environ.get(name) or str(default)
@@ -91,17 +98,17 @@ def find_node(environ: Mapping[str, str], processes: int) -> Node:
         return int(text)
 
     nodes = number("NNODES", 1)
-    if nodes == 1:
+    if nodes + spares == 1:
         return Node(processes, master_port=free_port())
     if not environ.get("NODE_RANK") or not environ.get("MASTER_ADDR"):
         raise ConfigError(
-            f"NNODES={nodes} needs NODE_RANK (0 to {nodes - 1}, another on each node) and MASTER_ADDR (the name or "
-            "address of node 0, the same on all)"
+            f"NNODES={nodes} needs NODE_RANK (0 to {nodes + spares - 1}, another on each node) and MASTER_ADDR (the "
+            "name or address of node 0, the same on all)"
         )
     rank = number("NODE_RANK", 0)
-    if rank >= nodes:
-        raise ConfigError(f"NODE_RANK={rank} is not from 0 to {nodes - 1} (NNODES={nodes})")
-    return Node(processes, nodes, rank, environ["MASTER_ADDR"], number("MASTER_PORT", 29500))
+    if rank >= nodes + spares:
+        raise ConfigError(f"NODE_RANK={rank} is not from 0 to {nodes + spares - 1} (NNODES={nodes})")
+    return Node(processes, nodes, rank, environ["MASTER_ADDR"], number("MASTER_PORT", 29500), spares)
 
 
 def count_gpus() -> int:
@@ -255,7 +262,7 @@ def start(
     """Check this node's hardware against its type and the other nodes, then run its processes to their end."""
     stated = bool(options.instance_type)
     instance = instances.find(options.instance_type) if stated else instances.this_machine()
-    node = find_node(os.environ, 1)
+    node = find_node(os.environ, 1, options.spare_nodes or 0)
     processes = check_node(instance, options.nproc, count_gpus(), nodes=node.nodes, stated=stated)
     node, machines = replace(node, processes=processes), Machines(instance, node.nodes, processes)
     if stated or options.nproc is None:
@@ -282,12 +289,14 @@ def start(
     }
     if node.node_rank == 0:
         warn_of_node(resolved, machines, timing.slurm_seconds(options.time_left))
-    if options.preflight and node.nodes > 1:
+    if options.preflight and node.nodes > 1 and node.node_rank < node.nodes:
         backend, efa = resolved.args.distributed_backend, instance.efa if instance else 0
         code, failure = network_check.run(node, options.preflight, backend, efa, environ, logs)
         if code:
             return code, failure
-    return supervise([sys.executable, "-m", "smp_train", "train", *training], node, environ=environ, log_dir=logs)
+    command = [sys.executable, "-m", "smp_train", "train", *training]
+    recovery = Recovery(node) if resolved.args.recovery == "in_place" else None
+    return supervise(command, node, environ=environ, log_dir=logs, recovery=recovery)
 
 
 def _make(folder: Path) -> None:

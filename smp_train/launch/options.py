@@ -53,6 +53,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "instance_type": {"about": "EC2 instance type, such as p5.48xlarge (on HyperPod also ml.p5.48xlarge)"},
     "nproc": {"about": "processes on each node; without it, one per GPU, or one", "kind": int},
     "image": {"about": "container image that holds this package; docker_build.sh makes it"},
+    "spare_nodes": {"about": "further nodes, to take the place of lost ones; with --recovery in_place", "kind": int},
     "preflight": {"about": "before training, all nodes reach each other in so many seconds, or are named", "kind": int},
     "max_attempts": {"about": "starts without a new checkpoint before giving up", "kind": int, "default": 3},
     "env": {"about": "further environment variables: NAME=VALUE", "many": True},

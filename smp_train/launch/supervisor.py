@@ -2,12 +2,12 @@
 
 Like torchrun for a fixed set of processes, with three differences: the exit code is that of the process that failed
 first, one line names its rank and node, and a signal that asks for a stop reaches the workers without a traceback.
-A failed node ends the whole step, and the cluster (or the user) starts it again from the last checkpoint.
+A failed node ends the whole step, and the cluster (or the user) starts it again from the last checkpoint. With
+``recovery`` the coordinator decides whether a dead worker ends the run or is replaced (`launch.coordinator`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import signal
@@ -17,15 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
-from smp_train.distributed.environment import LAUNCH
-from smp_train.distributed.host import cores
+from smp_train.distributed.environment import GENERATION
 from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
-from smp_train.launch.command import node_name, say
+from smp_train.launch.command import die_with_parent, node_name, say
+from smp_train.launch.coordinator import End, Event, Generation, Recovery, Warm
+from smp_train.launch.node import Failure, Node
+from smp_train.launch.spare import Spare
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 GRACE_SECONDS = 15.0
@@ -36,123 +37,103 @@ INTERRUPTED = 128 + signal.SIGINT
 DRAIN_SECONDS = 30.0
 CAUSES = {2: "configuration", 3: "data", 4: "checkpoint", 137: "killed", 134: "aborted", 139: "segfault"}
 """Cause by exit code, with 128 + N for signal N."""
-# Left by an outer launcher, or by hooks of containers; every worker gets new values.
-STALE = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_ERROR_FILE",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Node:
-    """One node of a run, in which each node has ``processes``; ranks follow the order of nodes."""
-
-    processes: int
-    nodes: int = 1
-    node_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-
-    def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of one worker: ``environ`` with torchrun's variables for this rank."""
-        inherited = {name: value for name, value in environ.items() if name not in STALE}
-        inherited.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self.processes // 2)))
-        return inherited | {
-            "RANK": str(self.first_rank + local_rank),
-            "WORLD_SIZE": str(self.nodes * self.processes),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(self.processes),
-            "GROUP_RANK": str(self.node_rank),
-            "GROUP_WORLD_SIZE": str(self.nodes),
-            "ROLE_NAME": LAUNCH,
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
-
-    @property
-    def first_rank(self) -> int:
-        """Rank of this node's first process."""
-        return self.node_rank * self.processes
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The worker that failed first on this node; ``code`` is 128 + N for signal N."""
-
-    rank: int
-    node: str
-    code: int
-    cause: str
-
-    def line(self) -> str:
-        """Return the line to search logs for."""
-        return f"LAUNCH-FAIL node={self.node} rank={self.rank} rc={self.code} cause={self.cause}"
+RELEASE_SECONDS = 10.0
+"""How long a replacement waits for its predecessor to be gone."""
 
 
 def supervise(
     command: Sequence[str], node: Node, *, environ: Mapping[str, str] | None = None, log_dir: Path | None = None,
-    grace_seconds: float = GRACE_SECONDS, say: Callable[[str], None] = say,
+    grace_seconds: float = GRACE_SECONDS, say: Callable[[str], None] = say, recovery: Recovery | None = None,
 ) -> tuple[int, Failure | None]:  # fmt: skip
     """Run ``command`` once per process of a node and wait for all; return (exit code, first failure).
 
     With ``log_dir``, the output of each worker is also written to ``<log_dir>/rank-<r>.log``, except for rank 0 on a
-    terminal. The exit code is 0 if every worker's is 0, else that of the first worker that failed. Main thread only:
-    it handles signals.
+    terminal. The exit code is 0 if every worker's is 0, else that of the first worker that failed. With ``recovery``,
+    failures are those that end the run, of any node. Main thread only: it handles signals.
     """
-    workers = _Workers(log_dir, say)
+    workers = _Workers(command, node, environ or os.environ, log_dir, say, recovery)
     previous = {number: signal.signal(number, workers.on_signal) for number in FORWARDED}
     try:
-        for local_rank in range(node.processes):
-            workers.start(command, node.first_rank + local_rank, node.environment(local_rank, environ or os.environ))
+        if node.node_rank < node.nodes:
+            for rank in range(node.first_rank, node.first_rank + node.processes):
+                workers.start(rank)
         if workers.signals:
             workers.send(signal.SIGTERM, workers.processes.keys() - workers.asked)  # those that missed the request
+        if recovery:
+            recovery.start(workers.inbox.put)
         failure = workers.wait(grace_seconds)
     finally:
-        workers.send(signal.SIGKILL)
-        workers.drain()
+        workers.end()
         for number, handler in previous.items():
             signal.signal(number, handler)
     if workers.interrupted and failure is None and any(process.wait() for process in workers.processes.values()):
         return INTERRUPTED, None
-    return (failure.code if failure else 0), failure
+    return (failure.code if failure else int(workers.replaced)), failure
+
+
+Message = tuple[int, "subprocess.Popen[bytes]"] | Generation | End | Warm
+"""A rank's process that ended, or a message of the coordinator."""
 
 
 class _Workers:
     """The processes of this node by rank."""
 
-    def __init__(self, log_dir: Path | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, command: Sequence[str], node: Node, environ: Mapping[str, str], log_dir: Path | None,
+        say: Callable[[str], None], recovery: Recovery | None,
+    ) -> None:  # fmt: skip
+        self.command, self.node, self.environ = command, node, environ
         self.log_dir, self.say = log_dir, say
+        self.recovery = recovery
+        self.decided = recovery is None
+        """Failures end the run: nobody decides about them, or the coordinator has."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.generations: dict[int, int] = {}
+        """The generation that each process joined first."""
+        self.running: set[int] = set()
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.pumps: list[threading.Thread] = []
         self.signals: list[int] = []
         self.asked: set[int] = set()
         """Ranks that were sent a request. A second one could kill a Python program that has saved and is ending."""
         self.interrupted = False
+        self.spare: Spare | None = None
+        self.replaced = False
+        """Another node has taken this node's place."""
 
-    def start(self, command: Sequence[str], rank: int, environ: dict[str, str]) -> None:
+    def start(self, rank: int, generation: int = 1) -> None:
+        environ = self.node.environment_of(rank, self.environ)
+        if self.log_dir:
+            environ[CAUSE_VARIABLE] = str(self.log_dir / f"cause-rank-{rank}")
+        if self.recovery:
+            environ[GENERATION] = str(generation)
         # Rank 0 draws its progress line on the terminal itself; its log is also in the run folder.
-        pipe = subprocess.PIPE if self.log_dir and not (rank == 0 and sys.stderr.isatty()) else None
-        process = self.processes[rank] = subprocess.Popen(
-            command,
-            env=environ | ({CAUSE_VARIABLE: str(self.log_dir / f"cause-rank-{rank}")} if self.log_dir else {}),
-            stdout=pipe,
-            stderr=pipe,
+        pipes = [os.pipe() for _ in "12"] if self.log_dir and not (rank == 0 and sys.stderr.isatty()) else []
+        outputs: list[int | None] = [*(write for _, write in pipes)] or [None, None]
+        process = None
+        if self.spare:
+            process, self.spare = self.spare.become(self.command[2:], environ, outputs), None
+        process = process or subprocess.Popen(
+            self.command,
+            env=environ,
+            stdout=outputs[0],
+            stderr=outputs[1],
             # ^C of a terminal reaches this process alone, which turns it into a request to stop.
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
-        self._in_thread(self._watch, rank)
-        if self.log_dir and pipe:
-            log = self.log_dir / f"rank-{rank}.log"
-            for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                self.pumps.append(self._in_thread(_copy, source, log, sink))
+        self.processes[rank], self.generations[rank] = process, generation
+        self.running.add(rank)
+        self._in_thread(self._watch, rank, process)
+        for (read, write), sink in zip(pipes, (sys.stdout, sys.stderr), strict=False):
+            os.close(write)
+            if self.log_dir:
+                log = self.log_dir / f"rank-{rank}.log"
+                self.pumps.append(self._in_thread(_copy, os.fdopen(read, "rb"), log, sink))
 
-    def _watch(self, rank: int) -> None:
-        self.processes[rank].wait()
-        self.ended.put(rank)
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        self.inbox.put((rank, process))
 
     @staticmethod
     def _in_thread(target: Callable[..., object], *args: object) -> threading.Thread:
@@ -164,24 +145,73 @@ class _Workers:
         """Wait until all have ended; after a first failure the others have ``grace_seconds``."""
         failure: Failure | None = None
         deadline = float("inf")
-        remaining = len(self.processes)
-        while remaining:
+        while self.running or self._may_get_ranks():
             if time.monotonic() >= deadline:
                 self.send(signal.SIGKILL)
                 deadline = float("inf")
             try:
                 # A signal handler runs only between two waits, so no wait is long.
-                rank = self.ended.get(timeout=max(0.0, min(0.5, deadline - time.monotonic())))
+                message = self.inbox.get(timeout=max(0.0, min(0.5, deadline - time.monotonic())))
             except queue.Empty:
-                continue
-            remaining -= 1
-            code = self.processes[rank].wait()
-            if code and failure is None and not self.interrupted:
-                failure = self._failure(rank, code if code > 0 else 128 - code)
+                if self.decided or not (self.recovery and self.recovery.silent()):
+                    continue
+                message = self.recovery.lost()
+            first = self._on_message(message)
+            if first is not None and failure is None and not self.interrupted:
+                failure = first
                 self.say(failure.line())
                 deadline = time.monotonic() + grace_seconds
                 self.send(signal.SIGTERM)
         return failure
+
+    def _may_get_ranks(self) -> bool:
+        """Return whether the coordinator may still give ranks to this node."""
+        was_asked = self.interrupted or (self.signals and not self.processes)
+        return not (self.decided or was_asked or self.replaced)
+
+    def _on_message(self, message: Message) -> Failure | None:
+        """Do what a message asks for; return the failure that ends the run, if it is one."""
+        if isinstance(message, Warm):
+            if not self.spare and [*self.command[:2]] == [sys.executable, "-m"]:
+                self.spare = Spare(self.node.environment_of(0, self.environ))
+        elif isinstance(message, Generation):
+            self._replace(message)
+        elif isinstance(message, End):
+            self.decided = True
+            if message.why:
+                self.say(f"no process is replaced: {message.why}")
+            return message.failure
+        elif self.processes.get(message[0]) is message[1]:  # otherwise it was replaced
+            rank, process = message
+            self.running.discard(rank)
+            code = process.wait()
+            failure = self._failure(rank, code if code > 0 else 128 - code)
+            if self.recovery is None or self.decided or self.interrupted:
+                return failure if code else None
+            self.recovery.report(
+                Event(
+                    rank, self.generations[rank], failure.code if code else 0, failure.node, failure.cause,
+                    bool(self.signals),
+                )
+            )  # fmt: skip
+        return None
+
+    def _replace(self, generation: Generation) -> None:
+        """Start this node's replacements, and end processes that another node replaces."""
+        if self.node.node_rank == 0:
+            self.say(f"generation {generation.number}: {generation.reason}")
+        for rank in generation.replaced:
+            old = self.processes.pop(rank, None)
+            if old is not None:
+                old.kill()
+                self.running.discard(rank)
+                with suppress(subprocess.TimeoutExpired):
+                    old.wait(RELEASE_SECONDS)  # it may hold memory of a GPU
+            if generation.nodes[rank] == self.node.node_rank:
+                self.start(rank, generation.number)
+            elif old is not None and not self.processes:
+                self.say("another node has taken this one's place, which gave no sign of life: its ranks were ended")
+                self.replaced = True
 
     def _failure(self, rank: int, code: int) -> Failure:
         cause = CAUSES.get(code, "error" if code < 128 else f"signal-{code - 128}")
@@ -213,22 +243,20 @@ class _Workers:
             with suppress(ProcessLookupError):
                 self.processes[rank].send_signal(number)  # does nothing if the process has ended
 
+    def end(self) -> None:
+        """Kill what is left, and wait until all output is copied."""
+        self.send(signal.SIGKILL)
+        if self.spare:
+            self.spare.end()
+        if self.recovery:
+            self.recovery.flush()
+        self.drain()
+
     def drain(self) -> None:
         """Wait until the output is copied, within a limit: children of a worker may keep it open."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for pump in self.pumps:
             pump.join(max(0.0, deadline - time.monotonic()))
-
-
-def _die_with_parent() -> None:
-    """In the child: end with the supervisor, however that ends, and ignore requests to stop during start-up.
-
-    SIGUSR1 and SIGUSR2 would kill the program before it has its handlers; ignored signals stay ignored over exec.
-    """
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
 
 
 def _copy(source: IO[bytes], path: Path, sink: TextIO) -> None:

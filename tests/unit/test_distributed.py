@@ -10,7 +10,7 @@ import pytest
 
 from smp_train.distributed import detect, expand_hostlist, host
 from smp_train.errors import ConfigError
-from smp_train.launch.supervisor import Node
+from smp_train.launch.node import Node
 
 TORCHRUN = {
     "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",

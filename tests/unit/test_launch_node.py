@@ -21,8 +21,9 @@ from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import environment, flags, instances, local, network_check, nsys, preflight, slurm, supervisor
 from smp_train.launch import node_agent as agent
 from smp_train.launch.instances import find
+from smp_train.launch.node import Failure, Node
 from smp_train.launch.starts import CrashLoopError, Starts
-from smp_train.launch.supervisor import Failure, Node, supervise
+from smp_train.launch.supervisor import supervise
 from smp_train.storage.checksum import FileRecord
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,8 @@ def test_rank_0_has_the_terminal_for_its_progress_line(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     worker = "import os, sys; os.write(1, f\"{os.environ['RANK']} {sys.stderr.isatty()}\\n\".encode())"
     code = (
-        "import sys; from pathlib import Path; from smp_train.launch.supervisor import Node, supervise; "
+        "import sys; from pathlib import Path; from smp_train.launch.node import Node; "
+        "from smp_train.launch.supervisor import supervise; "
         f"supervise([sys.executable, '-c', {worker!r}], Node(2), log_dir=Path({str(tmp_path)!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=-1, stderr=theirs, text=True, timeout=60, check=True)
@@ -113,9 +115,11 @@ def test_a_request_during_the_start_reaches_each_worker_once(monkeypatch: pytest
     """Between the starts of ranks 0 and 1; a second signal could kill a worker that has saved and is ending."""
     sent: dict[int, list[int]] = {0: [], 1: []}
 
-    def start(workers: Any, command: list[str], rank: int, environ: dict[str, str]) -> None:
-        workers.processes[rank] = SimpleNamespace(send_signal=sent[rank].append, wait=lambda: 0, poll=lambda: 0)
-        workers.ended.put(rank)
+    def start(workers: Any, rank: int) -> None:
+        process = SimpleNamespace(send_signal=sent[rank].append, wait=lambda: 0, poll=lambda: 0)
+        workers.processes[rank] = process
+        workers.running.add(rank)
+        workers.inbox.put((rank, process))
         if rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -138,7 +142,8 @@ def start(tmp_path: Path, text: str, more: str = "", workers: int = 2, **options
     """Run a supervisor in a process of its own and wait until its workers are ready."""
     command = program(tmp_path, text)
     outer = (
-        "import sys; from pathlib import Path; from smp_train.launch.supervisor import *; "
+        "import sys; from pathlib import Path; from smp_train.launch.node import Node; "
+        "from smp_train.launch.supervisor import supervise; "
         f"sys.exit(supervise({command!r}, Node({workers}), grace_seconds=0.2{more})[0])"
     )
     process = subprocess.Popen(

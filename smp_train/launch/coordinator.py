@@ -1,0 +1,358 @@
+"""Recovery in place: processes that died are replaced while the other ranks stay.
+
+A generation is a set of processes, one for each rank. When processes die, the coordinator publishes the next
+generation: the ranks to replace, and the node that starts each replacement. It runs in a thread of node 0's supervisor,
+which also serves the store where the ranks meet, so that the store survives every rank. The other supervisors are
+clients of that store: they report deaths and heartbeats, and follow the generations. torch is imported on use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from smp_train.distributed.group import RENDEZVOUS_SECONDS
+from smp_train.errors import LOST_PEER
+from smp_train.launch.command import node_name, say
+from smp_train.launch.node import Failure, Node
+
+PREFIX = "recovery"
+"""Prefix of this module's keys in the store."""
+POLL_SECONDS = 0.02
+COLLECT_SECONDS = 0.05
+"""Deaths within this time of the first one are answered by the same generation."""
+BEAT_SECONDS = 0.5
+NODE_SECONDS = 5.0
+"""A node without a heartbeat for this long is lost, and its ranks with it."""
+SILENT_SECONDS = 30.0
+"""Without an answer of the store for this long, a supervisor gives the coordinator up."""
+AT_ONE_STEP = 3
+"""So many recoveries without progress are the last."""
+LOST_NODE = 75
+
+
+class Event(NamedTuple):
+    """The end of a rank's process; ``generation`` is the one that the process joined first."""
+
+    rank: int
+    generation: int
+    code: int
+    host: str
+    cause: str = ""
+    asked: bool = False
+    """The process was asked to stop before."""
+
+    def words(self) -> str:
+        """Return the event in words."""
+        if self.code <= 128:
+            return f"rank {self.rank} on {self.host} ended with exit code {self.code}"
+        number = self.code - 128
+        known = number in signal.valid_signals()
+        return f"rank {self.rank} on {self.host} was killed ({signal.Signals(number).name if known else number})"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation: what is different from the one before."""
+
+    number: int
+    replaced: list[int]
+    reason: str = ""
+    hosts: list[str] = field(default_factory=list)
+    """Hosts that were lost with all their ranks."""
+    nodes: dict[int, int] = field(default_factory=dict)
+    """The node that starts the replacement, by rank."""
+
+    def text(self) -> str:
+        """Return the value of this generation's key."""
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "number"})
+
+    @staticmethod
+    def read(number: int, text: bytes) -> Generation:
+        """Return the generation that `text` describes."""
+        values = json.loads(text)
+        return Generation(number, **(values | {"nodes": {int(rank): node for rank, node in values["nodes"].items()}}))
+
+
+class End(NamedTuple):
+    """The end of the run: the failure that ends it, if any, and why that failure's processes are not replaced."""
+
+    failure: Failure | None
+    why: str = ""
+
+
+class Warm(NamedTuple):
+    """A good time to start a warm process."""
+
+
+class Beat(NamedTuple):
+    """A heartbeat of a node's supervisor: its host, and its name in Slurm."""
+
+    host: str
+    name: str
+    time: float
+
+
+@dataclass
+class Members:
+    """The processes of the current generation."""
+
+    nodes: dict[int, int]
+    """The node of each rank."""
+    joined: dict[int, int]
+    """The generation that each rank's process joined first."""
+    generation: int = 1
+    finished: set[int] = field(default_factory=set)
+    """Ranks that have ended with exit code 0."""
+    steps: list[int | None] = field(default_factory=list)
+    """Step after each recovery since the last progress; None for a recovery that did not come to an end."""
+
+    @staticmethod
+    def first(node: Node) -> Members:
+        """Return the members of generation 1."""
+        ranks = range(node.nodes * node.processes)
+        return Members({rank: rank // node.processes for rank in ranks}, dict.fromkeys(ranks, 1))
+
+    def ended(self, events: Sequence[Event]) -> list[Event]:
+        """Return the deaths of current processes, and note ranks that finished."""
+        current = [event for event in events if event.generation == self.joined[event.rank]]
+        self.finished |= {event.rank for event in current if event.code == 0}
+        return [event for event in current if event.code]
+
+    def on(self, lost: Collection[int]) -> list[int]:
+        """Return the unfinished ranks on lost nodes."""
+        return [rank for rank, node in self.nodes.items() if node in lost and rank not in self.finished]
+
+    def recovered(self, step: int | None) -> bool:
+        """Note at which step the last recovery ended; return whether there was progress since the last few."""
+        if self.generation > 1:
+            known = [earlier for earlier in self.steps if earlier is not None]
+            progress = step is not None and (not known or step > max(known))
+            self.steps = [step] if progress else [*self.steps, step]
+        return self.steps.count(step) < AT_ONE_STEP
+
+    def join(self, generation: Generation) -> None:
+        """Let the replacements of a generation take their predecessors' places."""
+        self.generation = generation.number
+        self.nodes |= generation.nodes
+        self.joined |= dict.fromkeys(generation.replaced, generation.number)
+
+
+def decide(
+    members: Members, deaths: Sequence[Event], lost: Mapping[int, Beat], spares: Sequence[int], *, training: bool,
+    refused: str, step: int | None, living_hosts: Collection[str] = (),
+) -> Generation | End:  # fmt: skip
+    """Return the next generation, or the end of the run, after deaths of current processes and losses of nodes.
+
+    Args:
+        members: The processes before that; notes the step.
+        deaths: Deaths of current processes, in the order of their reports.
+        lost: Last heartbeats of the nodes that are lost, by node.
+        spares: Nodes that may take a lost node's place.
+        training: The training loop has begun.
+        refused: A rank's reason why nothing can be recovered, or "".
+        step: The step at which training went on after the last recovery; None if that recovery has not ended.
+        living_hosts: Hosts of nodes that live; one of them may have been two nodes, as in a test.
+    """
+    homeless = members.on(lost)
+    dead = sorted({*homeless, *(event.rank for event in deaths)})
+    mistake = next((event for event in deaths if event.code in (2, 3, 4)), None)
+    takers = dict(zip(sorted({members.nodes[rank] for rank in homeless}), spares, strict=False))
+    obstacles = {
+        "training has not begun": not training,
+        "it would fail again": mistake is not None,
+        "the run was asked to stop": any(event.asked for event in deaths),
+        "other ranks have finished": bool(members.finished),
+        refused: bool(refused),
+        "no rank is left": len(dead) == len(members.nodes),
+        "no spare node is left": any(members.nodes[rank] not in takers for rank in homeless),
+    }
+    why = next((why for why, holds in obstacles.items() if holds), "")
+    if not why and not members.recovered(step):
+        why = f"{AT_ONE_STEP} recoveries brought no progress"
+    if why and (first := mistake or next(iter(deaths), None)) is not None:
+        return End(Failure(first.rank, first.host, first.code, first.cause), why)
+    if why:
+        return End(Failure(homeless[0], lost[members.nodes[homeless[0]]].name, LOST_NODE, "node"), why)
+    reasons = [event.words() for event in deaths if event.rank not in homeless]
+    reasons += [f"node {node} ({lost[node].name}) gave no sign of life for {NODE_SECONDS:g} s" for node in takers]
+    hosts = sorted({lost[node].host for node in takers} - {*living_hosts})
+    nodes = {rank: takers.get(members.nodes[rank], members.nodes[rank]) for rank in dead}
+    return Generation(members.generation + 1, dead, "; ".join(reasons), hosts, nodes)
+
+
+class Coordinator:
+    """Serves the store, and publishes generations until the run ends; in node 0's supervisor."""
+
+    def __init__(self, node: Node) -> None:
+        """Serve the store at the node's address. Raises `RuntimeError` if the port is in use."""
+        import torch.distributed as dist
+
+        self.node, self.members = node, Members.first(node)
+        self.served = dist.TCPStore(node.master_addr, node.master_port, None, True, wait_for_workers=False)
+        self.store = dist.PrefixStore(PREFIX, self.served)
+        self.store.set("generation/1", Generation(1, []).text())
+        self.read: set[int] = set()
+        self.beats: dict[int, Beat] = {}
+        self.silence: dict[int, float] = {}
+        """Seconds without a new heartbeat, by node."""
+
+    def run(self) -> None:
+        """Answer deaths and losses of nodes until the run ends, and all supervisors know it."""
+        looked = time.monotonic()
+        while True:
+            time.sleep(POLL_SECONDS)
+            if events := self._events():
+                time.sleep(COLLECT_SECONDS)
+                events += self._events()
+            deaths = self.members.ended(events)
+            if time.monotonic() - looked > BEAT_SECONDS:
+                looked = time.monotonic()
+                self._look()
+            lost = {node: self.beats[node] for node, silent in self.silence.items() if silent > NODE_SECONDS}
+            answer: Generation | End | None = None
+            if deaths or self.members.on(lost):
+                answer = self._answer(deaths, lost)
+            elif len(self.members.finished) == len(self.members.nodes):
+                answer = End(None)
+            if isinstance(answer, End):
+                self.store.set("end", json.dumps([asdict(answer.failure) if answer.failure else None, answer.why]))
+                break
+            if answer is not None:
+                self.members.join(answer)
+                self.store.delete_key("step")
+                self.store.set(f"generation/{answer.number}", answer.text())
+        self._look()
+        living = [node for node, silent in self.silence.items() if silent <= NODE_SECONDS]
+        deadline = time.monotonic() + NODE_SECONDS
+        while self.store.add("left", 0) < len(living) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    def _answer(self, deaths: Sequence[Event], lost: Mapping[int, Beat]) -> Generation | End:
+        def value(key: str) -> str:
+            return self.store.get(key).decode() if self.store.check([key]) else ""
+
+        step, living = value("step"), [node for node in self.beats if node not in lost]
+        occupied = {0, *range(self.node.nodes), *self.members.nodes.values()}
+        return decide(
+            self.members, deaths, lost, [node for node in sorted(living) if node not in occupied],
+            training=self.store.check(["training"]), refused=value("refused"), step=int(step) if step else None,
+            living_hosts={self.beats[node].host for node in living},
+        )  # fmt: skip
+
+    def _events(self) -> list[Event]:
+        """Return the events that were not read before."""
+        new = {*range(1, self.store.add("events", 0) + 1)} - self.read
+        # A supervisor counts an event before it writes it.
+        new = {number for number in new if self.store.check([f"event/{number}"])}
+        self.read |= new
+        return [Event(**json.loads(self.store.get(f"event/{number}"))) for number in sorted(new)]
+
+    def _look(self) -> None:
+        """Read the heartbeats. The time between two looks counts as one beat: this process may have been stopped."""
+        training = self.store.check(["training"])
+        for number in range(self.node.nodes + self.node.spares):
+            beat = self.beats.get(number, Beat("", f"node-{number}", 0.0))
+            if self.store.check([f"node/{number}"]):
+                beat = Beat(*json.loads(self.store.get(f"node/{number}")))
+            elif not training or number >= self.node.nodes:  # it may still start
+                continue
+            new = beat != self.beats.get(number)
+            self.silence[number] = 0.0 if new else self.silence[number] + BEAT_SECONDS
+            self.beats[number] = beat
+
+
+class Recovery:
+    """A supervisor's connection to the coordinator, which node 0 also runs."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.heard = float("inf")
+        """When the store last answered, by the monotonic clock; inf before the first answer."""
+        self.coordinator: Coordinator | None = None
+        self.threads: list[threading.Thread] = []
+
+    def start(self, receive: Callable[[Generation | End | Warm], None]) -> None:
+        """Connect in a thread, and hand over what the coordinator decides."""
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is a page of C++ frames
+        self._in_thread(lambda: self._run(receive))
+
+    def _in_thread(self, work: Callable[[], None]) -> None:
+        self.threads.append(threading.Thread(target=work, name="smp-train-recovery", daemon=True))
+        self.threads[-1].start()
+
+    def flush(self) -> None:
+        """Wait, within a limit, until what this supervisor reports has arrived, and what it serves has been read."""
+        deadline = time.monotonic() + NODE_SECONDS
+        for thread in self.threads[1:]:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def report(self, event: Event) -> None:
+        """Report the end of a process, in a thread: the store may not answer."""
+
+        def send() -> None:
+            with suppress(RuntimeError):
+                store = self._connect()
+                store.set(f"event/{store.add('events', 1)}", json.dumps(event._asdict()))
+
+        self._in_thread(send)
+
+    def silent(self) -> bool:
+        """Return whether the coordinator on another node has not answered for long."""
+        return self.node.node_rank > 0 and time.monotonic() - self.heard > SILENT_SECONDS
+
+    def lost(self) -> End:
+        """Return the end of a run without a coordinator."""
+        address = f"{self.node.master_addr}:{self.node.master_port}"
+        failure = Failure(self.node.first_rank, node_name(), 1, LOST_PEER)
+        return End(failure, f"the coordinator on node 0, at {address}, does not answer")
+
+    def _connect(self) -> Any:
+        import torch.distributed as dist
+
+        address, limit = (self.node.master_addr, self.node.master_port), timedelta(seconds=RENDEZVOUS_SECONDS)
+        return dist.PrefixStore(PREFIX, dist.TCPStore(*address, None, False, limit, wait_for_workers=False))
+
+    def _run(self, receive: Callable[[Generation | End | Warm], None]) -> None:
+        try:
+            if self.node.node_rank == 0:
+                self.coordinator = Coordinator(self.node)
+                self._in_thread(self.coordinator.run)
+            self._follow(receive)
+        except RuntimeError as problem:
+            if self.node.node_rank == 0:
+                say(f"error: {' '.join(str(problem).split())[:300]}; set MASTER_PORT to a port that is free here")
+            receive(self.lost())
+
+    def _follow(self, receive: Callable[[Generation | End | Warm], None]) -> None:
+        """Send heartbeats, and hand over each generation and the end."""
+        import torch.distributed as dist
+
+        store, generation, warmed = self._connect(), 1, 0
+        while True:
+            store.set(f"node/{self.node.node_rank}", json.dumps(Beat(socket.gethostname(), node_name(), time.time())))
+            if store.check(["end"]):
+                failure, why = json.loads(store.get("end"))
+                store.add("left", 1)
+                receive(End(Failure(**failure) if failure else None, why))
+                return
+            # A warm process takes cores and memory from nobody who has not begun, or is recovering.
+            if warmed < generation and store.check(["training" if generation == 1 else "step"]):
+                warmed = generation
+                receive(Warm())
+            key = f"generation/{generation + 1}"
+            with suppress(dist.DistStoreError):  # no such key in time
+                store.wait([key], timedelta(seconds=BEAT_SECONDS))
+            if store.check([key]):
+                generation += 1
+                receive(Generation.read(generation, store.get(key)))
+            self.heard = time.monotonic()

@@ -1,0 +1,72 @@
+"""One node of a run, the environment of its workers, and the failure that ends a run. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from smp_train.distributed.environment import GENERATION, LAUNCH
+from smp_train.distributed.host import cores
+
+# Left by an outer launcher, or by hooks of containers; every worker gets new values.
+STALE = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE", GENERATION,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a run, in which each node has ``processes``; ranks follow the order of nodes.
+
+    Spare nodes follow the run's ``nodes``: they have no ranks until they take the place of a lost node.
+    """
+
+    processes: int
+    nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    spares: int = 0
+
+    def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of one worker: ``environ`` with torchrun's variables for this rank."""
+        inherited = {name: value for name, value in environ.items() if name not in STALE}
+        inherited.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self.processes // 2)))
+        return inherited | {
+            "RANK": str(self.first_rank + local_rank),
+            "WORLD_SIZE": str(self.nodes * self.processes),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "ROLE_NAME": LAUNCH,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of this node's first process."""
+        return self.node_rank * self.processes
+
+    def environment_of(self, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of any rank of the run, also of another node's."""
+        node_rank, local_rank = divmod(rank, self.processes)
+        return replace(self, node_rank=node_rank).environment(local_rank, environ)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The worker that failed first on this node; ``code`` is 128 + N for signal N."""
+
+    rank: int
+    node: str
+    code: int
+    cause: str
+
+    def line(self) -> str:
+        """Return the line to search logs for."""
+        return f"LAUNCH-FAIL node={self.node} rank={self.rank} rc={self.code} cause={self.cause}"

@@ -1,0 +1,108 @@
+"""Which generation answers deaths and lost nodes, and when the run ends instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from smp_train.launch.coordinator import Beat, End, Event, Generation, Members, decide
+from smp_train.launch.node import Failure, Node
+
+GOOD: dict[str, Any] = {"training": True, "refused": "", "step": None}
+LOST = {1: Beat("host-1", "n2", 5.0)}
+
+
+def members(nodes: int = 2) -> Members:
+    """Two ranks on each node."""
+    return Members.first(Node(2, nodes))
+
+
+def died(*ranks: int, code: int = 137, generation: int = 1, **changes: Any) -> list[Event]:
+    return [Event(rank, generation, code, f"n{1 + rank // 2}", "killed", **changes) for rank in ranks]
+
+
+def answer(run: Members, events: list[Event], lost: dict[int, Beat] | None = None, **changes: Any) -> Generation | End:
+    return decide(run, run.ended(events), lost or {}, changes.pop("spares", []), **(GOOD | changes))
+
+
+def test_dead_ranks_are_replaced_on_their_nodes() -> None:
+    found = answer(members(), died(3, 0))
+    assert isinstance(found, Generation)
+    assert (found.number, found.replaced, found.nodes, found.hosts) == (2, [0, 3], {0: 0, 3: 1}, [])
+    assert found.reason == "rank 3 on n2 was killed (SIGKILL); rank 0 on n1 was killed (SIGKILL)"
+    assert Generation.read(2, found.text().encode()) == found
+
+
+def test_a_death_of_a_replaced_process_is_no_news() -> None:
+    run = members()
+    run.join(Generation(2, [3], nodes={3: 1}))
+    assert run.ended(died(3)) == []
+    (event,) = run.ended(died(3, generation=2))
+    found = answer(run, [event])
+    assert isinstance(found, Generation)
+    assert found.number == 3
+
+
+def test_a_spare_node_takes_all_ranks_of_a_lost_node() -> None:
+    run = members()
+    found = answer(run, died(3, 0), LOST, spares=[2, 3])
+    assert isinstance(found, Generation)
+    assert (found.replaced, found.nodes, found.hosts) == ([0, 2, 3], {0: 0, 2: 2, 3: 2}, ["host-1"])
+    assert found.reason == "rank 0 on n1 was killed (SIGKILL); node 1 (n2) gave no sign of life for 5 s"
+    run.join(found)
+    assert (run.on([1]), run.on([2])) == ([], [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("events", "lost", "changes", "code", "cause", "why"),
+    [
+        (died(3, 0), {}, {"training": False}, 137, "killed", "training has not begun"),
+        (died(3) + died(0, code=3), {}, {}, 3, "killed", "it would fail again"),
+        (died(3, asked=True), {}, {}, 137, "killed", "the run was asked to stop"),
+        (died(1, code=0) + died(3), {}, {}, 137, "killed", "other ranks have finished"),
+        (died(3), {}, {"refused": "streams"}, 137, "killed", "streams"),
+        (died(3, 2, 1, 0), {}, {}, 137, "killed", "no rank is left"),
+        ([], LOST, {}, 75, "node", "no spare node is left"),
+    ],
+)
+def test_the_run_ends_as_without_recovery(
+    events: list[Event], lost: dict[int, Beat], changes: dict[str, Any], code: int, cause: str, why: str
+) -> None:
+    found = answer(members(), events, lost, **changes)
+    assert isinstance(found, End)
+    assert found.failure is not None
+    assert (found.failure.code, found.failure.cause, found.why) == (code, cause, why)
+
+
+def test_a_lost_node_is_named_for_the_next_start() -> None:
+    found = answer(members(), [], LOST)
+    assert found == End(Failure(2, "n2", 75, "node"), "no spare node is left")
+
+
+@pytest.mark.parametrize(
+    ("steps", "recoveries"),
+    [
+        ([10, 10, 10], 3),
+        ([10, None, 10, None, 10], 5),
+        ([None, None, None], 3),
+        ([10, 10, 20, 20, 20], 5),
+        ([10, 11, 12, 13, 14, 15], None),
+        ([100, 50, 60, None, 50, 50], 6),  # from a checkpoint
+    ],
+)
+def test_recoveries_without_progress_come_to_an_end(steps: list[int | None], recoveries: int | None) -> None:
+    run = members()
+    for number, step in enumerate([None, *steps]):  # the first death is no recovery's
+        found = answer(run, died(3, generation=number + 1), step=step)
+        if isinstance(found, End):
+            assert (number, found.why) == (recoveries, "3 recoveries brought no progress")
+            return
+        run.join(found)
+    assert recoveries is None
+
+
+def test_a_finished_rank_on_a_lost_node_is_not_missed() -> None:
+    run = members()
+    run.ended(died(2, 3, code=0))
+    assert run.on(LOST) == []
