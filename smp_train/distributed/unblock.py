@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
 ABORT_SECONDS = 30.0
 """How long NCCL may take to abort."""
+QUIET_MS = 20
+BUSY_SECONDS = 1.0
+"""Connections are shut once no data has passed for `QUIET_MS`, or after `BUSY_SECONDS`.
+
+If a connection fails while gloo sends, gloo forgets the send, and its sender waits until the group's time-out.
+"""
 
 
 def unblock(hosts: Collection[str] = ()) -> None:
@@ -34,18 +42,26 @@ def unblock(hosts: Collection[str] = ()) -> None:
     store_port = int(os.environ.get("MASTER_PORT", 0))
     lost = {address for host in hosts for address in _addresses(host)}
     with ExitStack() as stack:
-        sockets = [stack.enter_context(connection) for connection in _sockets()]
+        sockets = [stack.enter_context(connection) for connection in tcp_sockets()]
         # gloo's listeners are the only ones of a rank: a connection to a store, S3 or a tracker is never accepted.
         listening = {s.getsockname()[1] for s in sockets if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+        between_ranks = []
         for connection in sockets:
             with suppress(OSError):  # a socket that is not connected has no peer
                 address, port = connection.getpeername()[:2]
                 to_lost = address.removeprefix("::ffff:") in lost and port != store_port
                 if connection.getsockname()[1] in listening or to_lost:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    between_ranks.append(connection)
+        deadline = time.monotonic() + BUSY_SECONDS
+        while time.monotonic() < deadline and not all(map(_is_quiet, between_ranks)):
+            time.sleep(QUIET_MS / 2000)
+        for connection in between_ranks:
+            with suppress(OSError):  # gloo has closed it
+                # gloo reads what has arrived, then the end, and closes; until then its sends succeed.
+                connection.shutdown(socket.SHUT_RD)
 
 
-def _sockets() -> Iterator[socket.socket]:
+def tcp_sockets() -> Iterator[socket.socket]:
     """Yield a duplicate of each TCP socket of this process; the original may be closed at any time."""
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed by now, or not a socket
@@ -59,6 +75,13 @@ def _sockets() -> Iterator[socket.socket]:
                 yield connection
             else:
                 connection.close()
+
+
+def _is_quiet(connection: socket.socket) -> bool:
+    """Return whether no data has passed for a while, in either direction."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+    sent, _, received = struct.unpack_from("=3I", info, 44)  # tcpi_last_data_sent, ..._ack_sent, ..._data_recv, in ms
+    return bool(min(sent, received) >= QUIET_MS)
 
 
 def _addresses(host: str) -> set[str]:
