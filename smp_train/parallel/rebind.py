@@ -82,7 +82,7 @@ def _rebind_unit(state: Any) -> None:
 
 def _reset(holder: Any) -> None:
     for name, value in BETWEEN_STEPS.items():
-        if not hasattr(holder, name):
+        if name not in vars(holder):
             continue
         if isinstance(value, list | dict | set):
             getattr(holder, name).clear()  # others refer to it

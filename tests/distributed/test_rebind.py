@@ -28,7 +28,7 @@ CELLS: dict[str, tuple[int, str, str, tuple[str, int, int], dict[str, Any]]] = {
     # ranks, family, mesh, way of saving memory, other flags
     "hybrid": (4, "llama", "hsdp2x2", PLAIN, {}),
     "full": (4, "llama", "fsdp4", PLAIN, {}),
-    "kept": (2, "llama", "fsdp2", PLAIN, {"sharding_strategy": "shard_grad_op"}),
+    "kept": (2, "llama", "fsdp2", PLAIN, {"sharding_strategy": "shard_grad_op", "bf16": 1}),
     "accumulated": (4, "llama", "hsdp2x2", PLAIN, {}),
     "tensor": (4, "llama", "tp2-fsdp2", ("full", 0, 1), {}),
     "tensor, hybrid": (8, "llama", "tp2-hsdp2x2", PLAIN, {}),
