@@ -107,7 +107,7 @@ LINES: dict[str, Line] = {
         SMP.format(nsys="--profile_nsys 1 ", hf="--dataset_type hf "),
         {
             "intermediate_size": 28672, "hybrid_shard_degree": 16, "sharding_strategy": "hybrid_shard",
-            "profile_nsys": True, "use_smp_implementation": True, "dataset_type": "hf", "checkpoint_freq": [100],
+            "profile_nsys": True, "use_smp_implementation": True, "checkpoint_freq": [100],
         },
     ),
     "003, resumed": Line(

@@ -162,6 +162,7 @@ ANY = None
 WITHOUT_EFFECT: dict[str, tuple[Collection[str] | None, str]] = {
     # SMP v2's and AWS's FSDP samples, minimal_fsdp
     "data_type": (("gpt",), "only decoder-only models are trained"),
+    "dataset_type": (("gpt_jsonl", "hf"), "the kind of the data is detected"),
     "logging_freq_for_avg": (ANY, "speeds are averaged from one log line to the next"),
     **dict.fromkeys((
         "use_orig_params", "auto_wrap_policy", "patch_neox_rope", "framework", "clean_cache", "nccl_test_log",
@@ -180,18 +181,14 @@ WITHOUT_EFFECT: dict[str, tuple[Collection[str] | None, str]] = {
     "save_strategy": (("steps",), "give --save_steps N"),
     "logging_strategy": (("steps",), "give --logging_steps N"),
     "metric_for_best_model": (("loss", "eval_loss"), "the lowest validation loss is best"),
-    "greater_is_better": (FALSE, "the lowest validation loss is best"),
-    **dict.fromkeys((
-        "dataloader_num_workers", "dataloader_prefetch_factor", "preprocessing_num_workers", "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-    ), (ANY, "batches are always read ahead")),
+    **dict.fromkeys(
+        ("dataloader_num_workers", "dataloader_pin_memory", "preprocessing_num_workers"),
+        (ANY, "batches are always read ahead"),
+    ),
     "remove_unused_columns": (ANY, "unused columns are not read"),
     "overwrite_cache": (ANY, "a cache that does not fit the data is made again"),
     "use_fast_tokenizer": (ANY, "all tokenizers are fast"),
     "logging_first_step": (ANY, "--logging_steps decides which steps are logged"),
-    "keep_linebreaks": (TRUE, "text is not changed"),
-    "save_safetensors": (TRUE, "a final model is always in safetensors"),
-    "prediction_loss_only": (TRUE, "validation always measures the loss alone"),
     "ddp_bucket_cap_mb": (ANY, "gradients are reduced layer by layer"),
     "low_cpu_mem_usage": (ANY, "each rank reads only its part of the weights"),
     "ddp_find_unused_parameters": (FALSE, "every parameter of a decoder-only model is used"),

@@ -69,8 +69,6 @@ class DataArguments:
     test_dir: str | None = flag(
         None, "Validation data, as --training_dir", variable="SM_CHANNEL_TEST", aliases="val_data validation_file")
     use_synthetic_data: bool = flag(False, "Train on random tokens that depend on seed and position alone")
-    dataset_type: str = flag(
-        "gpt_jsonl", "Detected; hf requires a Hugging Face data set on disk", choices=("gpt_jsonl", "hf"))
     zipped_data: bool | None = flag(None, "Require .gz shards (1) or plain shards (0)", shown="detected")
     data_num_workers: int | None = flag(
         None, "Processes per rank that convert shards, once", shown="the cores over the ranks", must=">=0")

@@ -20,8 +20,7 @@ from smp_train.errors import ConfigError
 CACHE_FLAGS = ("data_num_workers", "data_cache_dir")
 """Flags of the conversion to a token cache."""
 DATA_FLAGS = (
-    "training_dir", "dataset", "streaming", "test_dir", "dataset_type", "zipped_data", *CACHE_FLAGS, "bad_rows", "long",
-    "short",
+    "training_dir", "dataset", "streaming", "test_dir", "zipped_data", *CACHE_FLAGS, "bad_rows", "long", "short",
 )  # fmt: skip
 """Flags for data that is read, which have no effect on synthetic data."""
 VALIDATION_FLAGS = ("test_dir", "validation_batches", "val_batch_size", "fast_validation")
@@ -256,7 +255,7 @@ def _idle_flags(resolved: Resolved, backend: str) -> dict[str, str]:
     if not (args.validation_freq or args.evaluate_only):
         reasons |= dict.fromkeys(VALIDATION_FLAGS, "nothing is validated without --validation_freq")
     if resolved.inputs.training_data is not None and not args.test_dir:
-        reasons |= dict.fromkeys(("dataset_type", "zipped_data", *CACHE_FLAGS), "training_data gives its rows itself")
+        reasons |= dict.fromkeys(("zipped_data", *CACHE_FLAGS), "training_data gives its rows itself")
     return reasons
 
 

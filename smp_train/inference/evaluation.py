@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 FLAGS_OF_RUN = ("max_context_width", "short", "long", "text_column", "bf16", "attn_implementation", "chunked_loss")
 """Flags whose default is their value in the checkpoint's run."""
 EFFECTIVE_FLAGS = {
-    *FLAGS_OF_RUN, *(field.name for field in fields(ParallelArguments)), "trust_remote_code", "seed", "dataset_type",
+    *FLAGS_OF_RUN, *(field.name for field in fields(ParallelArguments)), "trust_remote_code", "seed",
     "zipped_data", "data_num_workers", "bad_rows", "max_bad", "data_cache_dir", "dataset_config_name", "streaming",
     "tokenizer", "chat_template", "val_batch_size", "config", "smp_config", "debug", "distributed_backend",
     "distributed_timeout_minutes",
