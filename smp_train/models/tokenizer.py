@@ -50,8 +50,8 @@ def saved_files(save: Callable[[str], Any]) -> dict[str, bytes]:
 
 @contextmanager
 def folder_of(files: Mapping[str, bytes]) -> Iterator[str]:
-    """Yield a temporary folder with a tokenizer's files; errors call it "the checkpoint's tokenizer"."""
-    with temporary("the checkpoint's tokenizer", called="((--)?tokenizer )?") as folder:
+    """Yield a temporary folder with a tokenizer's files; errors name it "tokenizer of the checkpoint"."""
+    with temporary("of the checkpoint") as folder:
         for name, content in files.items():
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import posixpath
-import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -21,8 +20,6 @@ READ_AHEAD = 1 << 18
 """Bytes of one request for an object that is read as a file."""
 SMALL_BYTES = 1 << 26
 """Largest file that can belong to a tokenizer; weight files are larger."""
-TEMPORARY = "smp-train-copy-"
-"""Prefix of the names of temporary folders."""
 
 
 class S3Path:
@@ -103,16 +100,13 @@ def names_in(folder: Place) -> list[str]:
 
 
 @contextmanager
-def temporary(name: str, called: str = "") -> Iterator[str]:
-    """Yield a temporary folder; error messages from the body show ``name`` instead of the folder's path.
-
-    The regular expression ``called`` matches words before the path, which are replaced too.
-    """
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as folder:
+def temporary(name: str) -> Iterator[str]:
+    """Yield a temporary folder; error messages from the body show ``name`` instead of the folder's path."""
+    with tempfile.TemporaryDirectory(prefix="smp-train-copy-") as folder:
         try:
             yield folder
         except SmpTrainError as failure:
-            failure.args = (re.sub(rf"{called}[^\s']*/{TEMPORARY}\w+", lambda _: name, str(failure)),)
+            failure.args = (str(failure).replace(folder, name),)
             raise
 
 

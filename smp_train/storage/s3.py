@@ -22,7 +22,6 @@ MOST_PARTS = 9000
 """S3 allows 10,000 parts of one object; the expected size may be a little too small."""
 CHUNK_BYTES = 1 << 17
 """Bytes of one read from a connection. A connection that breaks during a read loses that chunk."""
-LEAST_CHUNK_BYTES = 1 << 10
 BODY_ATTEMPTS = 10
 """A read fails after this many tries in a row without a single byte."""
 WAIT_SECONDS = 0.2
@@ -151,7 +150,7 @@ class S3Storage(Storage):
         A transfer that breaks is resumed at that byte. If ``etag`` is set, another version of the object is an error.
         ``answer`` is the answer to the first request, if the caller has made it.
         """
-        done, failures, chunk_bytes = start, 0, CHUNK_BYTES
+        done, failures = start, 0
         version: dict[str, Any] = {"IfMatch": etag} if etag else {}
         while done < end:
             previous = done
@@ -160,15 +159,13 @@ class S3Storage(Storage):
             body, answer = answer["Body"], None
             problem: Exception = EOFError(f"{done - start} of {end - start} bytes")
             try:
-                for chunk in body.iter_chunks(chunk_bytes):
+                for chunk in body.iter_chunks(CHUNK_BYTES):
                     write(chunk)
                     done += len(chunk)
             except s3_client.failures() as error:
                 problem = error
             finally:
                 body.close()
-            # A broken connection loses a chunk: where all connections are short, chunks must be small.
-            chunk_bytes = max(LEAST_CHUNK_BYTES, chunk_bytes // 4)
             failures = 0 if done > previous else failures + 1
             if failures >= BODY_ATTEMPTS:
                 reason = f"{failures} tries in a row brought nothing (last: {one_line(problem)})"
