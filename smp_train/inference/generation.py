@@ -50,33 +50,6 @@ class Sampling:
                 raise ConfigError(f"--{flag} {getattr(self, flag)}: must be {rule}")
 
 
-class Printer:
-    """Prints a prompt and its continuation to stdout, and the speed to stderr.
-
-    With ``stream`` each word is printed once it is complete.
-    """
-
-    def __init__(self, *, stream: bool = False) -> None:
-        self.stream = stream
-
-    def begin(self, prompt: str, tokenizer: Any) -> Any:
-        """Print the prompt; return transformers' streamer for the continuation, or None if it is printed by `end`."""
-        print(prompt, end="", flush=True)
-        if not self.stream:
-            return None
-        from transformers import TextStreamer
-
-        return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-    def end(self, text: str, tokens: int, seconds: float) -> None:
-        """Print the continuation, unless it was streamed, and the speed."""
-        if not self.stream:
-            print(text)
-        sys.stdout.flush()
-        duration = f"{seconds:.{1 if seconds >= 1 else 3}f} s"
-        print(f"{tokens} tokens in {duration} ({tokens / seconds:.1f} tokens/s)", file=sys.stderr)
-
-
 def options() -> argparse.ArgumentParser:
     """Return the parser of this verb's flags; `generate` has the defaults."""
     parser = VerbParser(
@@ -91,7 +64,6 @@ def options() -> argparse.ArgumentParser:
     add("--top_k", type=int, help="draw from the k most probable tokens; 0: from all (default)")
     add("--top_p", type=float, help="draw from the tokens that together have this probability")
     add("--seed", type=int, help=f"seed of the draws (default: {Sampling.seed})")
-    add("--stream", type=int, choices=(0, 1), help="print tokens as they come (default: on a terminal)")
     add("--chat", type=int, choices=(0, 1), help="the prompt is a user's turn of a chat")
     add("--tokenizer", help="folder, tokenizer.json or name on the hub; default: the checkpoint's")
     add("--model", help="configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub")
@@ -107,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     prompts = arguments.pop("prompt", [])
     if (file := arguments.pop("prompt_file", None)) is not None:
         prompts = [*prompts, read_prompt(file)]
-    generate(prompt=prompts, printer=Printer(stream=arguments.pop("stream", sys.stdout.isatty())), **arguments)
+    generate(prompt=prompts, printed=True, **arguments)
     return 0
 
 
@@ -132,7 +104,7 @@ def generate(  # type: ignore[misc]
     temperature: float = Sampling.temperature, top_k: int = Sampling.top_k, top_p: float = Sampling.top_p,
     seed: int = Sampling.seed, chat: bool = False, tokenizer: str | None = None, model: str | None = None,
     dtype: str | None = None, attn_implementation: str = "sdpa", trust_remote_code: bool = False,
-    printer: Printer | None = None,
+    printed: bool = False,
 ) -> str | list[str]:  # fmt: skip
     """Return the continuation of a prompt, or of each of several prompts, as ``smp-train generate`` does; collective.
 
@@ -152,7 +124,7 @@ def generate(  # type: ignore[misc]
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU, float32 on a CPU.
         attn_implementation: attention kernel.
         trust_remote_code: run the model's own Python code.
-        printer: prints prompts and continuations on rank 0; by default nothing is printed.
+        printed: whether rank 0 prints prompts and continuations as the tokens come.
     """
     sampling = Sampling(num_tokens, temperature, top_k, top_p, seed)
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -163,7 +135,7 @@ def generate(  # type: ignore[misc]
     trust_code(trust_remote_code)
     with distributed.started(distributed.detect(), timeout_seconds=TIMEOUT_SECONDS) as device:
         texts = load_and_continue(
-            open_model(checkpoint, model), device, prompts, sampling, printer, tokenizer=tokenizer, dtype=dtype,
+            open_model(checkpoint, model), device, prompts, sampling, printed=printed, tokenizer=tokenizer, dtype=dtype,
             attn_implementation=attn_implementation, chat=chat,
         )  # fmt: skip
     return texts[0] if isinstance(prompt, str) else texts
@@ -176,13 +148,13 @@ def generate_with_flags(args: Arguments, device: torch.device) -> None:
     if (location := next(locations, None)) is None:
         raise ConfigError("--prompt with --evaluate_only 1 needs --resume_from_checkpoint, the model to put it through")
     load_and_continue(
-        open_model(location), device, [args.prompt or ""], Sampling(args.num_tokens, seed=args.seed), Printer(),
+        open_model(location), device, [args.prompt or ""], Sampling(args.num_tokens, seed=args.seed), printed=True,
         tokenizer=args.tokenizer, attn_implementation=args.attn_implementation,
     )  # fmt: skip
 
 
 def load_and_continue(
-    saved: SavedModel, device: torch.device, prompts: Sequence[str], sampling: Sampling, printer: Printer | None, *,
+    saved: SavedModel, device: torch.device, prompts: Sequence[str], sampling: Sampling, *, printed: bool,
     tokenizer: str | None = None, dtype: str | None = None, attn_implementation: str = "sdpa", chat: bool = False,
 ) -> list[str]:  # fmt: skip
     """Load a saved model and return the continuation of each prompt, on all ranks; collective."""
@@ -199,7 +171,7 @@ def load_and_continue(
         )
         model = sharded_model(saved, device, dtype, attn_implementation)
         return [
-            continue_prompt(model, opened_tokenizer, "" if chat else prompt, ids, sampling, printer)
+            continue_prompt(model, opened_tokenizer, "" if chat else prompt, ids, sampling, printed=printed)
             for prompt, ids in zip(prompts, ids_of_prompts, strict=True)
         ]
 
@@ -215,7 +187,7 @@ def continue_with_trained_model(
         opened.enter_context(compile.disabled())
         ids = distributed.on_main("reading the prompt", lambda: prompt_ids(tokenizer, prompt, config))
         logging.getLogger("smp_train").info("The prompt and what follows it:")
-        continue_prompt(model, tokenizer, prompt, ids, sampling, Printer())
+        continue_prompt(model, tokenizer, prompt, ids, sampling, printed=True)
 
 
 def prompt_ids(tokenizer: Any, prompt: str, config: Any, *, chat: bool = False) -> list[int]:
@@ -249,23 +221,26 @@ def max_positions(config: Any) -> int:
 
 
 def continue_prompt(
-    model: Any, tokenizer: Any, prompt: str, ids: Sequence[int], sampling: Sampling, printer: Printer | None
+    model: Any, tokenizer: Any, prompt: str, ids: Sequence[int], sampling: Sampling, *, printed: bool
 ) -> str:
-    """Return the continuation of ``ids``, on all ranks; rank 0 prints it after ``prompt``. Collective.
+    """Return the continuation of ``ids``, on all ranks; collective. Only rank 0 needs the tokenizer.
 
-    Only rank 0 needs the tokenizer.
+    If ``printed``, rank 0 prints the continuation after ``prompt``, each word once it is complete; the speed to stderr.
     """
-    if distributed.rank() > 0:
-        printer = None
     end_tokens = distributed.on_main("reading the tokenizer", lambda: _end_tokens(model, tokenizer))
-    streamer = None if printer is None else printer.begin(prompt, tokenizer)
+    streamer = None
+    if printed and distributed.rank() == 0:
+        from transformers import TextStreamer
+
+        print(prompt, end="", flush=True)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     began = time.perf_counter()
     tokens = generate_tokens(model, ids, sampling, end_tokens, streamer)
     seconds = time.perf_counter() - began
-    text = distributed.on_main("generating", lambda: str(tokenizer.decode(tokens, skip_special_tokens=True)))
-    if printer is not None:
-        printer.end(text, len(tokens), seconds)
-    return text
+    if streamer is not None:
+        sys.stdout.flush()
+        print(f"{len(tokens)} tokens in {seconds:.3g} s ({len(tokens) / seconds:.1f} tokens/s)", file=sys.stderr)
+    return distributed.on_main("generating", lambda: str(tokenizer.decode(tokens, skip_special_tokens=True)))
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:

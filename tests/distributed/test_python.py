@@ -290,7 +290,7 @@ def test_values_are_those_that_the_verbs_print(world: int, trained: Path) -> Non
         evaluation.main(["--checkpoint", place, "--data", str(SAMPLE / "test"), "--batches", str(2 * world), "--json"])
     printed = json.loads(out.getvalue())
     with contextlib.redirect_stdout(out := io.StringIO()):
-        generation.main(["--checkpoint", place, "--prompt", "To be", "--num_tokens", "5", "--stream", "0"])
+        generation.main(["--checkpoint", place, "--prompt", "To be", "--num_tokens", "5"])
     model = AutoModelForCausalLM.from_pretrained(trained / "model")
     ids = AutoTokenizer.from_pretrained(trained / "model")("To be", return_tensors="pt")["input_ids"]
     with torch.no_grad():
