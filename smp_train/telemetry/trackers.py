@@ -14,7 +14,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -265,19 +265,13 @@ def chosen(args: Arguments, *, name: str, id: str, folder: Path, step: int) -> d
 
 def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings under names such as ``mesh.shard``."""
-    return {name: value for key, item in record.items() for name, value in _leaves(f"{prefix}{key}", item)}
+    leaves: dict[str, Any] = {}
+    for key, item in record.items():
+        leaves |= flat(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
+    return leaves
 
 
 def event_text(record: Mapping[str, Any]) -> str:
     """Return an event's fields as one line of at most `MAX_TEXT` characters, without the secrets in URLs."""
     fields = (f"{name} {value}" for name, value in record.items() if name not in ("event", "time"))
     return redacted(f"{record['event']}: {', '.join(fields)}")[:MAX_TEXT]
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from flat(value, f"{name}.").items()
-    else:
-        yield name, value
-
-
