@@ -19,64 +19,53 @@ def build(style, **overrides):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_warm_up_rises_by_equal_parts_from_the_first_update_to_the_peak(style):
+def test_warm_up_rises_by_equal_parts_also_beyond_the_end_of_the_run(style):
     rates = [build(style)(step) for step in range(100)]
     assert rates == pytest.approx([PEAK * (step + 1) / 100 for step in range(100)], rel=1e-15)
     assert rates[99] == PEAK == build(style, warmup=0)(0)
+    short, long = build(style, warmup=2000, max_steps=5), build(style, warmup=2000, max_steps=100_000)
+    assert [short(step) for step in range(5)] == [long(step) for step in range(5)]
+    plateau = build(style, warmup=2, plateau=2000, max_steps=5)
+    assert [plateau(step) for step in range(1, 5)] == [PEAK] * 4
 
 
 @pytest.mark.parametrize("style", DECAYING)
-def test_the_floor_is_reached_at_the_last_update_and_held(style):
-    rate = build(style)
-    assert rate(998) > FLOOR
+def test_the_plateau_holds_the_rate_and_the_floor_is_reached_at_the_last_update(style):
+    rate = build(style, plateau=0.3)
+    assert {rate(step) for step in range(99, 400)} == {PEAK}
+    assert FLOOR < rate(998) < rate(400) < PEAK
     assert [rate(step) for step in (999, 1000, 10**9)] == [FLOOR] * 3
 
 
-def test_the_cosine_is_above_its_floor_at_80_percent_of_the_run():
-    # The original clamps a cosine that aims at zero, and so sits at its floor from here on.
-    progress = (801 - 100) / 900
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    assert build("cosine")(800) == pytest.approx(FLOOR + (PEAK - FLOOR) * cosine)
-    assert build("cosine")(800) > 1.5 * FLOOR
+FIVE_SIXTHS = (801 - 100) / 900
+# The original clamps a cosine that aims at zero, and so sits at its floor at 80 % of the run.
+COSINE_AT_80_PERCENT = FLOOR + (PEAK - FLOOR) * (1 + math.cos(math.pi * FIVE_SIXTHS)) / 2
 
 
 @pytest.mark.parametrize(
-    ("style", "expected"),
+    ("style", "step", "expected", "options"),
     [
-        ("constant", PEAK), ("wsd", PEAK), ("exponential", math.sqrt(PEAK * FLOOR)),
-        *((style, (PEAK + FLOOR) / 2) for style in ("linear", "cosine", "plateau")),
+        ("constant", 549, PEAK, {}), ("wsd", 549, PEAK, {}), ("exponential", 549, math.sqrt(PEAK * FLOOR), {}),
+        *((style, 549, (PEAK + FLOOR) / 2, {}) for style in ("linear", "cosine", "plateau")),
+        ("cosine", 800, COSINE_AT_80_PERCENT, {}),
+        ("wsd", 799, PEAK, {}), ("wsd", 849, FLOOR + (PEAK - FLOOR) * (1 - math.sqrt(50 / 200)), {}),
+        ("cosine", 499, FLOOR, {"decay_iters": 500}), ("cosine", 900, FLOOR, {"decay_iters": 500}),
+        ("linear", 1000, (PEAK + FLOOR) / 2, {"decay_iters": 2001, "warmup": 0}),
     ],
 )  # fmt: skip
-def test_the_middle_of_the_decay(style, expected):
-    assert build(style)(549) == pytest.approx(expected, rel=1e-12)
+def test_rates_of_single_updates(style, step, expected, options):
+    assert build(style, **options)(step) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("style", DECAYING)
-def test_the_plateau_holds_the_rate_and_the_decay_follows(style):
-    rate = build(style, plateau=0.3)
-    assert {rate(step) for step in range(99, 400)} == {PEAK}
-    assert FLOOR < rate(400) < PEAK
-    assert rate(999) == FLOOR
-
-
-def test_wsd_holds_four_fifths_and_decays_by_one_minus_the_root():
-    rate = build("wsd")
-    assert {rate(step) for step in range(99, 800)} == {PEAK}
-    assert rate(849) == pytest.approx(FLOOR + (PEAK - FLOOR) * (1 - math.sqrt(50 / 200)))
-    assert rate(999) == FLOOR
-
-
-def test_a_shorter_span_ends_early_and_a_longer_one_is_cut_off():
-    assert build("cosine", decay_iters=500)(499) == FLOOR
-    assert build("cosine", decay_iters=500)(900) == FLOOR
-    assert build("linear", decay_iters=2000, warmup=0)(999) == pytest.approx((PEAK + FLOOR) / 2, rel=1e-3)
-
-
-def test_warm_up_is_a_count_from_one_up_and_a_fraction_of_the_span_below():
-    assert build("cosine", warmup=40).warmup_steps == 40
-    assert build("cosine", warmup=1).warmup_steps == 1
-    assert build("cosine", warmup=0.29, max_steps=100).warmup_steps == 29  # 0.29 * 100 is 28.999...
-    assert build("cosine", warmup=0.1, decay_iters=50).warmup_steps == 5
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"warmup": 40}, 40), ({"warmup": 1}, 1), ({"warmup": 0.1, "decay_iters": 50}, 5),
+        ({"warmup": 0.29, "max_steps": 100}, 29),  # 0.29 * 100 is 28.999...
+    ],
+)  # fmt: skip
+def test_warm_up_is_a_count_from_one_up_and_a_fraction_of_the_span_below(options, steps):
+    assert build("cosine", **options).warmup_steps == steps
 
 
 @pytest.mark.parametrize(
@@ -93,33 +82,18 @@ def test_nonsense_is_refused_by_the_name_of_the_flag(overrides, named):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_a_run_may_end_before_its_warm_up_does(style):
-    short, long = build(style, warmup=2000, max_steps=5), build(style, warmup=2000, max_steps=100_000)
-    assert [short(step) for step in range(5)] == [long(step) for step in range(5)]
-    plateau = build(style, warmup=2, plateau=2000, max_steps=5)
-    assert [plateau(step) for step in range(1, 5)] == [PEAK] * 4
-
-
 fractions = st.floats(0, 0.5, exclude_max=True)
 
 
 @given(
-    style=st.sampled_from(STYLES),
-    max_steps=st.integers(1, 400),
-    decay_iters=st.none() | st.integers(1, 400),
-    lr=st.floats(1e-8, 10),
-    floor=st.floats(1e-6, 1),
-    warmup=fractions,
-    plateau=fractions,
-)
+    style=st.sampled_from(STYLES), max_steps=st.integers(1, 400), decay_iters=st.none() | st.integers(1, 400),
+    lr=st.floats(1e-8, 10), floor=st.floats(1e-6, 1), warmup=fractions, plateau=fractions,
+)  # fmt: skip
 def test_bounds_and_direction_hold_for_any(style, max_steps, decay_iters, lr, floor, warmup, plateau):
     span = decay_iters or max_steps
+    options = {"max_steps": max_steps, "decay_iters": decay_iters, "warmup": warmup, "plateau": plateau}
     try:
-        rate = schedule(
-            style, lr=lr, min_lr=lr * floor, max_steps=max_steps, decay_iters=decay_iters,
-            warmup=warmup, plateau=plateau,
-        )  # fmt: skip
+        rate = schedule(style, lr=lr, min_lr=lr * floor, **options)
     except ConfigError:
         assert round(warmup * span) + round(plateau * span) > span  # two halves, each rounded up
         return
@@ -127,5 +101,4 @@ def test_bounds_and_direction_hold_for_any(style, max_steps, decay_iters, lr, fl
     rise, fall = rates[: rate.warmup_steps], rates[max(rate.warmup_steps - 1, 0) :]
     assert all(0 < value <= lr for value in rates)
     assert all(value >= rate.min_lr for value in fall)
-    assert rise == sorted(rise)
-    assert fall == sorted(fall, reverse=True)
+    assert (rise, fall) == (sorted(rise), sorted(fall, reverse=True))

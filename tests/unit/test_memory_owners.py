@@ -1,7 +1,9 @@
-"""Out of memory: who holds it, by sizes that are known, and what is to be changed first."""
+"""Memory: figures, its owners by sizes that are known, and what is to be changed first when it runs out."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from smp_train.telemetry import memory_owners, memory_tracker
 from smp_train.telemetry.memory_owners import changes, owners
 
 MIB = 1 / 1024
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def trained(device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -172,6 +175,35 @@ def test_a_snapshot_of_the_first_steps_and_none_without_a_gpu(tmp_path: Path, mo
 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fails)
     memory_tracker.dump(tmp_path, 3)
+
+
+GROWS = """
+from types import SimpleNamespace
+import numpy as np
+from smp_train.telemetry.memory_tracker import memory_gib
+cpu = SimpleNamespace(type="cpu")
+before = memory_gib(cpu)
+held = np.ones(2**25)  # 256 MiB, touched
+print(memory_gib(cpu) - before)
+"""
+
+
+def test_resident_memory_grows_with_what_is_held() -> None:
+    """In a process of its own: what other tests have left in this one may go back to the system at any moment."""
+    done = subprocess.run([sys.executable, "-c", GROWS], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0.2 < float(done.stdout) < 0.4
+
+
+def test_the_peak_of_a_gpu_is_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    books = {"peak": 3 * 2**30}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: books["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: books.update(peak=2**30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 * 2**30)
+    gpu = torch.device("cuda", 0)
+    row = memory_tracker.memory_report(gpu, "a")
+    assert "allocated     1.00 | reserved     4.00 | peak     3.00 |" in row
+    assert (memory_tracker.memory_gib(gpu), memory_tracker.memory_gib(gpu)) == (3, 1)
 
 
 def test_which_failures_are_of_memory() -> None:

@@ -64,22 +64,21 @@ def test_lines_have_what_is_known(line, shown, numbers):
     assert matches(line) == pytest.approx(numbers, rel=1e-3)
 
 
-def test_rank_0_writes_to_stdout_with_the_time(capsys):
-    setup_logging(0)
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+@pytest.mark.parametrize(
+    ("rank", "out", "err"),
+    [(0, rf"({TIME} [IW] \[test_telemetry_logging\] .+\n){{3}}", ""), (3, "", rf"rank 3: {TIME} W .*look here\n")],
+)
+def test_rank_0_writes_to_stdout_and_other_ranks_only_what_is_wrong_with_them(rank, out, err, capsys):
+    setup_logging(rank)
     get_logger().info("hello")
-    out, err = capsys.readouterr()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[test_telemetry_logging\] hello\n", out)
-    assert err == ""
-
-
-def test_other_ranks_are_quiet_until_something_is_wrong(capsys):
-    setup_logging(3)
-    get_logger().info("not for the console")
     get_logger().warning("look here")
-    get_logger().warning("rank 0 writes this too", extra=ALL_RANKS)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"rank 3: .* W .*look here\n", err)
+    get_logger().warning("all ranks log this", extra=ALL_RANKS)
+    written = capsys.readouterr()
+    assert re.fullmatch(out, written.out)
+    assert re.fullmatch(err, written.err)
 
 
 def test_every_rank_has_a_file_and_a_second_call_replaces_the_first(tmp_path, capsys):

@@ -89,8 +89,7 @@ def test_a_disk_that_fails_costs_one_warning_and_not_the_run(tmp_path, caplog, m
 
 
 class Clock:
-    def __init__(self):
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self):
         return self.now
