@@ -226,7 +226,7 @@ def test_own_loss_is_the_same_on_every_mesh(tmp_path: Path) -> None:
     alike(numbers(tmp_path / "many"), numbers(tmp_path / "one"))
     alike(numbers(tmp_path / "context"), numbers(tmp_path / "one"))
     assert numbers(tmp_path / "one")[0][1] != pytest.approx(numbers(tmp_path / "plain")[0][1], rel=1e-2)
-    assert json.loads((tmp_path / "one" / "run" / "run.json").read_text())["own"] == {
+    assert json.loads((tmp_path / "one" / "run" / "run.json").read_text())["inputs"] == {
         "training_data": f"{__name__}.Numbers", "validation_data": f"{__name__}.Numbers", "loss": f"{__name__}.smoothed"
     }  # fmt: skip
 

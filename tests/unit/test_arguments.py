@@ -146,7 +146,6 @@ def test_values_of_the_trainer_without_counterpart_are_refused_by_name(name: str
     ("line", "expected"),
     [
         ("--lr_scheduler_type linear", {"lr_decay_style": "linear", "min_lr": 0.0, "warmup": 0.0032}),
-        ("--lr_scheduler_type cosine", {"lr_decay_style": "cosine", "min_lr": 0.0}),
         ("--lr_scheduler_type cosine_with_min_lr", {"lr_decay_style": "cosine", "min_lr": 1e-5}),
         ("--lr_scheduler_type constant", {"lr_decay_style": "constant", "warmup": 0.0}),
         ("--lr_scheduler_type constant --warmup_steps 5", {"lr_decay_style": "constant", "warmup": 5.0}),
@@ -157,11 +156,9 @@ def test_values_of_the_trainer_without_counterpart_are_refused_by_name(name: str
         ("--lr_scheduler_type cosine --min_lr 1e-6", {"min_lr": 1e-6}),
         ("--checkpoint_dir c --output_dir o", {"checkpoint_dir": ["c"], "run_dir": "o", "model_dir": None}),
         ("--output_dir o --run_dir r", {"checkpoint_dir": ["o/checkpoints"], "run_dir": "r"}),
-        ("--logging_dir l --report_to tensorboard", {"tensorboard_dir": ["l"], "report_to": ["tensorboard"]}),
         ("--report_to wandb tensorboard", {"report_to": ["wandb", "tensorboard"]}),
         ("--fsdp 'full_shard auto_wrap'", {"sharding_strategy": "full_shard", "cpu_offload": False}),
         ("--eval_strategy no", {"validation_freq": None}),
-        ("--save_steps 5 --checkpoint_dir c", {"checkpoint_freq": [5]}),
         ("--gradient_checkpointing --bf16 --do_train --torch_compile", {"use_torch_compile": True, "bf16": True}),
     ],
 )

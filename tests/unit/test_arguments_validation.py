@@ -51,6 +51,7 @@ COMBINATIONS = {
     "--resume_from_checkpoint 1 --output_dir o": "here o/checkpoints;",
     "--hybrid_shard_degree 3": "does not divide the 8 processes of this run; 1, 2, 4, 8 would",
     "--shard_degree 16": "1, 2, 4, 8 would",
+    "--backend smp --tensor_parallel_degree 2 --expert_parallel_degree 2": "cannot both be above 1",
     "--train_batch_size 0": "--train_batch_size 0: must be at least 1",
     "--lr=-1": "--lr -1: must be at least 0",
     "--beta2 1": "--beta2 1: must be at least 0 and below 1",
@@ -98,24 +99,6 @@ DATA = {
     "--training_dir /d --streaming 1 --epochs 2 --steps_per_epoch 9": "--steps_per_epoch does not go with streamed",
     "--training_dir /d --dataset allenai/c4": "choose with --streaming 1 or --streaming 0",
 }
-
-
-DEGREES = [
-    (8, {"tensor_parallel_degree": 3}, "--tensor_parallel_degree 3 does not divide the 8 processes"),
-    (8, {"context_parallel_degree": 4, "hybrid_shard_degree": 2}, "4 does not divide the shard degree 2"),
-    (8, {"tensor_parallel_degree": 4, "hybrid_shard_degree": 4}, "does not divide the 2 ranks left by --tensor"),
-    (8, {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}, "cannot both be above 1"),
-    (1, {"tensor_parallel_degree": 2}, "does not divide the 1 process of this run; 1 would"),
-]
-
-
-@pytest.mark.parametrize(("world", "changes", "complaint"), DEGREES)
-def test_degrees(world: int, changes: dict[str, int], complaint: str) -> None:
-    backend = "smp" if "expert_parallel_degree" in changes else "native"
-    with pytest.raises(ConfigError) as refused:
-        validate(Arguments(use_synthetic_data=True, backend=backend, **changes), world)
-    assert complaint in str(refused.value)
-    validate(Arguments(use_synthetic_data=True, **dict.fromkeys(changes, 1)), world)
 
 
 @pytest.mark.parametrize(

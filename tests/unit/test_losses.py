@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,44 +86,9 @@ def test_chunked_head_in_bfloat16_is_as_good_as_the_whole_one() -> None:
     assert all(gradient.dtype == torch.bfloat16 for gradient in gradients(chunked, (hidden, weight)))
 
 
-MEASURE = """
-import re, sys, torch
-from smp_train import losses
-from smp_train.distributed.device_profile import DeviceProfile
-torch.set_num_threads(2)
-vocab, tokens, width = 128256, int(sys.argv[2]), 16
-hidden = torch.randn(1, tokens, width, requires_grad=True)
-weight = torch.randn(vocab, width).mul_(width**-0.5).requires_grad_()  # logits as a model's: no exp is denormal
-weight.grad = torch.zeros_like(weight)
-targets = losses.shift(torch.randint(vocab, (1, tokens)))
-# Of this program alone: ru_maxrss begins with what the process that started it had.
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
-before = peak()
-if sys.argv[1] == "chunked":
-    loss = losses.linear_cross_entropy_sum(hidden, weight, targets)
-else:
-    loss = losses.cross_entropy_sum(hidden @ weight.T, targets)
-loss.backward()
-print((peak() - before) * 1024)
-"""
-
-
-def extra_bytes(kind: str, tokens: int) -> int:
-    command = [sys.executable, "-c", MEASURE, kind, str(tokens)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
-
-
 def test_a_second_backward_pass_is_refused() -> None:
     hidden, weight, _, labels = batch()
     loss = losses.linear_cross_entropy_sum(hidden, weight, losses.shift(labels))
     torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward pass"):
         torch.autograd.grad(loss, (hidden, weight))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads a program's peak in /proc")
-def test_chunked_head_needs_at_most_a_quarter_of_the_memory() -> None:
-    plain = extra_bytes("plain", 1024)  # of a quarter of the tokens
-    assert plain > 2 * 128256 * 1024 * 4  # it does hold the logits, more than once
-    assert extra_bytes("chunked", 4096) <= plain

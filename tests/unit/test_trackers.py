@@ -192,39 +192,3 @@ def test_attempts_of_a_run_are_one_curve_in_tensorboard_and_wandb_and_hold_no_se
         assert path.is_dir() or b"planted" not in path.read_bytes(), path
     for log in (tmp_path / "run" / "logs").iterdir():
         assert " W [trackers]" not in log.read_text()
-
-
-def track_without_a_key(folder):
-    """Track with W&B, without a key, on a terminal; return the lines of the log."""
-    import pty
-
-    master, slave = pty.openpty()
-    sys.stdin, sys.stderr = os.fdopen(slave), os.fdopen(os.dup(slave), "w")
-    os.environ.update(HOME=str(folder), WANDB_BASE_URL="http://127.0.0.1:9")
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        os.environ.pop(name, None)
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    get_logger().addHandler(handler)
-    writer = MetricsWriter(folder)
-    args = parse(["--report_to", "wandb"], {}).args
-    writer.trackers = Trackers(chosen(args, name="n", id="0" * 8, folder=folder, step=0), {})
-    trackers.CLOSE_SECONDS = 300.0
-    writer.step({"step": 1, "loss": 1.0})
-    writer.event("finish", step=1)
-    writer.close()
-    os.set_blocking(master, False)
-    try:
-        return lines, os.read(master, 65536)
-    except BlockingIOError:
-        return lines, b""
-
-
-@pytest.mark.slow
-def test_no_key_is_asked_for_on_a_terminal(tmp_path):
-    pytest.importorskip("wandb")
-    (((warning,), shown),) = harness.run(track_without_a_key, 1, tmp_path)
-    assert warning.startswith("wandb failed")
-    assert "key" in warning
-    assert shown == b""
