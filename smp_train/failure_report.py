@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from smp_train.distributed import failures, heartbeat, start_attempted, world_size
-from smp_train.errors import CAUSE_VARIABLE, LostPeerError, SmpTrainError, explained, no_memory, redacted
+from smp_train.distributed import failures, heartbeat, start_attempted
+from smp_train.errors import CAUSE_VARIABLE, SmpTrainError, explained, no_memory, redacted
 from smp_train.run.stop import wait_for_request
 
 if TYPE_CHECKING:
@@ -22,11 +22,6 @@ QUIET_SECONDS = 1.0
 """Wait of a rank that ends because of another rank, under launchers that do not blame the first process that ends."""
 LOCAL_RANK_0_SECONDS = 5.0
 """Wait of a node's other ranks for local rank 0 to report a failure that all of them have."""
-LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited", re.IGNORECASE
-)
-"""Matches messages of communication libraries about a peer that is gone or silent."""
-
 
 @dataclass
 class FailureReporter:
@@ -54,7 +49,7 @@ class FailureReporter:
         sys.stderr.write(callstack)
         text = redacted(" ".join(message_of(failure).split()))
         runtime = self.runtime if self.runtime is not None and self.runtime.world_size > 1 else None
-        lost, repeats = lost_peer(failure), bool(getattr(failure, "repeats", False))
+        lost, repeats = failures.lost_peer(failure), bool(getattr(failure, "repeats", False))
         if not (lost or repeats):
             failures.tell_peers(text.removeprefix("error: "))
         # Before rendezvous all ranks of a node fail for the same reason, and local rank 0 reports it. The other ranks
@@ -75,19 +70,12 @@ class FailureReporter:
         return code
 
 
-def lost_peer(failure: BaseException) -> bool:
-    """Return whether this rank failed because it lost another rank, whose own message gives the cause."""
-    if isinstance(failure, LostPeerError):
-        return True
-    return isinstance(failure, RuntimeError) and world_size() > 1 and bool(LOST_PEER.search(str(failure)))
-
-
 def message_of(failure: Exception) -> str:
     """Return the message for the user."""
     text = " ".join(str(failure).split())
     if isinstance(failure, SmpTrainError):
         return f"error: {text}"
-    if lost_peer(failure):
+    if failures.lost_peer(failure):
         reason = re.sub(r"^\[\S+:\d+\] ", "", text).partition(". ")[0]
         first = failures.first_failure() or "its own message, or the launcher's, says why"
         return f"error: lost touch with another rank; {first} ({reason[:200]})"
@@ -112,7 +100,7 @@ def report_uncaught(reporter: FailureReporter) -> None:
 
     def hook(kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:
         code = 1
-        if isinstance(failure, SmpTrainError) or (isinstance(failure, Exception) and lost_peer(failure)):
+        if isinstance(failure, SmpTrainError) or (isinstance(failure, Exception) and failures.lost_peer(failure)):
             code = reporter.report(failure)
         else:
             previous_hook(kind, failure, trace)

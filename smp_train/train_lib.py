@@ -12,16 +12,15 @@ from smp_train import distributed, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.validation import prompts_only, runs_natively
 from smp_train.build_run import build_run, mesh_sizes
-from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import DataError
 from smp_train.inference import generation
 from smp_train.progress import MOVED, Progress
-from smp_train.run.best import Best
-from smp_train.run.resume import changed_settings, imported_position
+from smp_train.run import recovery
+from smp_train.run.resume import changed_settings, set_position
 from smp_train.run.saving import best_checkpoint, complete_model, load, load_best, save, save_final_model, save_last
 from smp_train.run.start_log import how_to_resume, output_line
-from smp_train.run.state import NO_LIMIT, Position, Run
+from smp_train.run.state import NO_LIMIT, Run
 from smp_train.run.step import is_last, step
 from smp_train.run.validation import validate
 from smp_train.telemetry.logging_utils import get_logger
@@ -51,14 +50,12 @@ def group_settings(args: Arguments) -> dict[str, Any]:
 
 def train(resolved: Resolved, ranks: Runtime) -> Run:
     """Train, or evaluate with --evaluate_only, and return the closed run. Raises `SmpTrainError`, as `main`."""
-    device = distributed.start(ranks, **group_settings(resolved.args))
-    with ExitStack() as opened:
-        if ranks.world_size == 1:
-            opened.callback(distributed.stop)
-        run = build_run(resolved, ranks, device, opened)
-        opened.pop_all()
+    run = start(resolved, ranks)
     try:
-        resume(run)
+        if run.replaces:
+            join(run)
+        else:
+            resume(run)
         with train_utils.garbage_collected_together():
             run.stopped = not validate(run) if run.args.evaluate_only else fit(run)
         if run.callback_failure is not None:
@@ -68,7 +65,7 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
         finish(run)
     except BaseException as failure:
         no_memory = out_of_memory(
-            failure, run.args, run.backend.degrees, ranks, run.model, run.optimizer, device=device,
+            failure, run.args, run.backend.degrees, ranks, run.model, run.optimizer, device=run.backend.topology.device,
             step=run.progress.step + 1, folder=run.folder.logs, smp=run.backend.name == "smp",
         )  # fmt: skip
         heartbeat.end()
@@ -85,6 +82,33 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
     return run
 
 
+def start(resolved: Resolved, ranks: Runtime) -> Run:
+    """Form the process group and build the run; collective. A replacement begins again if another rank dies."""
+    while True:
+        recovery.prepare(resolved.args, ranks)
+        try:
+            device = distributed.start(ranks, **group_settings(resolved.args))
+            recovery.read_transcript()
+            with ExitStack() as opened:
+                if ranks.world_size == 1:
+                    opened.callback(distributed.stop)
+                run = build_run(resolved, ranks, device, opened)
+                opened.pop_all()
+                return run
+        except Exception as failure:
+            if not (recovery.replaces() and recovery.interrupts(failure)):
+                raise
+            distributed.stop()
+
+
+def join(run: Run) -> None:
+    """Bring a process that replaces a dead rank to the position of its peers; collective."""
+    if run.resumed is not None and "data" in run.resumed.meta:
+        run.train_data.check_state(run.resumed.meta["data"], allow_data_change=True)
+    recovery.join(run)
+    track(run)
+
+
 def resume(run: Run) -> None:
     """Load the checkpoint that `build_run` found, if any, and set the run's position; collective."""
     checkpoint = run.resumed
@@ -94,15 +118,8 @@ def resume(run: Run) -> None:
         return
     with Progress(f"Loading {checkpoint.path}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
         load(run, checkpoint)
-    with distributed.together(f"resuming from {checkpoint.path}"):
-        consumed = data_position(run, checkpoint)
-    if run.start.is_own:  # another run's best checkpoint is not in this run's folder
-        run.best = Best.of_meta(checkpoint.meta)
-    run.spikes.restore(checkpoint.meta.get("spikes"), run.train_data.global_batch)
-    run.progress = Position(step=checkpoint.step, consumed=consumed, tokens=checkpoint.meta["tokens"])
-    if checkpoint.durable:
-        run.saved_step, run.saved_path = checkpoint.step, checkpoint.path
-    log.info("Resumed from %s at step %d, %d samples in", checkpoint.path, checkpoint.step, consumed)
+    set_position(run, checkpoint)
+    log.info("Resumed from %s at step %d, %d samples in", checkpoint.path, checkpoint.step, run.progress.consumed)
     saved_mesh, mesh = (mesh_sizes(mesh) for mesh in (checkpoint.meta.get("mesh", {}), run.backend.topology.mesh))
     if saved_mesh != mesh and "data" in checkpoint.meta:
         log.info(
@@ -112,7 +129,7 @@ def resume(run: Run) -> None:
     if (changed := changed_settings(run.args, checkpoint)) and not run.args.evaluate_only:
         log.info("From here on with other settings than the checkpoint's: %s", ", ".join(changed))
     track(run)
-    run.metrics.event("resume", step=checkpoint.step, checkpoint=checkpoint.path, consumed=consumed)
+    run.metrics.event("resume", step=checkpoint.step, checkpoint=checkpoint.path, consumed=run.progress.consumed)
     if run.args.checkpoint_type == "full" and not run.args.evaluate_only:
         complete_model(run, checkpoint)
 
@@ -127,23 +144,42 @@ def track(run: Run) -> None:
         run.metrics.trackers = Trackers(trackers, config) if trackers else None
 
 
-def data_position(run: Run, checkpoint: Checkpoint) -> int:
-    """Return how many samples of this run's order are consumed at the checkpoint; not collective."""
-    if "data" in checkpoint.meta:
-        if run.args.evaluate_only and run.args.training_dir is None:  # the data of that run may not be on this machine
-            return int(checkpoint.meta["data"].get("consumed", 0))
-        return run.train_data.check_state(checkpoint.meta["data"], allow_data_change=run.args.allow_data_change)
-    consumed, counter = imported_position(checkpoint, run.train_data)
-    log.info(
-        "Data: begins at sample %d (by %s); this run has its own sample order: within this epoch some rows repeat and "
-        "others are skipped", consumed, counter,
-    )  # fmt: skip
-    return consumed
-
-
 def fit(run: Run) -> bool:
     """Train to the last step or until asked to stop; return whether the run was stopped; collective."""
-    args, progress = run.args, run.progress
+    if not run.replaces and not begin(run):
+        return run.stopped
+    run.read_from_here()
+    profiler = Profiler(run.args, run.folder.path, run.runtime.rank, run.metrics.event)
+    if run.runtime.is_main:
+        run.screen.open(run.progress.step, run.total_steps, bar=run.args.progress_bar)
+    first_step = run.progress.step + 1
+    while run.unfinished or not (run.stopped or is_over(run)):
+        shown = run.runtime.is_main and run.progress.step + 1 == first_step
+        try:
+            if not run.unfinished:
+                with (
+                    profiler.step(run.progress.step + 1),
+                    Progress(f"First step{', with compilation' * run.backend.compiled}", shown=shown),
+                ):
+                    # A request during the last step changes nothing: the run is finished.
+                    run.stopped = step(run) and not is_last(run)
+                run.screen.step(run.progress.step)
+                train_utils.collect_garbage(run.progress.step)
+            finish_step(run)
+        except (Exception, recovery.LeaveStep) as failure:
+            if not recovery.interrupts(failure):
+                raise
+            recovery.recover(run)
+    recovery.end_training(run)
+    run.batches.close()
+    profiler.close()
+    run.screen.close()
+    return run.stopped
+
+
+def begin(run: Run) -> bool:
+    """Prepare the first step after a start; return whether there is one; collective."""
+    progress = run.progress
     run.data_ended = run.train_data.exhausted
     if is_over(run):
         log.info("Nothing left to do: step %d of %d is done", progress.step, run.total_steps)
@@ -157,38 +193,26 @@ def fit(run: Run) -> bool:
         progress.step, run.total_steps if run.total_steps < NO_LIMIT else "the end of the data",
         run.train_data.global_batch, os.getpid(), run.folder.stop,
     )  # fmt: skip
-    if args.evaluate_first and progress.step == 0 and not validate(run):
-        return True
-    batches = run.train_data.batches(progress.consumed)
-    profiler = Profiler(args, run.folder.path, run.runtime.rank, run.metrics.event)
-    if run.runtime.is_main:
-        run.screen.open(progress.step, run.total_steps, bar=args.progress_bar)
-    first_step, stopped = progress.step + 1, False
-    while not (stopped or is_over(run)):
-        shown = run.runtime.is_main and progress.step + 1 == first_step
-        with (
-            profiler.step(progress.step + 1),
-            Progress(f"First step{', with compilation' * run.backend.compiled}", shown=shown),
-        ):
-            # A request during the last step changes nothing: the run is finished.
-            stopped = step(run, batches) and not is_last(run)
-        run.screen.step(progress.step)
-        train_utils.collect_garbage(progress.step)
-        better = False
-        if not stopped and validation_is_due(run):
-            try:
-                stopped = not validate(run) and not is_last(run)
-            except DataError:
-                save_last(run)
-                raise
-            better = args.keep_best and run.best.step == progress.step
-        force = stopped or is_over(run) or better
-        if force or run.checkpoints.due(progress.step):
-            save(run, force=force)
-    batches.close()
-    profiler.close()
-    run.screen.close()
-    return stopped
+    run.stopped = bool(run.args.evaluate_first and progress.step == 0 and not validate(run))
+    if not run.stopped:
+        recovery.begin_training(run)
+    return not run.stopped
+
+
+def finish_step(run: Run) -> None:
+    """Validate and save, if that is due after the step just made; collective."""
+    args, progress = run.args, run.progress
+    if not run.stopped and validation_is_due(run) and run.validated < progress.step:
+        try:
+            run.stopped = not validate(run) and not is_last(run)
+        except DataError:
+            save_last(run)
+            raise
+    better = args.keep_best and run.validated == run.best.step == progress.step
+    force = run.stopped or is_over(run) or better
+    if force or run.checkpoints.due(progress.step):
+        save(run, force=force)
+    run.unfinished = False
 
 
 def validation_is_due(run: Run) -> bool:

@@ -183,7 +183,7 @@ class StepNumbers(NamedTuple):
 def train_step(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Batch], *,
     tokens: Tensor, lr: float, max_grad_norm: float, skip_update: Tensor | None = None, limits: Limits = NO_LIMITS,
-    reject_exceeded: bool = False,
+    reject_exceeded: bool = False, commit: Callable[[Tensor], object] = dist.all_reduce,
 ) -> StepResult:  # fmt: skip
     """Make one update from this rank's micro-batches of one global batch, the same number on every rank.
 
@@ -198,6 +198,7 @@ def train_step(
         skip_update: A scalar on the device; above 0 skips the update. A loss or norm that is not finite always does.
         limits: Limits of loss and gradient norm.
         reject_exceeded: Skip the update also if loss or norm exceeds its limit.
+        commit: Sums a tensor over all ranks, in place; the last collective before the update.
     """
     device = backend.topology.device
     for group in optimizer.param_groups:
@@ -221,7 +222,7 @@ def train_step(
     assert total is not None, "a step has at least one micro-batch"
     heartbeat.enter(heartbeat.CLIP)
     grad_norm = backend.clip_grad_norm(model, max_grad_norm, optimizer).to(device)  # on the host with --cpu_offload
-    mean_loss, exceeded, not_finite = _compare(backend, total, grad_norm, limits)
+    mean_loss, exceeded, not_finite = _compare(backend, total, grad_norm, limits, commit)
     heartbeat.enter(heartbeat.UPDATE)
     rejected = exceeded if reject_exceeded else not_finite
     skipped = rejected if skip_update is None else rejected + skip_update
@@ -232,17 +233,19 @@ def train_step(
     return StepResult(total, mean_loss, grad_norm, exceeded, not_finite, rejected, figures)
 
 
-def _compare(backend: Backend, share: Tensor, grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor, Tensor]:
+def _compare(
+    backend: Backend, share: Tensor, grad_norm: Tensor, limits: Limits, commit: Callable[[Tensor], object]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean loss and the flags `exceeded` and `not_finite` of a `StepResult`; collective.
 
-    One all-reduce of three numbers, so that all ranks decide alike.
+    ``commit`` sums three numbers over all ranks, so that all ranks decide alike.
     """
     if backend.topology.tp_rank > 0:  # tensor ranks have the same tokens
         share = torch.zeros_like(share)
     # Negated comparisons, because nan must count as exceeding a limit, too.
     flags = [~(grad_norm <= limits.grad_norm), ~(grad_norm <= NO_LIMITS.grad_norm)]
     values = torch.stack([share, *(flag.to(share.dtype) for flag in flags)])
-    dist.all_reduce(values)
+    commit(values)
     mean_loss, above, not_finite = values.unbind()
     return mean_loss, above + ~(mean_loss <= limits.loss), not_finite + ~(mean_loss <= NO_LIMITS.loss)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -135,6 +136,10 @@ class Backend(ABC):
         where groups cannot be replaced.
         """
         raise ConfigError(f"--recovery in_place: the {self.name} backend cannot replace groups; use --recovery off")
+
+    def replica_group(self) -> dist.ProcessGroup:
+        """Return the ranks that hold the same part of the state as this rank; called only after `rebind`."""
+        raise NotImplementedError
 
     @property
     def saver(self) -> Saver:

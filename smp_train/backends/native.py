@@ -299,6 +299,10 @@ class NativeBackend(Backend):
         if self.routers is not None:
             self.routers.forget()
 
+    def replica_group(self) -> dist.ProcessGroup:
+        """See `Backend.replica_group`."""
+        return self.mesh.root.get_group("replicate")
+
     def state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """See `Backend.state_dict`."""
         return gather_state(model, optimizer)

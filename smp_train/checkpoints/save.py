@@ -20,7 +20,8 @@ from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local
 from smp_train.checkpoints.owner import Ownership
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.distributed import heartbeat
-from smp_train.distributed.agree import alone, rank, unless, with_rank
+from smp_train.distributed.agree import alone, rank, replays, unless, with_rank
+from smp_train.distributed.job import Job
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.hub_state import present
 from smp_train.storage import wait_for
@@ -130,7 +131,7 @@ class CheckpointManager:
             if not target.node_local:
                 probe = on_main(action, partial(put_probe, folder.storage))
                 try:
-                    gather(action, partial(check_probe, folder.storage, probe))
+                    gather(action, (lambda: None) if replays() else partial(check_probe, folder.storage, probe))
                 finally:
                     if rank() == 0:
                         with contextlib.suppress(OSError, CheckpointError):
@@ -163,6 +164,19 @@ class CheckpointManager:
             return max(scheduled)[-1] if scheduled else None
 
         return on_main("cannot go back", newest)
+
+    @property
+    def folders(self) -> list[RunFolder]:
+        """The run's durable folders."""
+        return [target.folder for target in self._targets if not target.node_local]
+
+    def own(self, job: Job) -> int:
+        """Claim the run's folders for ``job`` if this manager does not own them, and return the generation."""
+        if self.owner is None:
+            self.owner = Ownership(self.folders, job)
+            self.owner.acquire(above=self.generation)
+            self.generation = self.owner.generation
+        return self.generation
 
     # --- a save
 
@@ -340,6 +354,14 @@ class CheckpointManager:
         self._end_pending()
         saved, self._saved = self._saved, []
         return saved
+
+    def abandon(self) -> bool:
+        """Give up the save under way, whose collectives fail; return whether there was one. Not collective."""
+        pending, self._pending, self._saved = self._pending, None, []
+        if pending is not None:
+            pending.abandon()
+        self._writer = BackgroundWriter()  # with a process group of its own again
+        return pending is not None
 
     def close(self) -> None:
         """Release the run. If a save is still under way after a failure, wait a few seconds for it. Not collective."""

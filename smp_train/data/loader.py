@@ -103,6 +103,9 @@ class Loader:
         for step in _read_ahead(steps, self.prefetch) if self.prefetch > 0 else steps:
             yield self._hand_over(step)
 
+    def skip_to(self, consumed: int) -> None:
+        """Let `batches` begin at ``consumed``, after the position of a restored state."""
+
     def identity(self) -> dict[str, Any]:
         """Return everything that decides which sample is at a position: the data, its layout and its order."""
         raise NotImplementedError

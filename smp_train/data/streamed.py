@@ -139,6 +139,10 @@ class StreamedData(Loader):
         self._cursors = self._cursors | cursors
         return batches
 
+    def skip_to(self, consumed: int) -> None:
+        """See `Loader.skip_to`; reads the records in between again."""
+        self._consumed = consumed
+
     def identity(self) -> dict[str, Any]:
         """See `Loader.identity`."""
         how = self.reading

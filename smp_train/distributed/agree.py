@@ -5,9 +5,11 @@ Functions are collective unless their docstring has "Not collective".
 
 from __future__ import annotations
 
+import pickle
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,8 +23,40 @@ ALL_RANKS = {"all_ranks": True}
 """Pass as ``extra=`` to show a log record of any rank on the console; without it only rank 0's are shown."""
 
 _thread = threading.local()
+recorded: list[tuple[str, bytes]] | None = None
+"""The results of the collective calls of this run's start, in order; None if they are not recorded."""
+_replayed: deque[tuple[str, bytes]] | None = None
 host_group: Any = None
 """The group of all ranks for values in host memory; None for the default group."""
+
+
+def replay(results: Sequence[tuple[str, bytes]] | None) -> None:
+    """Let this process's collective calls return the ``recorded`` results of a run's start; end that with None.
+
+    A process that replaces a dead rank repeats the start in this way, as the other ranks do not start again. Not
+    collective.
+    """
+    global _replayed
+    _replayed = None if results is None else deque(results)
+
+
+def replays() -> bool:
+    """Return whether this process repeats a recorded start, without its peers. Not collective."""
+    return _replayed is not None
+
+
+def _next_result(call: str) -> Any:
+    assert _replayed is not None
+    made, results = _replayed.popleft() if _replayed else ("nothing", b"")
+    if made != call:
+        raise SmpTrainError(f"a replacement cannot repeat the start of the run: {call!r} is not {made!r}")
+    return pickle.loads(results)
+
+
+def _recorded(call: str, result: T) -> T:
+    if recorded is not None:
+        recorded.append((call, pickle.dumps(result)))  # pickled now, because the caller may change it
+    return result
 
 
 @contextmanager
@@ -97,6 +131,9 @@ def gather(action: str, work: Callable[[], T]) -> list[T]:
     """
     if is_alone():
         return [work()]
+    if replays():
+        work()  # for its effects on this process
+        return list(_next_result(action))
     value: Any = None
     failure: Exception | None = None
     report = None
@@ -117,11 +154,14 @@ def gather(action: str, work: Callable[[], T]) -> list[T]:
             error = EXIT_CODES.get(code, SmpTrainError)(f"rank {failed_rank} on {host}: {line}" if repeats else line)
             error.repeats = repeats  # type: ignore[attr-defined]
             raise error from failure
-    return [result for _, result in gathered]
+    return _recorded(action, [result for _, result in gathered])
 
 
 def on_main(action: str, work: Callable[[], T]) -> T:
     """Run ``work`` on rank 0 alone and return its result on every rank; failures are raised as `gather` does."""
+    if not is_alone() and replays():
+        first: T = _next_result(action)[0]  # rank 0 has done the work
+        return first
     results: list[Any] = gather(action, lambda: work() if rank() == 0 else None)
     return results[0]
 
@@ -142,18 +182,23 @@ def largest(values: Sequence[int]) -> list[int]:
     """Return the maximum over all ranks of each number; all ranks pass equally many."""
     if is_alone():
         return list(values)
+    if replays():
+        return list(_next_result("largest"))
     import torch
 
     merged = torch.tensor(values, dtype=torch.int64)
     _peers().all_reduce(merged, _peers().ReduceOp.MAX, group=group())
-    return [int(value) for value in merged.tolist()]
+    return _recorded("largest", [int(value) for value in merged.tolist()])
 
 
 def from_main(value: T) -> T:
     """Return rank 0's ``value`` on every rank, without the copy per rank that `gather` makes."""
     if is_alone():
         return value
+    if replays():
+        value = _next_result("from_main")
+        return value
     values: list[Any] = [value if rank() == 0 else None]
     _peers().broadcast_object_list(values, src=0, group=group())
     received: T = values[0]
-    return received
+    return _recorded("from_main", received)

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from smp_train.distributed import group, heartbeat
-from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
+from smp_train.distributed import agree, group, heartbeat
+from smp_train.errors import CAUSE_VARIABLE, LOST_PEER, LostPeerError
 
 T = TypeVar("T")
 
@@ -36,6 +36,18 @@ DUMP_BYTES = 1 << 16
 """Number of bytes at the end of a log in which to look for a stack."""
 _LOGGED = re.compile(r"^\d{4}-\d\d-\d\d ", re.MULTILINE)
 _FUNCTION = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
+LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited", re.IGNORECASE
+)
+"""Matches messages of communication libraries about a peer that is gone or silent."""
+
+
+
+def lost_peer(failure: BaseException) -> bool:
+    """Return whether this rank failed because it lost another rank, whose own message gives the cause."""
+    if isinstance(failure, LostPeerError):
+        return True
+    return isinstance(failure, RuntimeError) and agree.world_size() > 1 and bool(LOST.search(str(failure)))
 
 
 def write_error_file(text: str, code: int, callstack: str = "") -> None:

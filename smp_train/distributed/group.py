@@ -7,13 +7,13 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from smp_train.distributed import agree, host
+from smp_train.distributed import agree, generation, host
 from smp_train.distributed.environment import Runtime
 from smp_train.errors import ConfigError, LostPeerError, SmpTrainError
 from smp_train.progress import Progress
@@ -33,6 +33,8 @@ MISMATCH = "odd"
 """Key in a round: the reason why its ranks cannot form one world."""
 
 _attempted = False
+_form: Callable[[], None]
+"""Forms the process group; set by `start`."""
 _serving: dict[tuple[str, int], Any] = {}
 """Stores that this process serves, by address. Ranks may already meet again while rank 0 still leaves a group."""
 
@@ -81,16 +83,21 @@ def start(
     dist.distributed_c10d.default_pg_timeout = timeout
     if dist.distributed_c10d.default_pg_nccl_timeout is not None:
         dist.distributed_c10d.default_pg_nccl_timeout = timeout
+
+    def form() -> None:
+        store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
+        # No device_id: DeviceMesh would split the group, and torch 2.8 and 2.9 cannot split a group with two backends.
+        dist.init_process_group(
+            backend, store=store, rank=runtime.rank, world_size=runtime.world_size, timeout=timeout
+        )
+        agree.host_group = None if mixed else dist.new_group(backend="gloo", timeout=timeout)
+
+    global _form
+    _form = form
     waiting = f"Waiting for all {runtime.world_size} ranks"
     try:
         with Progress(waiting, shown=runtime.is_main and runtime.world_size > 1):
-            store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
-            # No device_id: DeviceMesh would split the group, and torch 2.8 and 2.9 cannot split a group with two
-            # backends.
-            dist.init_process_group(
-                backend, store=store, rank=runtime.rank, world_size=runtime.world_size, timeout=timeout
-            )
-            agree.host_group = None if mixed else dist.new_group(backend="gloo", timeout=timeout)
+            form()
     except (RuntimeError, ValueError, OSError) as problem:
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         # The settings are fine if a node was slow or lost: another start may succeed.
@@ -101,6 +108,14 @@ def start(
             f"were started, that {runtime.master_addr} is reachable from here, and that the port is free there"
         ) from problem
     return device
+
+
+def form_again() -> None:
+    """End the process group, and form it as `start` did, with the ranks of the newest generation."""
+    if generation.member is not None:
+        generation.member.leave()
+    stop()
+    _form()
 
 
 def start_attempted() -> bool:
@@ -120,11 +135,15 @@ def meet(runtime: Runtime, seconds: float) -> Any:
     survives a restart of the workers. TORCHELASTIC_RESTART_COUNT does not identify a start, since only agents whose
     worker failed count it. So rank 0 of each start opens a new round, and closes it when all ranks have reported in it,
     or a rank with a different world size. Other ranks report in the newest open round, until a round that they reported
-    in is closed.
+    in is closed. If dead ranks are replaced, ranks meet in generations instead (`distributed.generation`).
     """
     import torch.distributed as dist
 
     global _meeting
+    if (member := generation.begin(runtime, seconds)) is not None:
+        store, prefix = member.join(seconds)
+        _meeting = Meeting(runtime, prefix, store)
+        return store
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, serves = (runtime.master_addr, runtime.master_port), runtime.is_main and not agent_serves
 

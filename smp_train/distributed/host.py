@@ -14,6 +14,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from smp_train.distributed.environment import GENERATION
 from smp_train.errors import ConfigError
 
 OPEN_FILES = 1 << 20
@@ -59,7 +60,8 @@ def prepare(*, one_queue: bool = False) -> None:
 
     - Open files: the hard limit. Each gloo group may connect every rank with every rank, which takes 1,023 descriptors
       per rank and group at 1,024 ranks; the usual soft limit is 1,024.
-    - gloo: connect two ranks when they first communicate, not all ranks at the start.
+    - gloo: connect two ranks when they first communicate, not all ranks at the start; but at the start if dead ranks
+      are replaced, because a first communication with a dead rank may hang (gloo issue 520).
     - CUDA's allocator: expandable segments, which lose less memory between blocks of different sizes.
     - NCCL groups: the same implementation on all versions of torch. Torch 2.15 by default binds a group to the GPU that
       it derives from LOCAL_RANK or the rank, which is the wrong GPU if srun deals ranks out to the nodes in turn.
@@ -73,7 +75,7 @@ def prepare(*, one_queue: bool = False) -> None:
     if soft != resource.RLIM_INFINITY and soft < limit:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "0" if GENERATION in os.environ else "1")
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ.update(dict.fromkeys(ALLOCATOR, "expandable_segments:True"))
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smp_train.distributed import generation
 from smp_train.distributed.environment import LAUNCH
 
 KUBERNETES_JOB = "SMP_TRAIN_JOB"
@@ -47,7 +48,9 @@ class Job:
                 name = f"{kind} {environ[variable]}"
                 return cls(name, agent=name, process=process)
         agent = ""
-        if "TORCHELASTIC_RUN_ID" in environ or environ.get("ROLE_NAME") == LAUNCH:
+        if generation.member is not None:
+            agent = generation.member.run
+        elif "TORCHELASTIC_RUN_ID" in environ or environ.get("ROLE_NAME") == LAUNCH:
             agent = f"{identity(os.getppid())} {environ.get('TORCHELASTIC_RUN_ID', '')}"
         restarts = environ.get("SLURM_RESTART_COUNT") or "0"
         for variable, kind in SHARED_JOBS.items():

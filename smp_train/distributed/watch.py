@@ -23,10 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from smp_train.distributed import failures, group, heartbeat
+from smp_train.distributed import failures, generation, group, heartbeat
 from smp_train.distributed.agree import gather
 from smp_train.distributed.environment import GENERATION, Runtime
 
@@ -337,7 +338,8 @@ def watch(ranks: Runtime, logs: Path, *, report_seconds: float, end_seconds: flo
     met = group.meeting()
     if met is None:
         return
-    name = f"smp-train-{met.prefix.rpartition('/')[2]}-{ranks.node_rank}"
+    member = generation.member
+    name = f"smp-train-{member.run if member else met.prefix.rpartition('/')[2]}-{ranks.node_rank}"
     boards: list[heartbeat.Board] = []
 
     def opened() -> bool:
@@ -346,7 +348,10 @@ def watch(ranks: Runtime, logs: Path, *, report_seconds: float, end_seconds: flo
         return bool(boards)
 
     everywhere = all(gather("opening the heartbeat", opened))
-    heartbeat.unlink(name)
+    if member is None:
+        heartbeat.unlink(name)
+    else:  # the replacement of a rank opens the file, too
+        heartbeat.at_end.append(partial(heartbeat.unlink, name))
     if everywhere:
         Watcher(boards[0], ranks, report_seconds=report_seconds, end_seconds=end_seconds)
     else:

@@ -24,8 +24,10 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models import tokenizer
 from smp_train.models.configuration import changes_from
 from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
+from smp_train.run.best import Best
 from smp_train.run.start import Start
 from smp_train.run.start_log import nothing_to_resume_line
+from smp_train.run.state import Position, Run
 from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import get_logger
 
@@ -248,3 +250,29 @@ def imported_position(checkpoint: Checkpoint, training: Loader) -> tuple[int, st
         batches = recorded["resume_from_sequence_number"] // (size * accumulated)
         counter = "resume_from_sequence_number"
     return (batches * training.global_batch, counter) if training.rows_in_epoch is not None else (0, "nothing")
+
+
+def set_position(run: Run, checkpoint: Checkpoint) -> None:
+    """Set the run to the position of a checkpoint whose weights are loaded; collective."""
+    with distributed.together(f"resuming from {checkpoint.path}"):
+        consumed = data_position(run, checkpoint)
+    if run.start.is_own:  # another run's best checkpoint is not in this run's folder
+        run.best = Best.of_meta(checkpoint.meta)
+    run.spikes.restore(checkpoint.meta.get("spikes"), run.train_data.global_batch)
+    run.progress = Position(step=checkpoint.step, consumed=consumed, tokens=checkpoint.meta["tokens"])
+    if checkpoint.durable:
+        run.saved_step, run.saved_path = checkpoint.step, checkpoint.path
+
+
+def data_position(run: Run, checkpoint: Checkpoint) -> int:
+    """Return how many samples of this run's order are consumed at the checkpoint; not collective."""
+    if "data" in checkpoint.meta:
+        if run.args.evaluate_only and run.args.training_dir is None:  # the data of that run may not be on this machine
+            return int(checkpoint.meta["data"].get("consumed", 0))
+        return run.train_data.check_state(checkpoint.meta["data"], allow_data_change=run.args.allow_data_change)
+    consumed, counter = imported_position(checkpoint, run.train_data)
+    log.info(
+        "Data: begins at sample %d (by %s); this run has its own sample order: within this epoch some rows repeat and "
+        "others are skipped", consumed, counter,
+    )  # fmt: skip
+    return consumed

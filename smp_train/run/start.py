@@ -227,7 +227,7 @@ def _find_candidates(
         return Start(name, True, _one_candidate(resumed), is_own=False, is_one_checkpoint=True)
     if resumed.kind in ("run", "runs"):
         path = resumed.path if resumed.kind == "run" else os.path.join(resumed.path, name)
-        if candidates := _candidates(open_folder(path)):
+        if candidates := candidates_in(open_folder(path)):
             return Start(name, True, candidates, is_own=False)
     will_exist = {path for folder in folders for path in (folder.location, folder.location.removesuffix(f"/{name}"))}
     if resumed.kind == "nothing" and resumed.path not in will_exist:
@@ -244,11 +244,12 @@ def _real(path: str) -> str:
     return path if is_s3(path) else os.path.realpath(path)
 
 
-def _candidates(folder: RunFolder) -> tuple[Candidate, ...]:
+def candidates_in(folder: RunFolder) -> tuple[Candidate, ...]:
+    """Return the committed checkpoints of a run's folder, newest first."""
     return tuple(Candidate(*checkpoint[:2], folder.location, checkpoint.name) for checkpoint in folder.committed())
 
 
 def _one_candidate(location: Location) -> tuple[Candidate, ...]:
     """Return the checkpoint at a location. Raises `CheckpointError` if it is not committed."""
     open_checkpoint(location.path)
-    return tuple(candidate for candidate in _candidates(location.folder) if candidate.name == location.name)
+    return tuple(candidate for candidate in candidates_in(location.folder) if candidate.name == location.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,10 @@ from smp_train.arguments.program_inputs import ProgramInputs
 from smp_train.backends.base import Backend
 from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.save import CheckpointManager
+from smp_train.data.batch import Batch
 from smp_train.data.indexed import ValidationData
 from smp_train.data.loader import Loader
-from smp_train.distributed import Runtime, heartbeat
+from smp_train.distributed import Runtime, generation, heartbeat
 from smp_train.errors import SmpTrainError
 from smp_train.learning_rates import Schedule
 from smp_train.models.resolve import ModelSpec
@@ -83,8 +85,22 @@ class Run:
     """Id by which trackers tell apart runs of the same name; a resumed run keeps its id."""
     choice: dict[str, Any] | None = None
     """The record of --auto's choice for run.json; None without --auto."""
+    batches: Generator[list[Batch], None, None] = field(default_factory=lambda: (_ for _ in ()))
+    """This rank's micro-batches of one step after another, from the position of the run."""
+    batch: list[Batch] | None = None
+    """The micro-batches of the next step, if they have been read."""
     stopped: bool = False
     """Whether the run ended on request, before its last step."""
+    unfinished: bool = False
+    """Whether the validation or the save after the last update is still to be done."""
+    validated: int = 0
+    """Step of the last validation."""
+    record: dict[str, Any] | None = None
+    """The last record of a step, for the log."""
+    outcome: list[float] = field(default_factory=list)
+    """The sums of `recovery.commit` in the last step."""
+    has_met: bool = False
+    """Whether the ranks have met again since a rank's death, and their state is still to be made equal."""
     data_ended: bool = False
     """Whether no rank has a sample after the last completed step: all epochs of streamed data have ended."""
     truncated: int = 0
@@ -96,9 +112,19 @@ class Run:
     saved_path: str | None = None
 
     @property
+    def replaces(self) -> bool:
+        """Whether this process replaces a dead rank."""
+        return generation.member is not None and generation.member.replaces
+
+    @property
     def args(self) -> Arguments:
         """The settings."""
         return self.resolved.args
+
+    def read_from_here(self) -> None:
+        """Begin to read batches at the position of the run."""
+        self.batches.close()
+        self.batches, self.batch = self.train_data.batches(self.progress.consumed), None
 
     def close(self) -> None:
         """Close files, leave the process group, and restore signal handlers."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from smp_train import distributed, train_utils
 from smp_train.data.batch import Batch, collate
-from smp_train.distributed import heartbeat
-from smp_train.run import divergence
-from smp_train.run.saving import call_back, report_saves, save_last
+from smp_train.distributed import generation, heartbeat
+from smp_train.run import recovery
+from smp_train.run.pending import finish_pending_step
+from smp_train.run.saving import save_last
 from smp_train.run.state import Run
-from smp_train.telemetry.logging_utils import batch_line, get_logger, perplexity
-from smp_train.telemetry.memory_tracker import memory_gib, memory_report
-from smp_train.train_utils import Ballot, PendingStep, StepNumbers, StepResult, Vote
+from smp_train.telemetry.logging_utils import get_logger
+from smp_train.train_utils import Ballot, PendingStep, StepResult, Vote
 
 log = get_logger()
 
@@ -20,11 +21,11 @@ ASYNCHRONOUS_DEVICES = {"cuda"}
 """Device types that work asynchronously: a step's numbers are read once the next step is queued."""
 
 
-def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
+def step(run: Run) -> bool:
     """Make one update and log it; return whether any rank was asked to stop; collective."""
     args, progress = run.args, run.progress
     samples = run.train_data.step_samples(progress.consumed)
-    micro_batches, failure = read_batch(run, batches)
+    micro_batches, failure = read_batch(run)
     ballot = Ballot(
         tokens=sum(batch.counted_tokens() for batch in micro_batches),
         stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
@@ -44,6 +45,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     progress.step += 1
     progress.consumed += samples
     progress.tokens += total.tokens
+    run.unfinished, run.batch = True, None
     run.data_ended = not total.remaining
     count_truncated(run, total)
     run.throughput.add(samples=samples, tokens=samples * run.train_data.seq_len)
@@ -56,20 +58,24 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     ends = total.stop > 0 or is_last(run) or run.callback_failure is not None
     read_now = ends or run.checkpoints.due(progress.step)
     logged = read_now or progress.step % args.logging_freq == 0
-    if logged and run.times is not None:
-        run.times.gather()
     run.pending_step = PendingStep(
         progress.step, progress.consumed - samples, progress.consumed, progress.tokens,
         logged, micro_batches, result, result.to_host(),
     )  # fmt: skip
+    recovery.leave_if_interrupted(run)
+    if logged and run.times is not None:
+        run.times.gather()
     validates = args.validation_freq and progress.step % args.validation_freq == 0
-    if read_now or validates or run.backend.topology.device.type not in ASYNCHRONOUS_DEVICES:
+    asynchronous = run.backend.topology.device.type in ASYNCHRONOUS_DEVICES and generation.member is None
+    if read_now or validates or not asynchronous:
         finish_pending_step(run)
     return total.stop > 0
 
 
-def read_batch(run: Run, batches: Generator[list[Batch], None, None]) -> tuple[list[Batch], Exception | None]:
+def read_batch(run: Run) -> tuple[list[Batch], Exception | None]:
     """Return this rank's micro-batches of the next step, and why they could not be read; not collective.
+
+    A step that is repeated after a recovery has the same micro-batches.
 
     The other ranks enter the step's collectives in any case: after a failure the micro-batches are empty, so that this
     rank takes part, votes for a stop, and all ranks stop together.
@@ -79,7 +85,9 @@ def read_batch(run: Run, batches: Generator[list[Batch], None, None]) -> tuple[l
         try:
             if run.audit is not None:
                 run.audit.check()
-            return next(batches), None
+            if run.batch is None:
+                run.batch = next(run.batches)
+            return run.batch, None
         except Exception as failure:
             empty = collate([], run.train_data.seq_len, size=run.args.train_batch_size)
             return [empty] * run.args.gradient_accumulation_steps, failure
@@ -99,7 +107,7 @@ def update(run: Run, micro_batches: Sequence[Batch], ballot: Ballot) -> tuple[Ba
     result = train_utils.train_step(
         run.backend, run.model, run.optimizer, micro_batches, tokens=vote.tokens, lr=run.schedule(run.progress.step),
         max_grad_norm=run.args.grad_clip, skip_update=skip_update, limits=run.spikes.limits(run.progress.step + 1),
-        reject_exceeded=run.spikes.skips_updates,
+        reject_exceeded=run.spikes.skips_updates, commit=partial(recovery.commit, run),
     )  # fmt: skip
     heartbeat.enter(heartbeat.OUTCOME)
     return vote.outcome(), result
@@ -120,51 +128,3 @@ def count_truncated(run: Run, total: Ballot) -> None:
 def is_last(run: Run) -> bool:
     """Return whether the run has no step after this one: by its number, or because its data has ended."""
     return run.progress.step >= run.total_steps or run.data_ended
-
-
-def finish_pending_step(run: Run) -> bool:
-    """Read and log the pending step's numbers, if a step is pending, and respond to a spike; collective.
-
-    Returns whether the step's update is not in the weights, so that the step queued after it must be repeated.
-    """
-    heartbeat.enter(heartbeat.LOG)
-    pending, run.pending_step = run.pending_step, None
-    if pending is None:
-        return False
-    numbers = StepNumbers.read(pending.copy)
-    if not numbers.exceeded:
-        run.spikes.accept(pending.step, numbers.loss, numbers.grad_norm)
-    if pending.logged:
-        write_log(run, pending, numbers)
-    if not numbers.not_finite and (start := run.spikes.diverges(numbers.loss)) is not None:
-        divergence.report_divergence(run, pending.step, numbers.loss, start)
-    return numbers.exceeded and divergence.respond(run, pending, numbers)
-
-
-def write_log(run: Run, pending: PendingStep, numbers: StepNumbers) -> None:
-    """Log a step; collective."""
-    step = pending.step
-    record = {
-        "step": step,
-        "loss": numbers.loss,
-        "perplexity": perplexity(numbers.loss),
-        "grad_norm": numbers.grad_norm,
-        "lr": run.schedule(step - 1),
-        **numbers.router,
-        **run.throughput.window(),
-        "memory_gib": memory_gib(run.backend.topology.device),
-        "tokens": pending.tokens,
-        "consumed": pending.consumed,
-        **({"truncated_rows": run.truncated, "truncated_targets": run.truncated_targets} if run.truncated else {}),
-        **(run.times.fields() if run.times is not None else {}),
-    }
-    log.info(batch_line(record))
-    record = run.metrics.step(record)
-    run.losses["loss"] = numbers.loss
-    next_save = min(run.checkpoints.next_due(step) or run.total_steps, run.total_steps)
-    run.screen.figures(record, next_save=next_save, saving=run.checkpoints.busy())
-    if run.checkpoints.poll():
-        report_saves(run)
-    if run.args.enable_memory_profiling:
-        log.info(memory_report(run.backend.topology.device, f"step {step}"))
-    call_back(run, "on_step", record)

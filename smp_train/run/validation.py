@@ -44,7 +44,7 @@ def validate(run: Run) -> bool:
         return False
     log.info(validation_line(run.progress.step, loss))
     record = run.metrics.event("evaluate", step=run.progress.step, loss=loss, perplexity=perplexity(loss))
-    run.losses["validation_loss"] = loss
+    run.losses["validation_loss"], run.validated = loss, run.progress.step
     if run.progress.step > 0:
         run.best.see(run.progress.step, loss)
     call_back(run, "on_validation", record)

@@ -64,7 +64,7 @@ NAMED_FROM = 0.1
 """The log and the report name a rank that delays all other ranks by this share of a step."""
 
 # Each event has ``step``, the updates done. An attempt begins with `start` (at 0) or `resume` (from a checkpoint).
-EVENTS = ("start", "resume", "save", "evaluate", "spike", "diverged", "profile", "stop", "finish")
+EVENTS = ("start", "resume", "save", "evaluate", "spike", "diverged", "recovery", "profile", "stop", "finish")
 
 _PEAKS = {
     "A10G": 70e12, "L4": 121e12, "L40S": 362e12, "A100": 312e12, "H100 NVL": 835.5e12, "H100 PCIe": 756.5e12,

@@ -1,0 +1,200 @@
+"""Generations of a run whose dead ranks are replaced (--recovery in_place); each begins with a meeting of all ranks.
+
+The supervisors serve the store and count the generations (`smp_train.launch.coordinator`). A rank joins the newest
+generation. A thread waits for the next one, and then makes this process's collectives fail, so that the main thread
+leaves its step and joins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from smp_train.distributed.environment import GENERATION, Runtime
+from smp_train.distributed.unblock import tcp_sockets, unblock
+
+KEYS = "recovery"
+"""Prefix of the keys that ranks and supervisors share."""
+ATTEMPT_SECONDS = 0.02
+"""Time between two attempts to make collectives fail: the main thread may just be connecting to its peers."""
+
+member: Member | None = None
+"""This process's membership; None if dead ranks are not replaced."""
+
+
+class Member:
+    """Membership of this process in the generations of its run."""
+
+    def __init__(self, runtime: Runtime, seconds: float) -> None:
+        """Connect to the supervisors' store, which must answer within ``seconds``, and wait for generations."""
+        self.runtime, self.seconds = runtime, seconds
+        self.first = int(os.environ[GENERATION])
+        self.joined = 0
+        """The generation that this process joined last."""
+        self.newest = self.first
+        self.replaced: list[int] = []
+        """Ranks that the newest generation replaced."""
+        self.refused = False
+        """Whether this rank has forbidden further recoveries."""
+        self.reason = ""
+        """The newest generation's reason: which rank died, and how."""
+        self._lost_hosts: list[str] = []
+        self._joining = threading.Lock()
+        self._changed = threading.Condition()
+        self._store, followed = self._connect(), self._connect()
+        self._lasting = self._store_connections()
+        """Local ports of the connections to the store that outlive a generation."""
+        self._read(self.first)
+        self.run = self._store.compare_set(self._key("run"), "", uuid.uuid4().hex).decode()
+        """An id of this run of the supervisors."""
+        threading.Thread(target=self._follow, args=(followed,), name="smp-train-member", daemon=True).start()
+
+    @property
+    def _port(self) -> int:
+        return self.runtime.master_port
+
+    def _connect(self) -> Any:
+        import torch.distributed as dist
+
+        address, limit = self.runtime.master_addr, timedelta(seconds=self.seconds)
+        return dist.TCPStore(address, self._port, None, False, limit, wait_for_workers=False)
+
+    def _key(self, name: str) -> str:
+        return f"{KEYS}/{name}"
+
+    def _read(self, generation: int) -> None:
+        record = json.loads(self._store.get(self._key(f"generation/{generation}")))
+        self.replaced, self.reason, self._lost_hosts = record["replaced"], record["reason"], record["hosts"]
+
+    def _follow(self, store: Any) -> None:
+        """Wait for one generation after another; end this process if it was replaced itself."""
+        while True:
+            key, asked = self._key(f"generation/{self.newest + 1}"), time.monotonic()
+            try:
+                store.wait([key], timedelta(seconds=60))
+            except RuntimeError:
+                if time.monotonic() - asked < 30:  # the store is gone, with its supervisor: this node's ends us
+                    return
+                continue
+            with self._changed:
+                self._read(self.newest + 1)
+                self.newest += 1
+                self._changed.notify_all()
+            if self.runtime.rank in self.replaced:
+                os._exit(1)
+            while self._fail_collectives():
+                time.sleep(ATTEMPT_SECONDS)
+
+    def _fail_collectives(self) -> bool:
+        """Make collectives and meetings fail until the newest generation is joined; return whether to repeat."""
+        with self._joining:
+            if self.superseded():
+                unblock(self._lost_hosts)
+                self._store_connections(shut_all_but=self._lasting)
+            return self.superseded()
+
+    def _store_connections(self, shut_all_but: Collection[int] | None = None) -> set[int]:
+        """Return the local ports of this process's connections to the store; shut all but the given ones, if any."""
+        ports = set()
+        for connection in tcp_sockets():
+            with connection, suppress(OSError):  # a socket that is not connected has no peer
+                if connection.getpeername()[1] == self._port:
+                    ports.add(port := connection.getsockname()[1])
+                    if shut_all_but is not None and port not in shut_all_but:
+                        connection.shutdown(socket.SHUT_RDWR)
+        return ports
+
+    def superseded(self) -> bool:
+        """Return whether there is a newer generation than the joined one."""
+        return self.joined < self.newest
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether a newer generation begins within ``seconds``."""
+        with self._changed:
+            return self._changed.wait_for(self.superseded, seconds)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether this process replaces a dead rank of a run that trains."""
+        return self.first > 1
+
+    def leave(self) -> None:
+        """Let collectives work again: this process destroys its groups, and then joins the newest generation.
+
+        gloo ends the process if connections are shut while their group is destroyed.
+        """
+        with self._joining:
+            self.joined = self.newest
+
+    def join(self, seconds: float) -> tuple[Any, str]:
+        """Join the newest generation; return its store and the prefix of its keys, once all ranks have joined it.
+
+        Raises `RuntimeError` after ``seconds``.
+        """
+        import torch.distributed as dist
+
+        deadline, pause = time.monotonic() + seconds, ATTEMPT_SECONDS
+        while True:
+            self.leave()
+            generation = self.joined
+            prefix = f"g/{generation}"
+            with suppress(RuntimeError):  # the connection is shut if a newer generation begins
+                store = dist.PrefixStore(prefix, self._connect())
+                store.set(f"here/{self.runtime.rank}", self.runtime.hostname)
+                if store.add("joined", 1) == self.runtime.world_size:
+                    store.set("all", "")
+                while not store.check(["all"]):
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"not all ranks have joined generation {generation} within {seconds:g} s")
+                    time.sleep(pause)
+                    pause = min(0.25, 1.2 * pause)
+                return store, prefix
+            if not self.superseded():
+                raise RuntimeError(f"the store at {self.runtime.master_addr}:{self._port} does not answer")
+
+    def begin_training(self, start: Sequence[Any]) -> None:
+        """Allow replacements from now on, which repeat the ``start``: the results of its collectives. Rank 0 only."""
+        self._store.set(self._key("training"), pickle.dumps(list(start)))
+
+    def start_of_run(self) -> list[Any]:
+        """Return the results that rank 0 gave to `begin_training`."""
+        results: list[Any] = pickle.loads(self._store.get(self._key("training")))
+        return results
+
+    def report_step(self, step: int) -> None:
+        """Report the step at which training goes on: too many recoveries at one step end the run. Rank 0 only."""
+        self._store.set(self._key("step"), str(step))
+
+    def refuse(self, reason: str) -> None:
+        """Let the next death end the run; never raises."""
+        self.refused = True
+        with suppress(RuntimeError):
+            self._store.set(self._key("refused"), reason)
+
+
+@contextmanager
+def no_recovery(reason: str) -> Iterator[None]:
+    """Let a failure in the body end the run: a recovery would leave the ranks in different states."""
+    try:
+        yield
+    except BaseException:
+        if member is not None:
+            member.refuse(reason)
+        raise
+
+
+def begin(runtime: Runtime, seconds: float) -> Member | None:
+    """Return this process's membership, which begins with the first call; None if dead ranks are not replaced."""
+    global member
+    if member is None and GENERATION in os.environ and runtime.world_size > 1:
+        member = Member(runtime, seconds)
+    return member

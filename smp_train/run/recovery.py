@@ -1,0 +1,304 @@
+"""Recovery in place: when a rank dies, the others keep their processes and their state (--recovery in_place).
+
+The supervisors replace the dead rank and begin a new generation (`distributed.generation`). Every collective of the
+other ranks fails; they leave the step, form the groups again, and bind the living model to them. The replacement
+repeats the start of the run with its recorded results, and copies weights and optimizer from a replica; without a
+living replica, all ranks load the newest checkpoint. The step is then repeated with the same samples.
+
+An update is made by all ranks or by none: `commit` is the last collective before it, of all ranks. If it ended on any
+living rank, every rank had its final gradient, and the ranks that it failed on make their update now.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp_train import distributed
+from smp_train.arguments import Arguments
+from smp_train.distributed import ALL_RANKS, Runtime, agree, failures, generation, group, heartbeat
+from smp_train.distributed.dtensor import local_tensor
+from smp_train.distributed.environment import GENERATION
+from smp_train.distributed.job import Job
+from smp_train.errors import ConfigError, LostPeerError, SmpTrainError
+from smp_train.models.hub_state import create_optimizer_state
+from smp_train.run.best import Best
+from smp_train.run.pending import finish_pending_step
+from smp_train.run.resume import find_checkpoint, set_position
+from smp_train.run.saving import load
+from smp_train.run.start import Start, candidates_in
+from smp_train.run.state import Position, Run
+from smp_train.telemetry.logging_utils import batch_line
+from smp_train.telemetry.metrics import read_metrics
+from smp_train.train_utils import StepNumbers
+
+log = logging.getLogger("smp_train.recovery")
+
+NOTICE_SECONDS = 30.0
+"""A rank that has lost a peer waits this long for the next generation; without one, it fails."""
+
+
+class LeaveStep(BaseException):
+    """Raised in a step that cannot go on in the present generation. No handler of `Exception` may catch it."""
+
+
+def prepare(args: Arguments, ranks: Runtime) -> None:
+    """Record the start of a run whose ranks can be replaced. Raises `ConfigError` without a supervisor for that."""
+    if args.recovery == "off" or args.evaluate_only or ranks.world_size == 1:
+        return
+    if GENERATION not in os.environ:
+        raise ConfigError(f"--recovery {args.recovery} needs our launcher: start the run by smp-train launch")
+    agree.recorded = []
+
+
+def read_transcript() -> None:
+    """Let the start of a replacement repeat the recorded start of the run, once the group is formed."""
+    if replaces():
+        assert generation.member is not None
+        agree.replay(generation.member.start_of_run())
+
+
+def begin_training(run: Run) -> None:
+    """Allow the replacement of ranks from now on. Not collective."""
+    results, agree.recorded = agree.recorded, None
+    if run.runtime.is_main and generation.member is not None and results is not None:
+        generation.member.begin_training(results)
+
+
+def end_training(run: Run) -> None:
+    """Let a death from now on end the run, as nothing is repeated after the loop. Not collective."""
+    if run.runtime.is_main and generation.member is not None:
+        generation.member.refuse("training has ended")
+
+
+def replaces() -> bool:
+    """Return whether this process replaces a dead rank."""
+    return generation.member is not None and generation.member.replaces
+
+
+def interrupts(failure: BaseException) -> bool:
+    """Return whether a failure comes from a rank's death that can be recovered from; waits for the next generation."""
+    member = generation.member
+    if member is None or member.refused or isinstance(failure, LeaveStep):
+        return isinstance(failure, LeaveStep)
+    return member.superseded() or (failures.lost_peer(failure) and member.wait(NOTICE_SECONDS))
+
+
+def commit(run: Run, values: Tensor) -> None:
+    """Sum ``values``, the outcome of a step, over all ranks, in place: after this, every rank makes its update.
+
+    Waits for the sum. If a rank dies meanwhile, the sum is another rank's, or `LeaveStep` is raised because no rank has
+    it. Collective.
+    """
+    member = generation.member
+    if member is None:
+        dist.all_reduce(values)
+        return
+    step = run.progress.step + 1
+    counted = torch.cat([values, values.new_ones(1)])
+    try:
+        dist.all_reduce(counted)
+        *sums, ranks = counted.tolist()
+        if ranks != run.runtime.world_size:  # an aborted collective leaves anything behind
+            raise LostPeerError("the sum was aborted")
+    except Exception as failure:
+        if not interrupts(failure):
+            raise
+        positions = meet(run)
+        outcomes = [position["outcome"] for position in positions if position["step"] == step]
+        if not outcomes:
+            raise LeaveStep from failure
+        sums = outcomes[0]
+    run.outcome = sums
+    values.copy_(torch.tensor(sums, dtype=values.dtype))
+
+
+def leave_if_interrupted(run: Run) -> None:
+    """Raise `LeaveStep` if this step's update was completed in a generation that is still to be synchronized."""
+    if run.has_met:
+        raise LeaveStep
+
+
+def meet(run: Run) -> list[dict[str, Any]]:
+    """Form the groups of the newest generation, bind the model to them, and return the position of each rank."""
+    while True:
+        try:
+            if run.checkpoints.abandon():  # it may be the save that the last update asked for
+                run.saved_step = 0
+            group.form_again()
+            run.backend.rebind(run.model)
+            return exchange(run)
+        except Exception as failure:
+            if not interrupts(failure):
+                raise
+
+
+def exchange(run: Run) -> list[dict[str, Any]]:
+    """Return the positions of all ranks; collective. A replacement's step is -1."""
+    positions = distributed.gather("comparing the positions of the ranks", lambda: position(run))
+    run.has_met = True
+    return positions
+
+
+def recover(run: Run) -> None:
+    """Bring all ranks to one position in the newest generation; collective over its ranks."""
+    began, waited = time.monotonic(), 0.0
+    heartbeat.enter(heartbeat.START)
+    while True:
+        try:
+            if not run.has_met:
+                meet(run)
+            waited = synchronize(run, began)
+            break
+        except Exception as failure:
+            if not interrupts(failure):
+                raise
+            run.has_met = False
+    run.has_met = False
+    member, step, seconds = generation.member, run.progress.step, max(waited, time.monotonic() - began)
+    assert member is not None
+    log.warning("Recovered in %.1f s, at step %d: %s", seconds, step, member.reason, extra=ALL_RANKS)
+    run.metrics.event("recovery", step=step, seconds=seconds, replaced=member.replaced, reason=member.reason)
+    if run.runtime.is_main:
+        member.report_step(step)
+
+
+def join(run: Run) -> None:
+    """Bring a replacement, whose start is complete, to the position of its peers; collective."""
+    run.progress = Position(step=-1)
+    agree.replay(None)
+    try:
+        exchange(run)
+    except Exception as failure:
+        if not interrupts(failure):
+            raise
+    recover(run)
+
+
+def synchronize(run: Run, began: float) -> float:
+    """Make the state of all ranks equal: from the living ranks, or from the newest checkpoint; collective.
+
+    Returns how many seconds the rank that has waited longest has waited, this rank since ``began``.
+    """
+    if run.pending_step is not None:
+        if StepNumbers.read(run.pending_step.copy).exceeded:
+            raise give_up("a spike in the step before")
+        with agree.alone():  # other ranks may have logged this step already
+            times, run.times = run.times, None
+            finish_pending_step(run)
+            run.times = times
+        if run.callback_failure is not None:
+            raise run.callback_failure
+    positions = exchange(run)
+    living = [rank for rank, each in enumerate(positions) if each["step"] >= 0]
+    if len({positions[rank]["step"] for rank in living}) > 1:
+        raise give_up("the ranks are at different steps")
+    sources = replicas(run, living)
+    if sources is None:
+        go_back(run)
+    else:
+        copy_state(run, sources)
+        first = min(living, key=lambda rank: (not positions[rank]["unfinished"], positions[rank]["validated"], rank))
+        adopt(run, positions[first])
+    own_checkpoints(run)
+    return max(distributed.gather("measuring the recovery", lambda: time.monotonic() - began))
+
+
+def position(run: Run) -> dict[str, Any]:
+    """Return what a rank knows of the run's position, for a replacement."""
+    progress = run.progress
+    return {
+        "step": progress.step, "progress": asdict(progress), "outcome": run.outcome, "unfinished": run.unfinished,
+        "stopped": run.stopped, "validated": run.validated, "best": run.best.to_json(), "losses": run.losses,
+        "spikes": run.spikes.state(run.train_data.global_batch), "saved": (run.saved_step, run.saved_path),
+        "truncated": (run.truncated, run.truncated_targets), "data_ended": run.data_ended,
+        "asynchronous": run.checkpoints.asynchronous, "record": run.record,
+    }  # fmt: skip
+
+
+def adopt(run: Run, known: Mapping[str, Any]) -> None:
+    """Take over the position of another rank, which has done least after the last update."""
+    if run.progress.step < 0:
+        run.train_data.skip_to(known["progress"]["consumed"])
+        if run.runtime.is_main and known["record"] is not None:
+            log_if_missing(run, known["record"])
+    run.progress = Position(**known["progress"])
+    run.unfinished, run.stopped, run.validated = known["unfinished"], known["stopped"], known["validated"]
+    run.best, run.losses = Best.of_meta({"best": known["best"]}), dict(known["losses"])
+    run.spikes.restore(known["spikes"], run.train_data.global_batch)
+    run.saved_step, run.saved_path = known["saved"]
+    run.truncated, run.truncated_targets = known["truncated"]
+    run.data_ended, run.checkpoints.asynchronous = known["data_ended"], known["asynchronous"]
+
+
+def log_if_missing(run: Run, record: dict[str, Any]) -> None:
+    """Log a step's record that a dead rank 0 has not logged."""
+    if record["step"] not in [written["step"] for written in read_metrics(run.folder.path) if "event" not in written]:
+        log.info(batch_line(record))
+        run.metrics.step(record)
+
+
+def replicas(run: Run, living: list[int]) -> dict[int, int] | None:
+    """Return a living replica for each rank that must copy its state; None if one of them has none."""
+    degrees = run.backend.degrees
+    part = run.runtime.world_size // degrees.replicate  # ranks of one replica are neighbours
+    sources = {}
+    for rank in range(run.runtime.world_size):
+        if rank not in living:
+            same = [other for other in living if other % part == rank % part]
+            if not same:
+                return None
+            sources[rank] = same[0]
+    return sources
+
+
+def copy_state(run: Run, sources: Mapping[int, int]) -> None:
+    """Copy weights and optimizer state to the replaced ranks, in their replica groups; collective."""
+    part = run.runtime.world_size // run.backend.degrees.replicate
+    same = {rank: source for rank, source in sources.items() if rank % part == run.runtime.rank % part}
+    if not same:
+        return
+    source, replicas_group = min(same.values()), run.backend.replica_group()
+    create_optimizer_state(run.optimizer)
+    moments = [run.optimizer.state[p] for group in run.optimizer.param_groups for p in group["params"]]
+    for state in (run.model.state_dict(keep_vars=True), *moments):
+        for _, value in sorted(state.items()):
+            dist.broadcast(local_tensor(value).detach(), source, group=replicas_group)
+
+
+def go_back(run: Run) -> None:
+    """Load the newest checkpoint on all ranks; collective."""
+    committed = distributed.on_main("looking for checkpoints", lambda: sorted(
+        (each for folder in run.checkpoints.folders for each in candidates_in(folder)), reverse=True
+    ))  # fmt: skip
+    start = Start(run.start.name, True, tuple(committed))
+    checkpoint, _ = find_checkpoint(run.args, run.spec, start, run.backend.topology.mesh)
+    if checkpoint is None:
+        raise give_up("no replica of its state lives, and there is no checkpoint yet")
+    log.warning("No replica of the lost state lives: all go back to %s", checkpoint.path, extra=ALL_RANKS)
+    load(run, checkpoint)
+    set_position(run, checkpoint)
+    run.unfinished, run.stopped, run.validated = False, False, checkpoint.step
+    run.read_from_here()
+
+
+def give_up(why: str) -> SmpTrainError:
+    """Return the error of a run that cannot recover from a rank's death, and forbid further attempts."""
+    member = generation.member
+    assert member is not None
+    member.refuse(why)
+    return SmpTrainError(f"{member.reason}, and the run cannot recover in place: {why}; start it again")
+
+
+def own_checkpoints(run: Run) -> None:
+    """Let the replacement of rank 0 own the run's checkpoints; collective."""
+    checkpoints = run.checkpoints
+    checkpoints.generation = distributed.on_main("claiming the checkpoints", lambda: checkpoints.own(Job.current()))

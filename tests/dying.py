@@ -1,0 +1,41 @@
+"""``python tests/dying.py train FLAGS``: smp-train, but ranks send themselves signals at marked points.
+
+`DEATHS` is a JSON list of [rank, step, phase, signal]: the rank that enters the phase in that step for the first time
+sends itself the signal. Marker files in the folder `MARKERS` remember which have happened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+DEATHS, MARKERS = "SMP_TRAIN_TEST_DEATHS", "SMP_TRAIN_TEST_MARKERS"
+
+
+def die_at(points: list[tuple[int, int, str, int]], markers: Path) -> None:
+    """Let this process die when it enters one of the points."""
+    from smp_train.distributed import heartbeat
+
+    enter, current = heartbeat.enter, 0
+
+    def entered(phase: int, step: int | None = None) -> None:
+        nonlocal current
+        enter(phase, step)
+        current = current if step is None else step
+        for rank, at_step, name, number in points:
+            marker = markers / f"{rank}-{at_step}-{name}"
+            if (str(rank), at_step, name) == (os.environ["RANK"], current, heartbeat.PHASES[phase]):
+                if not marker.exists():
+                    marker.touch()
+                    os.kill(os.getpid(), number)
+
+    heartbeat.enter = entered
+
+
+if __name__ == "__main__":
+    die_at(json.loads(os.environ[DEATHS]), Path(os.environ[MARKERS]))
+    from smp_train.cli import main
+
+    sys.exit(main(sys.argv[1:]))
