@@ -1,8 +1,8 @@
-"""Ranks die at every point of a step: the others wait, a replacement takes the dead rank's place, nothing changes."""
+"""Ranks die at every point of a run: the others wait, replacements take their places, and no number changes."""
 
 from __future__ import annotations
 
-import functools
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from smp_train.distributed import heartbeat
 from smp_train.launch.coordinator import End
 from tests.harness import run
 from tests.recovering import Death, Recovering
+from tests.system.command import write_shard
 from tests.tiers import core
 from tests.training import TINY, flags, read_checkpoint, records, same, steps, train
 
@@ -19,21 +20,29 @@ HYBRID: dict[str, Any] = {
     "sharding_strategy": "hybrid_shard", "hybrid_shard_degree": 2, "attn_pdrop": 0.1, "lr_decay_style": "constant",
     "distributed_timeout_minutes": 3,
 }  # fmt: skip
+REPLICATED: dict[str, Any] = {**HYBRID, "sharding_strategy": "no_shard", "hybrid_shard_degree": None}
+COMPILED = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "moe": 1, "moe_load_balancing": "aux_loss"}
 EXACT = ("loss", "grad_norm", "lr", "tokens", "consumed")
 STEP = [heartbeat.PHASES[phase] for phase in sorted(heartbeat.IN_A_STEP)]
 
 
-def checkpoint(folder: Path) -> dict[str, Any]:
-    """Return the entries of the last checkpoint of a run below ``folder``."""
-    saved = (folder / "checkpoints" / TINY["run_name"]).glob("*steps*")
-    return read_checkpoint(max((path for path in saved if (path / "COMMITTED").exists()), key=lambda path: int(path.name.split("-")[1].removesuffix("steps"))))
+def last_checkpoint(folder: Path) -> dict[str, Any]:
+    """Return the entries of the checkpoint of the last step of a run below ``folder``."""
+    last = max(record["step"] for record in steps(folder))
+    saved = (folder / "checkpoints" / TINY["run_name"]).glob(f"*-{last}steps*/COMMITTED")
+    return read_checkpoint(max(saved, key=lambda marker: marker.stat().st_mtime).parent)
 
 
-def check(folder: Path, deaths: list[Death], *, world: int = 4, replaced: int | None = None, **changes: Any) -> Recovering:
-    """Train with and without ``deaths``, and compare: every logged step and the last checkpoint, bit for bit."""
+def check(
+    folder: Path, deaths: list[Death], *, world: int = 4, number: int = signal.SIGKILL, replaced: int | None = None,
+    **changes: Any,
+) -> Recovering:  # fmt: skip
+    """Train without and with ``deaths``; all logged steps, and the last checkpoint, must be equal bit for bit."""
     options = {**HYBRID, **changes}
     run(train, world, flags(folder / "straight", **options), timeout=300)
-    with Recovering(folder / "log", world, *flags(folder, recovery="in_place", **options), deaths=deaths) as ranks:
+    words = flags(folder, recovery="in_place", **options)
+    with Recovering(folder / "log", world, *words, deaths=deaths, number=number) as ranks:
         end = ranks.until_the_end()
     assert end == End(None), f"{end}\n{ranks.err}"
     assert sum(len(each.replaced) for each in ranks.generations) == (len(deaths) if replaced is None else replaced)
@@ -42,14 +51,93 @@ def check(folder: Path, deaths: list[Death], *, world: int = 4, replaced: int | 
     assert {record["step"] for record in ours} == expected.keys()
     for record in ours:
         assert [record[name] for name in EXACT] == expected[record["step"]], record["step"]
-    same(checkpoint(folder), checkpoint(folder / "straight"))
+    same(last_checkpoint(folder), last_checkpoint(folder / "straight"))
     return ranks
+
+
+def recoveries(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of recovery that a run below ``folder`` wrote."""
+    return [record for record in records(folder) if record.get("event") == "recovery"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", core([0, 1, 2, 3], lambda rank: rank == 0))
 def test_a_rank_that_dies_at_any_point_of_a_step_is_replaced(tmp_path: Path, victim: int) -> None:
-    deaths = [(victim, 3 + 2 * index, phase) for index, phase in enumerate(STEP)]
-    check(tmp_path, deaths, max_steps=5 + 2 * len(STEP))
-    recoveries = [record for record in records(tmp_path) if record.get("event") == "recovery"]
-    assert [record["replaced"] for record in recoveries] == [[victim]] * len(STEP)
+    check(tmp_path, [(victim, 3 + 2 * index, phase) for index, phase in enumerate(STEP)], max_steps=5 + 2 * len(STEP))
+    assert [each["replaced"] for each in recoveries(tmp_path)] == [[victim]] * len(STEP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", core(["async_sharded", "sharded", "full"], lambda kind: kind == "async_sharded"))
+def test_a_death_in_a_save_or_a_validation_loses_neither(tmp_path: Path, kind: str) -> None:
+    write_shard(tmp_path / "data" / "rows.json", 64)
+    deaths = [(0, 4, "a save"), (3, 6, "a validation"), (1, 8, "a save"), (0, 10, "a validation"), (2, 12, "a save")]
+    check(
+        tmp_path, deaths, max_steps=12, checkpoint_freq=4, validation_freq=2, test_dir=tmp_path / "data",
+        training_dir=tmp_path / "data", use_synthetic_data=0, num_kept_checkpoints=0, checkpoint_type=kind, keep_best=1,
+    )  # fmt: skip
+    validations = {
+        folder: {record["step"]: record["loss"] for record in records(folder) if record.get("event") == "evaluate"}
+        for folder in (tmp_path, tmp_path / "straight")
+    }
+    assert validations[tmp_path] == validations[tmp_path / "straight"]
+    markers = (tmp_path / "checkpoints" / "run").glob("*/COMMITTED")
+    assert {path.parent.name.split("-")[1] for path in markers} >= {"4steps", "8steps", "12steps"}
+
+
+@pytest.mark.slow
+def test_ranks_that_die_together_are_replaced_together(tmp_path: Path) -> None:
+    check(tmp_path, [(0, 3, "forward"), (1, 3, "forward"), (2, 6, "clipping"), (1, 6, "clipping")], max_steps=8)
+
+
+@pytest.mark.slow
+def test_a_death_during_a_recovery_begins_another(tmp_path: Path) -> None:
+    deaths = [(1, 3, "forward"), (2, 3, "the start"), (0, 6, "backward"), (0, 0, "the start")]
+    ranks = check(tmp_path, deaths, max_steps=8, replaced=4)
+    assert len(ranks.generations) >= 3
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_is_replaced(tmp_path: Path) -> None:
+    deaths = [(3, 6, "forward"), (0, 12, "the vote")]
+    check(tmp_path, deaths, number=signal.SIGSTOP, max_steps=16, hang_report_seconds=1, train_timeout_seconds=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [
+    {}, {"sharding_strategy": "full_shard", "hybrid_shard_degree": None}, {"streaming": 1},
+], ids=["replicas lost", "no replicas", "streamed"])  # fmt: skip
+def test_without_a_replica_all_go_back_to_the_newest_checkpoint(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_shard(tmp_path / "data" / "rows.json", 64)
+    data = {"training_dir": tmp_path / "data", "use_synthetic_data": 0}
+    check(tmp_path, [(1, 7, "backward"), (3, 7, "backward")], max_steps=9, checkpoint_freq=2, **data, **changes)
+    assert [each["step"] for each in recoveries(tmp_path)] == [6]
+
+
+@pytest.mark.slow
+def test_a_run_without_replica_and_checkpoint_ends(tmp_path: Path) -> None:
+    words = flags(tmp_path, **HYBRID | {"sharding_strategy": "full_shard", "hybrid_shard_degree": None, "max_steps": 9})
+    with Recovering(tmp_path / "log", 2, *words, "--recovery=in_place", deaths=[(1, 3, "forward")]) as ranks:
+        end = ranks.until_the_end()
+    assert end.failure is not None
+    assert end.why == "no replica of its state lives, and there is no checkpoint yet"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "changes"), [
+    (4, {**REPLICATED, "tensor_parallel_degree": 2}),
+    (4, {**REPLICATED, "context_parallel_degree": 2, "attn_pdrop": 0}),
+    (4, {**REPLICATED, **MIXTRAL, "expert_parallel_degree": 2}),
+    (4, {"sm_activation_offloading": 1, "activation_checkpointing": "full"}),
+    (4, COMPILED),
+    (4, {**REPLICATED, **COMPILED, "tensor_parallel_degree": 2, "activation_checkpointing": "full"}),
+    (4, {"gradient_accumulation_steps": 2, "sharding_strategy": "_hybrid_shard_zero2"}),
+    (2, {**REPLICATED, "lora_rank": 2, "checkpoint_type": "sharded"}),
+    (2, {**REPLICATED, "streaming": 1, "use_synthetic_data": 0}),
+], ids=["tensor", "context", "experts", "offloaded", "compiled", "compiled-tensor", "accumulated", "lora", "streamed"])
+def test_every_kind_of_run_recovers(tmp_path: Path, world: int, changes: dict[str, Any]) -> None:
+    if "streaming" in changes:
+        write_shard(tmp_path / "data" / "rows.json", 64)
+        changes = {**changes, "training_dir": tmp_path / "data"}
+    deaths = [(1, 3, "backward"), (0, 5, "forward"), (world - 1, 7, "the update")]
+    check(tmp_path, deaths, world=world, max_steps=9, **changes)
