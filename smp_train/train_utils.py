@@ -183,7 +183,7 @@ class StepNumbers(NamedTuple):
 def train_step(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Batch], *,
     tokens: Tensor, lr: float, max_grad_norm: float, skip_update: Tensor | None = None, limits: Limits = NO_LIMITS,
-    reject_exceeded: bool = False, commit: Callable[[Tensor], object] = dist.all_reduce,
+    reject_exceeded: bool = False, commit: Callable[[Tensor], object] | None = None,
 ) -> StepResult:  # fmt: skip
     """Make one update from this rank's micro-batches of one global batch, the same number on every rank.
 
@@ -198,7 +198,7 @@ def train_step(
         skip_update: A scalar on the device; above 0 skips the update. A loss or norm that is not finite always does.
         limits: Limits of loss and gradient norm.
         reject_exceeded: Skip the update also if loss or norm exceeds its limit.
-        commit: Sums a tensor over all ranks, in place; the last collective before the update.
+        commit: Sums a tensor over all ranks, in place; the last collective before the update. By default an all-reduce.
     """
     device = backend.topology.device
     for group in optimizer.param_groups:
@@ -234,7 +234,7 @@ def train_step(
 
 
 def _compare(
-    backend: Backend, share: Tensor, grad_norm: Tensor, limits: Limits, commit: Callable[[Tensor], object]
+    backend: Backend, share: Tensor, grad_norm: Tensor, limits: Limits, commit: Callable[[Tensor], object] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean loss and the flags `exceeded` and `not_finite` of a `StepResult`; collective.
 
@@ -245,7 +245,7 @@ def _compare(
     # Negated comparisons, because nan must count as exceeding a limit, too.
     flags = [~(grad_norm <= limits.grad_norm), ~(grad_norm <= NO_LIMITS.grad_norm)]
     values = torch.stack([share, *(flag.to(share.dtype) for flag in flags)])
-    commit(values)
+    (commit or dist.all_reduce)(values)
     mean_loss, above, not_finite = values.unbind()
     return mean_loss, above + ~(mean_loss <= limits.loss), not_finite + ~(mean_loss <= NO_LIMITS.loss)
 

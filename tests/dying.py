@@ -26,10 +26,10 @@ def die_at(points: list[tuple[int, int, str, int]], markers: Path) -> None:
         current = current if step is None else step
         for rank, at_step, name, number in points:
             marker = markers / f"{rank}-{at_step}-{name}"
-            if (str(rank), at_step, name) == (os.environ["RANK"], current, heartbeat.PHASES[phase]):
-                if not marker.exists():
-                    marker.touch()
-                    os.kill(os.getpid(), number)
+            here = (str(rank), at_step, name) == (os.environ["RANK"], current, heartbeat.PHASES[phase])
+            if here and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), number)
 
     heartbeat.enter = entered
 
