@@ -74,16 +74,16 @@ def measured(ranks: Runtime, scratch: Path, kind: str, more: list[str]) -> dict[
     device = distributed.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run = build_run(resolved, ranks, device, ExitStack())
-        batches = run.train_data.batches(0)
+        run.read_from_here()
         for _ in range(STEPS):
-            train_lib.step(run, batches)
+            train_lib.step(run)
         parameters = list(run.model.parameters())
         gradients = [each.grad for each in parameters if each.grad is not None]
         moments = [value for state in run.optimizer.state.values() for value in state.values()]
         state = sum(each.nbytes for each in [*parameters, *gradients, *moments] if torch.is_tensor(each))
-        batches.close()
+        run.batches.close()
         run.close()
-        del run, batches, parameters, gradients, moments  # what is freed after this is not seen
+        del run, parameters, gradients, moments  # what is freed after this is not seen
         gc.collect()
     seen.export_chrome_trace(str(scratch / f"{kind}.json"))
     events = json.loads((scratch / f"{kind}.json").read_text())["traceEvents"]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_train import arguments, distributed, train_lib, train_utils
 from smp_train.build_run import build_run
+from smp_train.run import pending
 from smp_train.run import step as run_step
 from smp_train.run.state import Run
 from smp_train.telemetry.metrics import read_metrics
@@ -99,16 +100,16 @@ def numbers(flags: Flags, steps: int) -> list[tuple[float, float]]:
 @contextmanager
 def stepping(run: Run) -> Iterator[Callable[[], None]]:
     """Yield what makes the next step as `train_lib.fit` does; at the end the last one is logged."""
-    batches = run.train_data.batches(0)
+    run.read_from_here()
 
     def one() -> None:
-        train_lib.step(run, batches)
+        train_lib.step(run)
         train_utils.collect_garbage(run.progress.step)
 
     with train_utils.garbage_collected_together():
         yield one
-    run_step.finish_pending_step(run)
-    batches.close()
+    pending.finish_pending_step(run)
+    run.batches.close()
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
