@@ -18,7 +18,7 @@ VARIABLES = ("nnodes", "node_rank", "master_addr", "master_port")
 def parser() -> LaunchParser:
     """Return the parser of the options."""
     options = LaunchParser("local", __doc__, "[--nproc N] [options]")
-    options.share("dry_run", "check", "nproc", "preflight", "env", "profile")
+    options.share("dry_run", "check", "nproc", "spare_nodes", "preflight", "env", "profile")
     options.add("nnodes", "machines of the run; start this command on each ($NNODES)", int)
     options.add("node_rank", "number of this machine, from 0 ($NODE_RANK)")
     options.add("master_addr", "name or address of machine 0, the same on all ($MASTER_ADDR)")
@@ -33,10 +33,11 @@ def main(arguments: Sequence[str]) -> int:
     processes = options.nproc or node_agent.count_gpus() or 1
     # Even inside a Slurm allocation, the run uses this machine only, or as many machines as the options name.
     environ = {name: value for name, value in (os.environ | meeting).items() if not name.startswith("SLURM_")}
-    nodes = node_agent.find_node(environ, processes).nodes
+    nodes = node_agent.find_node(environ, processes, options.spare_nodes or 0).nodes
     spec = build(training, options, nodes=nodes, processes=processes)
     agent = [f"--nproc={processes}"]
-    agent += [f"--{name}={value}" for name in ("preflight", "profile") if (value := getattr(options, name))]
+    names = ("spare_nodes", "preflight", "profile")
+    agent += [f"--{name}={value}" for name in names if (value := getattr(options, name))]
     agent += ["--", *spec.train_flags]
     if not options.dry_run:
         preflight.check_host(spec.resolved, spec.machines.world_size, processes)

@@ -47,7 +47,7 @@ HEADER = {
     "dependency": "Slurm dependency, such as singleton",
 }  # fmt: skip
 """Options that are handed to Slurm as they are."""
-AGENT_OPTIONS = ("nproc", "instance_type", "preflight", "profile")
+AGENT_OPTIONS = ("nproc", "instance_type", "preflight", "profile", "spare_nodes")
 ADVICE = (
     ("generic resource", "leave --gpus_per_node out: this cluster has no GRES"),
     ("Invalid partition", "`sinfo` lists the partitions"),
@@ -60,6 +60,7 @@ def parser() -> LaunchParser:
     """Return the parser of the options."""
     options = LaunchParser("slurm", __doc__, "--nodes N --instance_type T [options]")
     options.share("dry_run", "check", "nodes", "instance_type", "nproc", "preflight", "max_attempts", "env", "profile")
+    options.share("spare_nodes")
     options.add("image", "container image: an Enroot .sqsh file, or REGISTRY#IMAGE:TAG; without it, --python")
     options.add("python", "interpreter of a virtual or conda environment; in a container, the image's")
     options.add("mounts", "further folders for the container: SOURCE or SOURCE:TARGET[:FLAGS]", many=True)
@@ -95,6 +96,7 @@ def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, Spec, Job]:
         run_dir=spec.run_dir,
         python=options.python or ("python3" if image else sys.executable),
         agent=[f"--{name}={value}" for name, value in agent.items() if value],
+        in_place=spec.resolved.args.recovery == "in_place",
         max_attempts=options.max_attempts,
         image=image,
         mounts=options.mounts if image else [],
@@ -114,7 +116,7 @@ def render(spec: Spec, options: argparse.Namespace, job: Job) -> str:
     """
     header = {
         "job-name": options.job_name or re.sub(r"\s+", "-", spec.name),
-        "nodes": str(spec.machines.nodes),
+        "nodes": str(spec.machines.nodes + (options.spare_nodes or 0)),
         "ntasks-per-node": "1",
         "output": f"{spec.run_dir.replace('%', '%%')}/logs/slurm-%j.out",
         "open-mode": "append",
@@ -128,7 +130,7 @@ def render(spec: Spec, options: argparse.Namespace, job: Job) -> str:
             raise ConfigError(f"--env {name}={value!r}: a line break cannot stand in a batch script")
     body = BODY.replace("@CODE@", shlex.quote(job.code_dir)).replace("@PYTHON@", shlex.quote(sys.executable))
     lines = [
-        "#!/bin/bash", "#SBATCH --exclusive", "#SBATCH --requeue",
+        "#!/bin/bash", "#SBATCH --exclusive", "#SBATCH --requeue", *["#SBATCH --no-kill"] * job.in_place,
         *(f"#SBATCH --{key}={_header_value(key, value)}" for key, value in header.items()),
         *(f"#SBATCH {_header_value('sbatch', option)}" for option in options.sbatch),
         "", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}",

@@ -80,6 +80,8 @@ def build(
     # Absolute: batch script, task and training may each start in another folder.
     flags = [*training, *PROFILE_FLAGS[options.profile]]
     completed, resolved = launch_flags.complete(flags, base=base or os.getcwd())
+    if getattr(options, "spare_nodes", None) and resolved.args.recovery == "off":
+        raise ConfigError(f"--spare_nodes {options.spare_nodes}: needs --recovery in_place, which replaces lost nodes")
     backend = check_run(resolved, image, machines)
     added = read_env(options.env)
     all_variables = {**(os.environ if environ is None else environ), **added}

@@ -32,6 +32,8 @@ class Job:
     python: str
     agent: list[str] = dataclasses.field(default_factory=list)
     """Options of the node agent, such as --nproc=8."""
+    in_place: bool = False
+    """Ranks and nodes are replaced while the step goes on."""
     max_attempts: int = 3
     image: str = ""
     mounts: list[str] = dataclasses.field(default_factory=list)
@@ -54,7 +56,8 @@ def srun_command(job: Job, *, dry_run: bool = False) -> list[str]:
         ConfigError: srun has no pyxis. A dry run does not look.
     """
     nodes, srun_help = os.environ.get("SLURM_JOB_NUM_NODES"), ask("srun", "--help", survives=True)[1]
-    srun = ["srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", "--label"]
+    survives = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if job.in_place else ["--kill-on-bad-exit=1"]
+    srun = ["srun", *survives, "--ntasks-per-node=1", "--label"]
     srun += [f"--nodes={nodes}", f"--ntasks={nodes}"] if nodes else []  # salloc may have allocated more tasks
     if "--auto-resume" in srun_help:  # HyperPod's plugin swaps a bad node and runs the same srun again
         srun.append("--auto-resume=1")

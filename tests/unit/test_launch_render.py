@@ -86,6 +86,17 @@ def test_rendered_script_is_clean(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "/old" not in shown.stdout, "that is of the shell that submits, and for the scripts"
 
 
+def test_slurm_goes_on_without_a_lost_node(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    more = ["--nodes=2", "--spare_nodes=1", "--recovery=in_place"]
+    script = dry_run(capsys, *SLURM, *more)
+    assert {"#SBATCH --nodes=3", "#SBATCH --no-kill"} <= set(script.splitlines())
+    path = tmp_path / "job.sh"
+    path.write_text(script)
+    environ = {"DRY_RUN": "1", "PATH": os.environ["PATH"]}
+    shown = subprocess.run(["bash", path], capture_output=True, text=True, check=False, env=environ).stdout
+    assert {"--kill-on-bad-exit=0", "--no-kill", "--spare_nodes=1", "--recovery=in_place"} <= set(shlex.split(shown))
+
+
 def test_sagemaker_request(capsys: pytest.CaptureFixture[str]) -> None:
     said = dry_run(
         capsys, "sagemaker", "--role", ROLE, "--instance_type", "ml.p5.48xlarge", "--instance_count", "2",
@@ -113,6 +124,7 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         (["local", "--nproc=2", "--use_synthetic_data=1", "--dry_run", "--check"], "--dry_run and --check"),
         (["slurm", "--nproc", "2", "--partion", "x"], "unknown flag --partion; did you mean --partition?"),
         (["slurm", "--nproc", "2"], "no training data"),
+        ([*SLURM, "--spare_nodes=1"], "--spare_nodes 1: needs --recovery in_place"),
         (["slurm", "--nodes"], "argument --nodes: expected one argument"),
         ([*SLURM, "--sbatch"], "--sbatch expects a value"),
         ([*SLURM, "--probe=maybe"], "--probe 'maybe': expects 0 or 1"),
