@@ -93,16 +93,18 @@ def _addresses(host: str) -> set[str]:
 def _abort_nccl() -> None:
     """Abort the communicators of all process groups, in one NCCL group, since one abort can wait for another."""
     dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_initialized() or not dist.is_nccl_available():
+    if dist is None or not dist.is_initialized():
         return
-    torch = sys.modules["torch"]
-    backends = []
+    cuda, communicators = sys.modules["torch"].device("cuda"), []
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):  # a group of CPUs
-            backends.append(group._get_backend(torch.device("cuda")))
-    nccl = [backend for backend in backends if isinstance(backend, dist.ProcessGroupNCCL)]
-    if nccl:
-        nccl[0]._group_start()
-        for backend in nccl:
-            backend.abort()
-        nccl[0]._group_end()
+            backend = group._get_backend(cuda)
+            if type(backend) is not dist.ProcessGroupGloo:
+                communicators.append(backend)
+    if communicators:
+        first = communicators[0]
+        of_old_class = hasattr(first, "_group_start")  # torch 2.15 has a second class for NCCL
+        (first._group_start if of_old_class else first._start_coalescing)()
+        for communicator in communicators:
+            communicator.abort()
+        (first._group_end if of_old_class else first._end_coalescing)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -175,3 +176,34 @@ def test_nothing_here_can_be_on_a_gpu() -> None:
     """The tests above see which device is taken only if the other fails."""
     with pytest.raises(RankFailed, match=r"CUDA|NVIDIA"):
         run(allocate, 1)
+
+
+def aborting(start: str, end: str, *, hangs: bool) -> tuple[list[str], int]:
+    """Return the calls to NCCL by `unblock`, and the number of groups; an abort ``hangs`` for longer than it may."""
+    import torch.distributed as dist
+
+    from smp_train.distributed import unblock
+    from smp_train.parallel.mesh import Mesh
+
+    _, ranks, device = begin()
+    Mesh(Degrees(replicate=1, shard=ranks.world_size, context=1, tensor=1), device.type)
+    calls: list[str] = []
+    for name in (start, "abort", end):
+        setattr(dist.ProcessGroupNCCL, name, lambda self, name=name: calls.append(name))
+    if hangs:
+        unblock.ABORT_SECONDS = 0.1
+        dist.ProcessGroupNCCL.abort = lambda self: threading.Event().wait()  # type: ignore[method-assign]
+    unblock.unblock()
+    return calls, len(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.parametrize(("start", "end"), [("_group_start", "_group_end"), ("_start_coalescing", "_end_coalescing")])
+def test_all_communicators_are_aborted_in_one_group(start: str, end: str) -> None:
+    for calls, groups in run(aborting, 2, start, end, hangs=False):
+        assert groups > 1
+        assert calls == [start, *["abort"] * groups, end]
+
+
+def test_a_rank_whose_abort_hangs_ends() -> None:
+    with pytest.raises(RankFailed, match="exit code 1, late: False"):
+        run(aborting, 1, "_group_start", "_group_end", hangs=True)
