@@ -8,6 +8,7 @@ clients of that store: they report deaths and heartbeats, and follow the generat
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -323,6 +324,9 @@ class Recovery:
         return dist.PrefixStore(PREFIX, dist.TCPStore(*address, None, False, limit, wait_for_workers=False))
 
     def _run(self, receive: Callable[[Generation | End | Warm], None]) -> None:
+        import torch.distributed  # noqa: F401
+
+        gc.freeze()  # at its end, Python would look for garbage among all objects of torch
         try:
             if self.node.node_rank == 0:
                 self.coordinator = Coordinator(self.node)

@@ -383,3 +383,37 @@ def test_command_refuses_before_it_submits(
         assert launch(*options) == 2
         assert remedy in capsys.readouterr().err
     assert rig.run("squeue", "-h", "-t", "PENDING") == ""
+
+
+def test_a_spare_node_joins_the_running_step(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process dies, then a node with all that runs on it: the job goes on without a second start."""
+    at(rig, tmp_path, monkeypatch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    place = {"run_name": "run", "run_dir": "run", "checkpoint_dir": "checkpoints"}
+    endless = {"max_steps": 10**6, "checkpoint_freq": 10**6, "recovery": "in_place", "sharding_strategy": "no_shard"}
+    options = ["--nodes=2", "--spare_nodes=1", "--nproc=1"]
+    assert cli.main(["launch", "slurm", *options, *words(**place, **endless)]) == 0
+    job = rig.run("squeue", "-h", "-o", "%i").strip()
+    log = tmp_path / f"run/logs/slurm-{job}.out"
+
+    def trains(recoveries: int) -> bool:
+        found = records(tmp_path) if (tmp_path / "run/metrics.jsonl").exists() else []
+        events = [0, *(number for number, record in enumerate(found) if record.get("event") == "recovery")]
+        return len(events) == recoveries + 1 and any("event" not in record for record in found[events[-1] :])
+
+    try:
+        rig.wait(lambda: trains(0), "the first step")
+        worker(rig, "n1").kill()
+        rig.wait(lambda: trains(1), "the recovery of a process")
+        rig.crash("n2")
+        rig.wait(lambda: trains(2), "the recovery of a node")
+        assert worker(rig, "n3").is_running()
+        (tmp_path / "run/STOP").touch()
+        assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
+    finally:
+        rig.boot("n2")
+    assert len(starts(tmp_path)) == 1
+    assert (tmp_path / "run/STOPPED").exists()
+    assert "generation 2: rank 0 on n1 was killed (SIGKILL)" in log.read_text()
+    assert "generation 3: node 1 (n2) gave no sign of life for 5 s" in log.read_text()
+    rig.wait(lambda: rig.idle() == rig.nodes, "the node to come back")
