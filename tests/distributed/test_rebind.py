@@ -6,10 +6,12 @@ No rank dies here: one raises at a marked point of the step, and the other ranks
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,31 +178,41 @@ class Training:
         return [local_tensor(tensor.detach()) for tensor in [*self.model.parameters(), *values]]
 
 
-def break_and_go_on(name: str) -> tuple[list[Any], dict[str, list[Any]], int]:
-    """Return the numbers of three undisturbed steps; those after a broken one, by its point; graphs compiled then."""
-    import torch
-    from torch._dynamo.utils import counters
-
+def begin(name: str) -> tuple[Ranks, Training, list[Any]]:
+    """Train a cell for two steps; return its state then."""
     world, family, mesh, mode, changes = CELLS[name]
     ranks = Ranks()
     training = Training(ranks, arguments_of(family, mesh, mode, world, **changes), 2 if name == "accumulated" else 1)
     for step in range(2):
         training.step(step)
-    start = copy.deepcopy(training.state())
+    return ranks, training, copy.deepcopy(training.state())
+
+
+def break_step(ranks: Ranks, training: Training, start: list[Any], point: str, culprit: int) -> None:
+    """Break the third step at a point, and prepare for repeating it."""
+    for tensor, value in zip(training.state(), start, strict=True):
+        tensor.copy_(value)
+    install = breakage(point, training.model, training.micro_batches)
+    ranks.part(lambda: training.step(2), culprit % ranks.runtime.world_size, install)
+    ranks.meet()
+    training.backend.rebind(training.model)
+
+
+def break_and_go_on(name: str) -> tuple[list[Any], dict[str, list[Any]], list[int]]:
+    """Return the numbers of three steps, those after a broken one, by its point, and the graphs before and after."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    ranks, training, start = begin(name)
     expected = [training.step(step) for step in range(2, 5)]
     end = copy.deepcopy(training.state())
-    graphs, after = counters["stats"]["unique_graphs"], {}
+    graphs, after = [counters["stats"]["unique_graphs"]], {}
     for culprit, point in enumerate(POINTS):
-        for tensor, value in zip(training.state(), start, strict=True):
-            tensor.copy_(value)
-        install = breakage(point, training.model, training.micro_batches)
-        ranks.part(lambda: training.step(2), culprit % world, install)
-        ranks.meet()
-        training.backend.rebind(training.model)
+        break_step(ranks, training, start, point, culprit)
         after[point] = [training.step(step) for step in range(2, 5)]
         for tensor, value in zip(training.state(), end, strict=True):
             assert torch.equal(tensor, value), point
-    return expected, after, counters["stats"]["unique_graphs"] - graphs
+    return expected, after, [*graphs, counters["stats"]["unique_graphs"]]
 
 
 @pytest.mark.slow
@@ -208,9 +220,32 @@ def break_and_go_on(name: str) -> tuple[list[Any], dict[str, list[Any]], int]:
 def test_a_broken_step_is_repeated_with_the_same_numbers(name: str) -> None:
     world, family, mesh, *_ = CELLS[name]
     need(family, mesh)
-    for expected, after, graphs in harness.run(break_and_go_on, world, name):
+    for expected, after, (graphs_before, graphs_after) in harness.run(break_and_go_on, world, name):
         assert after == dict.fromkeys(POINTS, expected)
-        assert graphs == 0
+        assert graphs_after == graphs_before
+        assert (graphs_before > 0) == ("compiled" in name)
+
+
+def break_often(times: int) -> list[tuple[int, int, int]]:
+    """Return the open descriptors, the threads and the resident MiB after 20 broken steps, and after ``times`` more."""
+    ranks, training, start = begin("kept")
+    figures = []
+    for culprit in range(20 + times):
+        break_step(ranks, training, start, POINTS[culprit % len(POINTS)], culprit // len(POINTS))
+        training.step(2)
+        if culprit + 1 in (20, 20 + times):
+            gc.collect()
+            descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            figures.append((descriptors, threads, pages * os.sysconf("SC_PAGE_SIZE") >> 20))
+    return figures
+
+
+@pytest.mark.slow
+def test_200_broken_steps_leave_nothing_behind() -> None:
+    for (*at_first, memory_at_first), (*at_last, memory_at_last) in harness.run(break_often, 2, 200):
+        assert at_last == at_first
+        assert memory_at_last < memory_at_first + 10
 
 
 def shut_connections() -> list[bool]:
