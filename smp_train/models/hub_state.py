@@ -7,7 +7,7 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,25 +18,11 @@ from smp_train.distributed.dtensor import DTensor, Shard, local_tensor, part_of
 from smp_train.models.hub_names import HubNames, HubTensor, canonical_name, hub_names, is_split
 from smp_train.models.lora import is_adapted, is_adapter
 
+State = dict[str, Any]
+"""Nested dictionaries under the names and layouts of the hub, as `gather_state` returns them.
 
-class State(dict[str, Any]):
-    """Nested dictionaries under the names and layouts of the hub, as `gather_state` returns them.
-
-    A tensor that this rank holds a part of shares the memory of model or optimizer; other ranks' tensors are on meta.
-
-    Attributes:
-        in_memory: the state under the names and layouts that the installed transformers has in memory; checkpoints of
-            other programs may have these.
-    """
-
-    def __init__(self, tree: dict[str, Any], in_memory: dict[str, Any]) -> None:
-        super().__init__(tree)
-        self.in_memory = in_memory
-
-    def named_as(self, saved: Container[str], prefix: str = "model.") -> dict[str, Any]:
-        """Return the state under the names of the ``saved`` entries, whose parameters begin with ``prefix``."""
-        names = self.in_memory["model"].keys() - self["model"].keys()
-        return self.in_memory if any(prefix + name in saved for name in names) else self
+A tensor that this rank holds a part of shares the memory of model or optimizer; other ranks' tensors are on meta.
+"""
 
 
 def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, base: bool = False) -> State:
@@ -77,10 +63,7 @@ def arranged(names: HubNames, tensors: dict[str, Any], optim: dict[str, dict[str
         for key, value in (optim or {}).get(name, {}).items():
             for hub_name, block in blocks.split(value).items():
                 state.setdefault(hub_name, {})[key] = block
-    if optim is None:
-        return State({"model": model}, {"model": tensors})
-    in_memory = {"model": tensors, "optim": {"state": optim}}
-    return State({"model": model, "optim": {"state": dict(sorted(state.items()))}}, in_memory)
+    return {"model": model} | ({} if optim is None else {"optim": {"state": dict(sorted(state.items()))}})
 
 
 class _Blocks:

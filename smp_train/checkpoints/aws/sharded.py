@@ -34,8 +34,6 @@ from smp_train.checkpoints.format import BEGUN, COMMITTED, META, METADATA, Marke
 from smp_train.checkpoints.saver import SMP_NAMES, Saver
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError
-from smp_train.models.hub_names import canonical_name
-from smp_train.models.hub_state import State
 from smp_train.models.smp_names import Ranks, is_transformed
 from smp_train.models.weight_files import WeightFiles
 from smp_train.storage import is_s3, normal, parent_of
@@ -80,41 +78,30 @@ class AwsCheckpoint(Checkpoint):
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` as `Checkpoint.load` does. If the checkpoint has no AdamW moments, ``state`` keeps its own."""
         with ExitStack() as open_files:
-            opened: list[tuple[dict[str, Any], list[Tree]]] = []
+            opened: list[list[Tree]] = []
             gather(f"cannot load {self.path}", lambda: opened.append(self._trees(state, saver, open_files)))
-            ((state, trees),) = opened
             if not self.has_moments and "optim" in state:
                 logger.info("%s holds no optimizer state: AdamW's moments begin at zero", self.path)
                 state = {"model": state["model"]}
-            load_state(state, self._translated(trees, state, saver), self.path, load=saver.load)
+            load_state(state, self._translated(opened[0], state, saver), self.path, load=saver.load)
 
-    def _trees(self, state: dict[str, Any], saver: Saver, files: ExitStack) -> tuple[dict[str, Any], list[Tree]]:
-        """Return the state under the names that the checkpoint uses, and the checkpoint's trees. Not collective."""
+    def _trees(self, state: dict[str, Any], saver: Saver, files: ExitStack) -> list[Tree]:
+        """Return the checkpoint's trees. Not collective."""
         if self.is_local:
             if len(set(self.trees.values())) > 1:
                 raise CheckpointError(flat.SMP_SLICES)
-            contents = self._rank_contents()
-            state = _state_under(state, [f"model.{canonical_name(name)}" for name in contents[0]["model"]])
             shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
-            tensors = flat.joined_tensors(contents, self.config.model_type, shapes)
-            return state, [Tree(Ranks(), TensorReader(tensors))]
+            tensors = flat.joined_tensors(self._rank_contents(), self.config.model_type, shapes)
+            return [Tree(Ranks(), TensorReader(tensors))]
         if self.parts:
-            trees = self._readers()
-            return _state_under(state, list(saved_entries(trees[0].reader))), trees
+            return self._readers()
         weights = WeightFiles(place(self.path) / FULL, files)
-        tensors = {f"model.{name}": weights.tensor(name)[...] for name in weights.files}
-        return _state_under(state, list(tensors)), [Tree(Ranks(), TensorReader(tensors))]
+        return [Tree(Ranks(), TensorReader({f"model.{name}": weights.tensor(name)[...] for name in weights.files}))]
 
     def _rank_contents(self) -> list[dict[str, Any]]:
         if self.parts:
             return [local.rank_contents_of_tree(self.reader(part)) for part in sorted(self.parts, key=_shard)]
         return [local.read_rank_file(place(self.path) / f"{rank}.pt") for rank in _rank_files(self.marker.files)]
-
-
-def _state_under(state: dict[str, Any], saved: list[str]) -> dict[str, Any]:
-    """Return a state under the names of the ``saved`` entries: the hub's names or the installed transformers' names."""
-    renamed = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES if isinstance(state, State))
-    return next((candidate for candidate in renamed if candidate is not state), state)
 
 
 def find_checkpoint(location: str, config: Any, *, strict: bool = False) -> AwsCheckpoint | None:

@@ -24,7 +24,7 @@ from smp_train.checkpoints.dcp.storage import Reader, TreeWriter
 from smp_train.distributed.agree import ALL_RANKS, group, is_alone, unless
 from smp_train.distributed.dtensor import DTensor
 from smp_train.errors import CheckpointError, first_few
-from smp_train.models.hub_state import State, present
+from smp_train.models.hub_state import present
 from smp_train.models.weight_files import load_plain
 
 logger = logging.getLogger(__name__)
@@ -136,13 +136,10 @@ def load_state(
 ) -> None:  # fmt: skip
     """Fill ``state`` in place, using ``load``, on any mesh; collective.
 
-    The checkpoint may use the names that parameters have in memory (see `State.named_as`), and may hold ``ignored``
-    entries that ``state`` lacks. Raises `CheckpointError` on every rank if any rank failed, or if state and checkpoint
-    do not match; the message names ``label``.
+    The checkpoint may hold ``ignored`` entries that ``state`` lacks. Raises `CheckpointError` on every rank if any rank
+    failed, or if state and checkpoint do not match; the message names ``label``.
     """
     gather(f"cannot load {label}", reader.preload)
-    if isinstance(state, State):
-        state = state.named_as(saved_entries(reader))
     failure: Exception | None = None
     try:
         load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
