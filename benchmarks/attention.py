@@ -19,7 +19,6 @@ from smp_train.data.batch import Batch, collate
 from smp_train.data.samples import Sample
 from smp_train.data.source import Row
 from smp_train.models.attention import Attention
-from smp_train.models.traits import packed_inputs
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             mask[0, args.context // 2 :] = 0
             given: Any = partial(dict, attention_mask=mask if kind == "padded" else None)
             if batch.position_ids is not None:
-                given = partial(packed_inputs, theirs, batch.position_ids)
+                given = partial(dict, position_ids=batch.position_ids)
             own = partial(how.inputs, batch.input_ids, batch.position_ids, batch.documents)
             pairs = [(_pass(theirs, batch, given), _pass(ours, batch, own)) for _ in range(args.rounds + 1)][1:]
             before, after = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))

@@ -29,7 +29,7 @@ from smp_train.models.attention import Attention
 from smp_train.models.hub_state import gather_state
 from smp_train.models.initialization import initialise
 from smp_train.models.lora import is_adapter
-from smp_train.models.traits import can_chunk, check_experts, number_of_experts, split_sizes
+from smp_train.models.traits import can_chunk, check_experts, check_packed, number_of_experts, split_sizes
 from smp_train.parallel import (
     activation_checkpointing,
     activation_offloading,
@@ -73,7 +73,6 @@ class NativeBackend(Backend):
             profile: The device's profile; a plan passes the profile of the device that it plans for.
         """
         self.profile = profile or profile_of(device)
-        build.check_attention(args.attn_implementation, device)
         if args.fp8:
             float8.check(device)
         self.compiled = compile.enabled(
@@ -122,6 +121,7 @@ class NativeBackend(Backend):
         if advice and self.topology.device.type == "cuda" and not args.evaluate_only:
             logger.warning("%s", advice, extra=ALL_RANKS)
         check_experts(config)
+        check_packed(config, self.args.short)
         context_parallel.check(degrees.context, seq_len, args.attn_implementation, config)
         tensor_parallel.check(config, degrees.tensor, seq_len // degrees.context)
         self._refuse_breaks(config)

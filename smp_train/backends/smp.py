@@ -33,7 +33,7 @@ from smp_train.models.hub_names import canonical_name
 from smp_train.models.hub_state import gather_state
 from smp_train.models.initialization import module_initialiser
 from smp_train.models.smp_names import HubModel, Ranks
-from smp_train.models.traits import can_chunk, check_loss, packed_inputs, split_sizes
+from smp_train.models.traits import can_chunk, check_loss, check_packed, split_sizes
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -80,6 +80,7 @@ class SmpBackend(Backend):
     def check(self, spec: ModelSpec, *, seq_len: int) -> MetaModel:
         """See `Backend.check`."""
         check_loss(spec.config)
+        check_packed(spec.config, self.args.short)
         refuse_model(spec.config, self.args)
         if self.transforms:
             check_model_on_smp(
@@ -158,7 +159,7 @@ class SmpBackend(Backend):
             input_ids, targets = self._piece(input_ids), self._piece(targets)
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": None}
         if batch.position_ids is not None:
-            inputs = {"input_ids": input_ids, **packed_inputs(self._root.module, batch.position_ids)}
+            inputs = {"input_ids": input_ids, "position_ids": batch.position_ids}
         if self.transforms:
             counted = (targets != losses.IGNORE_INDEX).sum()
             if not self._whole_logits:  # a mean over no token is NaN, even times 0

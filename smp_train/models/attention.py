@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.models.hugging_face import transformers_major
-from smp_train.models.traits import causal, packed_inputs, same_document
+from smp_train.models.traits import causal, same_document
 
 try:
     from torch.nn.attention import varlen
@@ -116,7 +116,8 @@ class Attention:
             if self.compiled:
                 torch._dynamo.mark_dynamic(bounds, (2, 3))
             return {"attention_mask": bounds, "position_ids": position_ids}
-        inputs: dict[str, Any] = packed_inputs(self.model, position_ids)
+        # transformers derives the mask from positions that restart.
+        inputs: dict[str, Any] = {"position_ids": position_ids}
         if documents is not None and config._attn_implementation.startswith("flash") and causal_alone(config) is None:
             # The kernel needs only an upper bound. Rounding it up to a power of two keeps recompilations few.
             bounds, longest = documents[0], 1 << (documents[1] - 1).bit_length()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import Any
 
@@ -39,6 +38,7 @@ def build_meta(
     except (ValueError, ImportError, KeyError) as failure:
         raise ConfigError(
             f"cannot build {spec.name} with --attn_implementation {attn_implementation}: {first_line(failure)}"
+            + "; install it, or use sdpa" * attn_implementation.startswith("flash")
         ) from failure
     attach_hub_names(model)
     if spec.lora is not None:
@@ -77,32 +77,6 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     # A layer's experts can be a list, too, of the same length. The outermost list has the most parameters.
     name, layers = max(candidates, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
     return [(f"{name}.{key}" if name else key, layer) for key, layer in layers.named_children()]
-
-
-FLASH_PACKAGES = {
-    "flash_attention_2": ("flash_attn", "pip install flash-attn --no-build-isolation"),
-    "flash_attention_3": (
-        "flash_attn_interface",
-        "pip install --no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper'",
-    ),
-}
-"""By attention implementation: the module that it needs, and the command that installs the module."""
-
-
-def check_attention(attn_implementation: str, device: torch.device) -> None:
-    """Raise `ConfigError` for an attention kernel that needs a GPU or a package that is missing."""
-    package, install = FLASH_PACKAGES.get(attn_implementation, (None, ""))
-    if package is None:
-        return
-    if device.type != "cuda":
-        raise ConfigError(
-            f"--attn_implementation {attn_implementation} needs a GPU, and this run is on the CPU; use sdpa"
-        )
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"--attn_implementation {attn_implementation} needs the package {package}, which is not installed here; "
-            f"{install}, or use sdpa"
-        )
 
 
 def materialise(

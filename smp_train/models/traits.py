@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp_train.distributed.host import older
 from smp_train.errors import ConfigError
@@ -16,7 +16,7 @@ PLAIN_HEADS = frozenset(
     {"falcon", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt", "phi", "qwen2", "qwen3", "stablelm"}
 )
 """Model types whose logits are the product of the head and the last hidden states, neither scaled nor capped."""
-WITHOUT_DERIVED_MASK = frozenset({"falcon"})
+WITHOUT_PACKED_MASK = frozenset({"falcon"})
 """Model types for which transformers 5 does not derive the attention mask of packed rows from positions."""
 OLDEST_TRANSFORMERS_OF_EXPERTS = "5.6"
 """In transformers 4 an expert without tokens has no gradient, so ranks would reduce different sets of gradients. 5.0 to
@@ -37,25 +37,10 @@ def can_chunk(model: Any) -> bool:
     return model.config.model_type in PLAIN_HEADS and not is_adapted(model.get_output_embeddings())
 
 
-def packed_inputs(model: nn.Module, position_ids: Tensor) -> dict[str, Tensor]:
-    """Return the arguments of ``forward`` for rows that hold several documents.
-
-    If no mask is given, transformers derives the mask that the attention kernel needs from positions that restart. For
-    the models in `WITHOUT_DERIVED_MASK` it does not, and the mask is built here.
-
-    Args:
-        model: A causal language model of transformers.
-        position_ids: int64 ``[batch, seq]``, 0 at the first token of each document.
-    """
-    config: Any = model.config
-    inputs = {"position_ids": position_ids}
-    if config.model_type in WITHOUT_DERIVED_MASK:
-        allowed = same_document(position_ids)
-        if config._attn_implementation != "sdpa":
-            # SDPA takes a boolean mask, the eager kernel adds the mask to the scores.
-            allowed = torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, torch.finfo().min)
-        inputs["attention_mask"] = allowed
-    return inputs
+def check_packed(config: Any, short: str | None) -> None:
+    """Raise `ConfigError` for packed rows of a model that would attend from one document to another."""
+    if short == "pack" and config.model_type in WITHOUT_PACKED_MASK:
+        raise ConfigError(f"--short pack: a {config.model_type} would mix the documents of a row; give --short concat")
 
 
 def same_document(position_ids: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from smp_train.arguments import checkpointing
 from smp_train.distributed.host_memory import pinned_bytes
 from smp_train.errors import ConfigError
-from smp_train.models import build
 from smp_train.parallel import activation_checkpointing as activations
 from smp_train.parallel import activation_offloading as offload
 from smp_train.parallel import compile, float8
@@ -399,18 +398,3 @@ def test_fp8_converts_linear_layers_that_16_divides(monkeypatch: pytest.MonkeyPa
                            "down": nn.Linear(24, 32), "table": nn.Embedding(32, 32)})  # fmt: skip
     assert float8.apply([layer, layer]) == 2
     assert converted == ["up", "up"]
-
-
-def test_flash_attention_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    for name in ("sdpa", "eager"):
-        build.check_attention(name, gpu)
-    with pytest.raises(ConfigError, match=r"pip install flash-attn .*sdpa"):
-        build.check_attention("flash_attention_2", gpu)
-    with pytest.raises(ConfigError, match=r"pip install .*subdirectory=hopper"):
-        build.check_attention("flash_attention_3", gpu)
-    with pytest.raises(ConfigError, match="flash_attention_2"):
-        build.check_attention("flash_attention_2", CPU)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: object())
-    build.check_attention("flash_attention_2", gpu)

@@ -18,8 +18,10 @@ from smp_train import losses
 from smp_train.data.batch import Batch, collate
 from smp_train.data.samples import Sample
 from smp_train.data.source import Row
-from smp_train.models import attention, traits
+from smp_train.errors import ConfigError
+from smp_train.models import attention
 from smp_train.models.attention import Attention
+from smp_train.models.traits import check_packed
 from tests.releases import need_model, needs_transformers_5
 from tests.waits import Waits
 
@@ -95,7 +97,7 @@ def test_numbers_equal_transformers_masks_without_waiting(family: str, kind: str
     mask = (torch.arange(WIDTH) < torch.tensor([[20], [9]])).long() if kind == "short" else None
     packed = batch.position_ids is not None
     expected = loss_of(
-        theirs, batch, traits.packed_inputs(theirs, batch.position_ids) if packed else {"attention_mask": mask}
+        theirs, batch, {"position_ids": batch.position_ids} if packed else {"attention_mask": mask}
     )
     with Waits() as waits:
         found = loss_of(ours, batch, ours_of(how, batch))
@@ -153,6 +155,8 @@ def test_other_models_keep_the_path_of_transformers(caplog: pytest.LogCaptureFix
         theirs, ours, how = pair("falcon")
     assert ours.config._attn_implementation == "sdpa"
     assert "falcon" in caplog.text
+    with pytest.raises(ConfigError, match="--short pack: a falcon"):
+        check_packed(ours.config, "pack")
     batch = rows_of("packed")
     assert ours_of(how, batch)["position_ids"] is batch.position_ids
     batch = rows_of("short")
@@ -294,7 +298,7 @@ def test_one_compilation_serves_packed_whole_and_short_batches(kernel: Varlen) -
             loss_of(ours, batch, ours_of(how, batch))
         graphs.append(counters["stats"]["unique_graphs"])
         packs = batch.position_ids is not None
-        expected = loss_of(theirs, batch, traits.packed_inputs(theirs, batch.position_ids) if packs else {})
+        expected = loss_of(theirs, batch, {"position_ids": batch.position_ids} if packs else {})
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert not counters["graph_break"]
     assert set(graphs) == {2}  # with gradients and without
