@@ -160,9 +160,9 @@ def _truncated(step: Step, key: int, index: Tensor) -> Tensor:
     """Draw from a normal distribution truncated to [a, b], by inversion."""
     mean, std, a, b = step.args
     low, high = (statistics.NormalDist().cdf((end - mean) / std) for end in (a, b))
-    q = counter_random.uniform(key, index).mul_(high - low).add_(low - 0.5)
-    # If [a, b] is wide, its ends' probabilities round to 0 and 1, whose quantiles are infinite.
-    return counter_random.quantile(q.clamp_(-0.5 + 2.0**-54, 0.5 - 2.0**-54)).mul_(std).add_(mean).clamp_(a, b)
+    # If [a, b] is wide, its ends' probabilities round to 0 and 1, whose quantiles are infinite: clamp them to the ends.
+    quantile = torch.special.ndtri(counter_random.uniform(key, index).mul_(high - low).add_(low))
+    return quantile.mul_(std).add_(mean).clamp_(a, b)
 
 
 def _inside(index: Tensor, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

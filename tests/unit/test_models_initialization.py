@@ -205,34 +205,8 @@ def test_the_largest_models_take_seconds_and_no_memory() -> None:
     assert taken < 300 << 20
 
 
-# The generator and the inversion.
-
-
 def test_splitmix64_gives_its_published_numbers() -> None:
     # Vigna's splitmix64.c with state 1234567, as listed in many test suites.
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     got = counter_random.bits(1234567, torch.arange(4))
     assert [value % 2**64 for value in got.tolist()] == expected
-
-
-def test_the_inversion_agrees_with_torch() -> None:
-    tails = torch.tensor([2.0**-k for k in range(2, 53)], dtype=torch.float64)
-    p = torch.cat([torch.linspace(0.0005, 0.9995, 20001, dtype=torch.float64), tails])
-    ours = counter_random.quantile(p - 0.5)
-    theirs = torch.special.ndtri(p)
-    assert float(((ours - theirs).abs() / theirs.abs().clamp(min=1e-2)).max()) < 1e-12
-    assert torch.equal(counter_random.quantile(0.5 - p), -ours)
-
-
-def test_numbers_are_uniform_and_independent() -> None:
-    n = 1 << 20
-    keys = [counter_random.stream_key(1, f"model.layers.{layer}.mlp.up_proj.weight") for layer in (0, 1)]
-    u = counter_random.uniform(keys[0], torch.arange(n))
-    assert bool(((u > 0) & (u < 1)).all())
-    distance = float((u.sort().values - (torch.arange(n) + 0.5) / n).abs().max())
-    assert distance < 1.95 / math.sqrt(n)  # Kolmogorov and Smirnov, one in a thousand.
-    z, other = (counter_random.normal(key, torch.arange(n)) for key in keys)
-    for left, right in ((z, other), *((z[lag:], z[:-lag]) for lag in (1, 2, 64, 4096))):
-        assert abs(float((left * right).mean())) < 5 / math.sqrt(n)
-    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        assert abs(float((z**power).mean()) - moment) < 5 * math.sqrt(variance / n)
