@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from smp_train.errors import CheckpointError
-from smp_train.storage import Entry, Range, s3
+from smp_train.storage import Entry, Range
 from smp_train.storage.paths import S3Path
+from smp_train.storage.s3 import parts
 
 FORMAT_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -25,8 +26,6 @@ FORMAT_DTYPES = {
 """dtypes by their names in the safetensors format."""
 LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
-Request = tuple[Range, Callable[[bytes], object]]
-"""A range of a file, and the function that takes the range's bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,63 +48,53 @@ class Streamed:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Fetch the block at ``index``: a slice with both ends per dimension, or an ellipsis."""
-        target = torch.empty([high - low for low, high in self._bounds(index)], dtype=self.dtype)
+        first, end = self._rows(index)
+        target = torch.empty(end - first, *self.shape[1:], dtype=self.dtype)[self._within_rows(index)]
         fetch([(target, self, index)], self.file.parent)
         return target
 
-    def _bounds(self, index: Any) -> list[tuple[int, int]]:
-        return [(0, size) for size in self.shape] if index is ... else [(part.start or 0, part.stop) for part in index]
+    def ranges(self, index: Any) -> list[Range]:
+        """Return the parts of the file that hold the rows of the block at ``index``, with all of their columns."""
+        (first, end), row_bytes = self._rows(index), math.prod(self.shape[1:]) * self.dtype.itemsize
+        return list(parts(self.file.name, self.start + first * row_bytes, (end - first) * row_bytes, self.etag))
 
-    def requests(self, target: Tensor, index: Any) -> Iterator[Request]:
-        """Yield the requests, of at most `PART_BYTES` each, that fill ``target`` with the block at ``index``.
+    def block(self, content: bytearray, index: Any) -> Tensor:
+        """Return the block at ``index``, from the content of `ranges`."""
+        first, end = self._rows(index)
+        rows = torch.frombuffer(content, dtype=self.dtype).view(end - first, *self.shape[1:])
+        return rows[self._within_rows(index)]
 
-        A request fetches several whole rows, because skipping the unused columns would take a request per row. Rows
-        that are longer than half a request are split along their next dimension.
-        """
-        shape, bounds = self.shape or (1,), self._bounds(index) or [(0, 1)]
-        target = target if self.shape else target.view(1)
-        below = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        split = next((dim for dim, row in enumerate(below) if 2 * row * self.itemsize <= s3.PART_BYTES), len(shape) - 1)
-        columns = (slice(None), *(slice(*span) for span in bounds[split + 1 :]))
-        low, high = bounds[split]
-        rows_at_once = max(1, s3.PART_BYTES // max(1, below[split] * self.itemsize))
-        for outer in itertools.product(*(range(*span) for span in bounds[:split])):
-            block = target[tuple(number - span[0] for number, span in zip(outer, bounds, strict=False))]
-            element = sum(number * row for number, row in zip(outer, below, strict=False))
-            for first in range(low, high if target.numel() else low, rows_at_once):
-                rows = block[first - low : first - low + rows_at_once]
+    def _rows(self, index: Any) -> tuple[int, int]:
+        if index is ...:
+            return 0, (self.shape or (1,))[0]
+        return index[0].start or 0, index[0].stop
 
-                def put(data: bytes, rows: Tensor = rows) -> None:
-                    values = torch.frombuffer(bytearray(data), dtype=self.dtype)
-                    rows.copy_(values.view(len(rows), *shape[split + 1 :])[columns])
-
-                begin = self.start + (element + first * below[split]) * self.itemsize
-                yield Range(self.file.name, begin, len(rows) * below[split] * self.itemsize, self.etag), put
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
+    def _within_rows(self, index: Any) -> Any:
+        """Return the index of the block in its rows; a number without dimensions is a row of its own."""
+        return 0 if not self.shape else ... if index is ... else (slice(None), *index[1:])
 
 
 def fetch(copies: Iterable[tuple[Tensor, Any, Any]], folder: S3Path) -> None:
     """Fill targets with blocks of files in ``folder``; ``copies`` yields (target, block, index).
 
-    ``copies`` is consumed as needed: while one block is copied, up to `AT_ONCE` requests are in flight.
+    ``copies`` is consumed as needed: while one block is copied, the next requests are in flight.
     """
-    puts: deque[Callable[[bytes], object]] = deque()
+    waiting: deque[tuple[Tensor, Streamed, Any, int]] = deque()
 
     def ranges() -> Iterator[Range]:
         for target, block, index in copies:
-            if isinstance(block, Streamed):
-                for byte_range, put in block.requests(target, index):
-                    puts.append(put)
-                    yield byte_range
-            else:
+            if not isinstance(block, Streamed):
                 target.copy_(block[index])
+            elif target.numel():
+                needed = block.ranges(index)
+                waiting.append((target, block, index, len(needed)))
+                yield from needed
 
-    for data in folder.storage.ranges(ranges()):
-        puts.popleft()(data)
+    received = folder.storage.ranges(ranges())
+    for data in received:
+        target, block, index, count = waiting.popleft()
+        content = bytearray().join([data, *itertools.islice(received, count - 1)])
+        target.copy_(block.block(content, index))
 
 
 def open_safetensors(path: S3Path) -> tuple[list[str], Callable[[str], Streamed]]:
