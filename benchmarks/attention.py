@@ -59,7 +59,7 @@ def _models(family: str, args: Any, device: torch.device) -> tuple[Any, Any, Att
         theirs = theirs.bfloat16()
     ours = copy.deepcopy(theirs)
     half = device.type == "cuda"
-    return theirs, ours, Attention(ours, device, half=half, packed=args.context, compiled=False)
+    return theirs, ours, Attention(ours, device, half=half, packed=True, compiled=False)
 
 
 def _batch(kind: str, args: Any) -> Batch:

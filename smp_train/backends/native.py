@@ -176,7 +176,7 @@ class NativeBackend(Backend):
             self.context = context_parallel.ContextSplit(self.mesh.context, meta.seq_len)
             self.context.apply(model)
         else:
-            packed = meta.seq_len * (args.short == "pack")
+            packed = args.short == "pack"
             self.attention = Attention(model, device, half=self.bf16, packed=packed, compiled=self.compiled)
         router_term = router_loss.selected(args, spec.config)
         if router_term is not None:

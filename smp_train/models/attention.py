@@ -61,17 +61,17 @@ def causal_alone(config: Any) -> str | None:
 class Attention:
     """A model's attention: the arguments of ``forward`` for rows with padding or several documents."""
 
-    def __init__(self, model: Any, device: torch.device, *, half: bool, packed: int, compiled: bool) -> None:
+    def __init__(self, model: Any, device: torch.device, *, half: bool, packed: bool, compiled: bool) -> None:
         """Register `attend` for a model built with sdpa, unless it would be wrong for the model.
 
         Args:
             model: A causal language model of transformers, on meta or not.
             device: The device that computes.
             half: Whether it computes in bfloat16 or float16.
-            packed: Tokens of a row if rows may hold several documents, else 0.
+            packed: Whether rows may hold several documents.
             compiled: Whether the layers are compiled.
         """
-        self.model, self.packed, self.compiled = model, bool(packed), compiled
+        self.model, self.packed, self.compiled = model, packed, compiled
         self.by_bounds = False
         """Whether documents are given by their bounds rather than by a mask."""
         if model.config._attn_implementation != "sdpa":
@@ -89,11 +89,7 @@ class Attention:
             reason = _against_bounds(model.config, device, half=half)
             self.by_bounds = reason is None
         if packed and reason is not None:
-            size = (3 if half else 5) * packed**2 / 2**20  # as bool, and in the dtype of the scores
-            logger.info(
-                "Attention: packed rows take a dense mask, as %s: %.0f MiB for each row of a micro-batch, and each "
-                "layer computes all %d x %d scores, twice those of a row alone", reason, size, packed, packed,
-            )  # fmt: skip
+            logger.info("Attention: packed rows take a dense mask, so each layer computes twice the scores: %s", reason)
 
     def inputs(
         self, input_ids: Tensor, position_ids: Tensor | None, documents: tuple[Tensor, int] | None

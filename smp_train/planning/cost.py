@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from smp_train.planning.options import short_number
 from smp_train.planning.step_time import Machine, Prediction
 
 
@@ -32,8 +31,7 @@ def text(plan: dict[str, Any]) -> list[str]:
             ("MFU", f"{time['mfu']:.1%}"), ("", ""),
         ]  # fmt: skip
     if cost := plan.get("cost"):
-        budget = f"all {short_number(cost['tokens'])} tokens, {cost['steps']:,.0f} steps"
-        rows.append((budget, f"{cost['hours']:,.1f} h"))
+        rows.append((f"all {cost['steps']:,.0f} steps", f"{cost['hours']:,.1f} h"))
         if cost["price"] is not None:
             rows.append(("price", f"{cost['price']:,.0f}"))
         rows.append(("", ""))

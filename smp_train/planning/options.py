@@ -64,12 +64,6 @@ def number(text: str) -> float:
     return float(text[:-1]) * unit if unit else float(text)
 
 
-def short_number(tokens: float) -> str:
-    """Return a number as `number` reads it: 1.5T; numbers below 1,000 have no unit."""
-    unit = max((name for name, size in UNITS.items() if size <= tokens), key=UNITS.__getitem__, default="")
-    return f"{tokens / UNITS.get(unit, 1):.4g}{unit}"
-
-
 def check_cost(own_flags: argparse.Namespace) -> None:
     """Raise `ConfigError` for impossible flags of the cost."""
     for name in ("tokens", "price_per_hour"):

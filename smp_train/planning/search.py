@@ -27,14 +27,14 @@ from smp_train.planning.step_memory import EDGE, Part, Use
 from smp_train.planning.step_time import Machine, Prediction, predict
 from smp_train.planning.work import Collective, Cost, Transfer, Work
 
-BEST = 5
+BEST = 3
 ALIKE = 0.995
 """Step a setting only if its predicted time is below this share of the best time of its kind."""
 MOST_WORKERS = 4
 MOST_STEPPED = 40
 NOT_FITTING = "does not fit"
 NO_HOST = "does not fit: host memory"
-SLOWER = "no faster than the best of the same degrees, checkpointing and offloading, or than the five best"
+SLOWER = "no faster than the best of the same degrees, checkpointing and offloading, or than the best of all"
 NOT_TRIED = "not tried: fewer tensor and context ranks, or no offloading, suffice"
 
 
@@ -97,13 +97,13 @@ class Search:
             self._kinds[kind(setting)].append(setting)
             levels[max(2, setting.tensor * setting.context)].add((setting.tensor, setting.context))
         with workers() as pool:
-            for _, degrees in sorted(levels.items()):
-                earlier = self._first()
+            for level, degrees in sorted(levels.items()):
                 self._step_degrees(pool, degrees)
                 while batch := self._next():
                     self._step(pool, batch)
-                if self._best and (self.machine is None or self._first() is earlier):
-                    break
+                first = min(self._best.values(), key=lambda plan: plan.rank, default=None)
+                if first is not None and first.setting.tensor * first.setting.context < level:
+                    break  # more ranks do not help
         plans = sorted(self._best.values(), key=lambda plan: plan.rank)[:BEST]
         chosen = {plan.setting for plan in plans}
         self.rejected.update(self._reason(setting) for setting in settings if setting not in chosen)
@@ -113,9 +113,6 @@ class Search:
         """Return the plan of a setting that takes this memory."""
         run = self.space.applied(setting)
         return Plan(setting, run, memory, None if self.machine is None else predict(run, memory, self.machine))
-
-    def _first(self) -> Plan | None:
-        return min(self._best.values(), key=lambda plan: plan.rank, default=None)
 
     def _step_degrees(self, pool: ProcessPoolExecutor, degrees: set[tuple[int, int]]) -> None:
         """For each pair of degrees, step the least setting of each kind, if the kind that takes the least memory fits.

@@ -123,4 +123,3 @@ def test_impossible_budgets_are_refused(wrong: dict[str, float], named: str) -> 
 
 def test_numbers_of_tokens() -> None:
     assert [*map(options.number, ("1T", "15e12", "300b"))] == [1e12, 15e12, 300e9]
-    assert [*map(options.short_number, (1e12, 1.5e13, 3e11, 500))] == ["1T", "15T", "300B", "500"]
