@@ -221,7 +221,8 @@ class Watcher:
             silent = (rank for rank, report in on_node.items() if report.condition == condition)
             return max((now - beats[rank].tick for rank in silent), default=0.0)
 
-        gone, stopped = silence("gone") > GONE_SECONDS, silence("stopped") > self.report_seconds
+        replaces = GENERATION in os.environ  # the supervisors replace dead ranks
+        gone, stopped = silence("gone") > GONE_SECONDS and not replaces, silence("stopped") > self.report_seconds
         reports = self._exchange(on_node, now, all_nodes=gone or stopped or still > limit / 2)
         if not (gone or stopped or still > limit):
             if self._hung_step is not None and self._reports:
@@ -242,8 +243,8 @@ class Watcher:
         # Data may be slow for good reasons; --distributed_timeout_minutes limits it.
         reading = all(report.phase == heartbeat.DATA and not report.condition for report in suspects)
         if gone or (seconds > max(self.end_seconds, limit if still > limit else 0.0) and not reading):
-            if GENERATION in os.environ and absent:
-                for rank in absent:  # supervisors replace dead processes, of which one may be gone already
+            if replaces and absent:
+                for rank in absent:
                     if rank in on_node and on_node[rank].condition not in ("gone", "left"):
                         logger.warning("Rank %d is killed, and replaced", rank)
                         os.kill(beats[rank].pid, signal.SIGKILL)

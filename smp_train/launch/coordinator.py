@@ -42,7 +42,7 @@ LOST_NODE = 75
 
 
 class Event(NamedTuple):
-    """The end of a rank's process; ``generation`` is the one that the process joined first."""
+    """A rank's process has ended. ``generation`` is the first generation that the process joined."""
 
     rank: int
     generation: int
@@ -52,8 +52,8 @@ class Event(NamedTuple):
     asked: bool = False
     """The process was asked to stop before."""
 
-    def words(self) -> str:
-        """Return the event in words."""
+    def description(self) -> str:
+        """Return how the process ended, in words."""
         if self.code <= 128:
             return f"rank {self.rank} on {self.host} ended with exit code {self.code}"
         number = self.code - 128
@@ -63,7 +63,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation: what is different from the one before."""
+    """A generation, as its differences from the previous generation."""
 
     number: int
     replaced: list[int]
@@ -115,7 +115,7 @@ class Members:
     finished: set[int] = field(default_factory=set)
     """Ranks that have ended with exit code 0."""
     steps: list[int | None] = field(default_factory=list)
-    """Step after each recovery since the last progress; None for a recovery that did not come to an end."""
+    """Step after each recovery since the last progress; None for an unfinished recovery."""
 
     @staticmethod
     def first(node: Node) -> Members:
@@ -162,7 +162,7 @@ def decide(
         training: The training loop has begun.
         refused: A rank's reason why nothing can be recovered, or "".
         step: The step at which training went on after the last recovery; None if that recovery has not ended.
-        living_hosts: Hosts of nodes that live; one of them may have been two nodes, as in a test.
+        living_hosts: Hosts of living nodes. In a test several nodes have one host, which is not lost with one of them.
     """
     homeless = members.on(lost)
     dead = sorted({*homeless, *(event.rank for event in deaths)})
@@ -184,9 +184,9 @@ def decide(
         return End(Failure(first.rank, first.host, first.code, first.cause), why)
     if why:
         return End(Failure(homeless[0], lost[members.nodes[homeless[0]]].name, LOST_NODE, "node"), why)
-    reasons = [event.words() for event in deaths if event.rank not in homeless]
+    reasons = [event.description() for event in deaths if event.rank not in homeless]
     reasons += [f"node {node} ({lost[node].name}) gave no sign of life for {NODE_SECONDS:g} s" for node in takers]
-    hosts = sorted({lost[node].host for node in takers} - {*living_hosts})
+    hosts = sorted({lost[node].host for node in takers} - {*living_hosts, ""})
     nodes = {rank: takers.get(members.nodes[rank], members.nodes[rank]) for rank in dead}
     return Generation(members.generation + 1, dead, "; ".join(reasons), hosts, nodes)
 
@@ -221,7 +221,7 @@ class Coordinator:
                 self._look()
             lost = {node: self.beats[node] for node, silent in self.silence.items() if silent > NODE_SECONDS}
             answer: Generation | End | None = None
-            if deaths or self.members.on(lost):
+            if deaths or (lost and self.members.on(lost)):
                 answer = self._answer(deaths, lost)
             elif len(self.members.finished) == len(self.members.nodes):
                 answer = End(None)
@@ -267,7 +267,7 @@ class Coordinator:
                 beat = Beat(*json.loads(self.store.get(f"node/{number}")))
             elif not training or number >= self.node.nodes:  # it may still start
                 continue
-            new = beat != self.beats.get(number)
+            new = number == 0 or beat != self.beats.get(number)
             self.silence[number] = 0.0 if new else self.silence[number] + BEAT_SECONDS
             self.beats[number] = beat
 
@@ -283,7 +283,7 @@ class Recovery:
         self.threads: list[threading.Thread] = []
 
     def start(self, receive: Callable[[Generation | End | Warm], None]) -> None:
-        """Connect in a thread, and hand over what the coordinator decides."""
+        """Connect in a thread, which calls ``receive`` with the coordinator's decisions."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is a page of C++ frames
         self._in_thread(lambda: self._run(receive))
 
@@ -292,7 +292,7 @@ class Recovery:
         self.threads[-1].start()
 
     def flush(self) -> None:
-        """Wait, within a limit, until what this supervisor reports has arrived, and what it serves has been read."""
+        """Wait, within a limit, until reports have arrived and the other supervisors have read how the run ends."""
         deadline = time.monotonic() + NODE_SECONDS
         for thread in self.threads[1:]:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -330,15 +330,23 @@ class Recovery:
         try:
             if self.node.node_rank == 0:
                 self.coordinator = Coordinator(self.node)
-                self._in_thread(self.coordinator.run)
+                self._in_thread(lambda: self._coordinate(receive))
             self._follow(receive)
         except RuntimeError as problem:
             if self.node.node_rank == 0:
                 say(f"error: {' '.join(str(problem).split())[:300]}; set MASTER_PORT to a port that is free here")
             receive(self.lost())
 
+    def _coordinate(self, receive: Callable[[Generation | End | Warm], None]) -> None:
+        assert self.coordinator is not None
+        try:
+            self.coordinator.run()
+        except Exception as problem:  # without a coordinator, ranks would wait for ever
+            say(f"error: the coordinator failed: {type(problem).__name__}: {' '.join(str(problem).split())[:300]}")
+            receive(self.lost())
+
     def _follow(self, receive: Callable[[Generation | End | Warm], None]) -> None:
-        """Send heartbeats, and hand over each generation and the end."""
+        """Send heartbeats, and pass on each generation and the end of the run."""
         import torch.distributed as dist
 
         store, generation, warmed = self._connect(), 1, 0
@@ -349,12 +357,12 @@ class Recovery:
                 store.add("left", 1)
                 receive(End(Failure(**failure) if failure else None, why))
                 return
-            # A warm process takes cores and memory from nobody who has not begun, or is recovering.
+            # The imports of a warm process would slow down a start or a recovery.
             if warmed < generation and store.check(["training" if generation == 1 else "step"]):
                 warmed = generation
                 receive(Warm())
             key = f"generation/{generation + 1}"
-            with suppress(dist.DistStoreError):  # no such key in time
+            with suppress(dist.DistStoreError):  # no new generation yet
                 store.wait([key], timedelta(seconds=BEAT_SECONDS))
             if store.check([key]):
                 generation += 1

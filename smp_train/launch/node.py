@@ -53,7 +53,7 @@ class Node:
         return self.node_rank * self.processes
 
     def environment_of(self, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of any rank of the run, also of another node's."""
+        """Return the environment of any rank of the run."""
         node_rank, local_rank = divmod(rank, self.processes)
         return replace(self, node_rank=node_rank).environment(local_rank, environ)
 

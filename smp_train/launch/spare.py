@@ -1,4 +1,4 @@
-"""A warm process: it has imported what a rank imports, and becomes a rank when its supervisor sends one's environment.
+"""A warm process: it has imported what a rank imports, and becomes a rank when its supervisor sends an environment.
 
 ``python -m smp_train.launch.spare``, with one end of a socket pair as its stdin. Until it becomes a rank it starts no
 thread and no CUDA. It takes about as much host memory as a rank before its model.
@@ -16,9 +16,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from smp_train.launch.command import die_with_parent
-
-IMPORTED = ("transformers",)
-"""Packages that a rank imports after `train_lib`."""
 
 
 class Spare:
@@ -60,8 +57,6 @@ def main() -> None:
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     cli.import_verb("train")
-    for name in IMPORTED:
-        __import__(name)
     with socket.socket(fileno=os.dup(0)) as channel:
         streams = socket.recv_fds(channel, 1, 3)[1]
         text = b"".join(iter(lambda: channel.recv(1 << 16), b""))

@@ -80,6 +80,8 @@ def build(
     # Absolute: batch script, task and training may each start in another folder.
     flags = [*training, *PROFILE_FLAGS[options.profile]]
     completed, resolved = launch_flags.complete(flags, base=base or os.getcwd())
+    if kubernetes:
+        refuse_recovery(resolved, "torchrun or hyperpodrun")
     if getattr(options, "spare_nodes", None) and resolved.args.recovery == "off":
         raise ConfigError(f"--spare_nodes {options.spare_nodes}: needs --recovery in_place, which replaces lost nodes")
     backend = check_run(resolved, image, machines)
@@ -111,6 +113,15 @@ def check_run(resolved: Resolved, image: str | None, machines: Machines) -> str:
         else:
             break
     return backend
+
+
+def refuse_recovery(resolved: Resolved, launcher: str) -> None:
+    """Raise `ConfigError` if dead processes are to be replaced, as only our launcher does."""
+    if resolved.args.recovery != "off":
+        raise ConfigError(
+            f"--recovery {resolved.args.recovery}: the processes are started by {launcher}, which replaces none that "
+            "dies; use --recovery off, launch slurm or launch local"
+        )
 
 
 def read_env(pairs: Sequence[str]) -> dict[str, str]:

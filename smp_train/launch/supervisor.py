@@ -104,7 +104,10 @@ class _Workers:
     def start(self, rank: int, generation: int = 1) -> None:
         environ = self.node.environment_of(rank, self.environ)
         if self.log_dir:
-            environ[CAUSE_VARIABLE] = str(self.log_dir / f"cause-rank-{rank}")
+            cause = self.log_dir / f"cause-rank-{rank}"
+            with suppress(OSError):
+                cause.unlink()  # of the process that this one replaces
+            environ[CAUSE_VARIABLE] = str(cause)
         if self.recovery:
             environ[GENERATION] = str(generation)
         # Rank 0 draws its progress line on the terminal itself; its log is also in the run folder.
@@ -170,7 +173,7 @@ class _Workers:
         return not (self.decided or was_asked or self.replaced)
 
     def _on_message(self, message: Message) -> Failure | None:
-        """Do what a message asks for; return the failure that ends the run, if it is one."""
+        """Handle a message; return the failure if the message ends the run."""
         if isinstance(message, Warm):
             if not self.spare and [*self.command[:2]] == [sys.executable, "-m"]:
                 self.spare = Spare(self.node.environment_of(0, self.environ))
@@ -244,7 +247,7 @@ class _Workers:
                 self.processes[rank].send_signal(number)  # does nothing if the process has ended
 
     def end(self) -> None:
-        """Kill what is left, and wait until all output is copied."""
+        """Kill the remaining processes, and wait until their output is copied."""
         self.send(signal.SIGKILL)
         if self.spare:
             self.spare.end()

@@ -27,6 +27,11 @@ GOLDEN = Path(__file__).parent / "golden"
 SCRIPTS = [*sorted((ROOT / "launchers").rglob("*.sh")), ROOT / "docker_build.sh"]
 ROLE = "arn:aws:iam::123456789012:role/training"
 SLURM = ["slurm", "--nproc=2", "--use_synthetic_data=1"]
+SAGEMAKER_RUN = [
+    "sagemaker", f"--role={ROLE}", "--instance_type=ml.p5.48xlarge", "--train=s3://b/t", "--output=s3://b/o",
+    "--region=eu-west-1",
+]  # fmt: skip
+K8S_RUN = ["k8s", "--image=r/i:1", "--instance_type=ml.p5.48xlarge", "--claims=f:/f", "--use_synthetic_data=1"]
 LLAMA = ["--model_type", "llama_v2", "--model_size", "7b"]
 
 
@@ -124,6 +129,8 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         (["local", "--nproc=2", "--use_synthetic_data=1", "--dry_run", "--check"], "--dry_run and --check"),
         (["slurm", "--nproc", "2", "--partion", "x"], "unknown flag --partion; did you mean --partition?"),
         (["slurm", "--nproc", "2"], "no training data"),
+        ([*SAGEMAKER_RUN, "--recovery=in_place"], "--recovery in_place: the processes are started by SageMaker"),
+        ([*K8S_RUN, "--recovery=in_place"], "--recovery in_place: the processes are started by torchrun"),
         ([*SLURM, "--spare_nodes=1"], "--spare_nodes 1: needs --recovery in_place"),
         (["slurm", "--nodes"], "argument --nodes: expected one argument"),
         ([*SLURM, "--sbatch"], "--sbatch expects a value"),

@@ -21,7 +21,7 @@ from smp_train.launch.flags import as_arguments, inline_files
 from smp_train.launch.images import check_image
 from smp_train.launch.instances import Instance, Machines, find
 from smp_train.launch.options import LaunchParser
-from smp_train.launch.spec import check_run, read_env
+from smp_train.launch.spec import check_run, read_env, refuse_recovery
 
 CHECKPOINTS = "/opt/ml/checkpoints"
 INPUT = "/opt/ml/input/data"
@@ -249,6 +249,7 @@ def build(settings: Sequence[str] | Mapping[str, Any], *, copy_to: str | None = 
         hyper = {name: value for name, value in hyper.items() if NAMES[canonical(name)].name != "checkpoint_dir"}
         hyper["checkpoint_dir"] = [folder]
         resolved = parse([flag for name, value in hyper.items() for flag in as_arguments(name, value)], environ)
+    refuse_recovery(resolved, "SageMaker's toolkit")
     check_run(resolved, checked.image, Machines(instance, checked.instance_count, instance.gpus))
     if resolved.args.backend == "smp":
         # These settings are passed as SMP's own parameter set, which SMP reads itself.
