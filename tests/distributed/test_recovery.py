@@ -110,7 +110,7 @@ def test_a_frozen_rank_is_replaced(tmp_path: Path) -> None:
 def test_without_a_replica_all_go_back_to_the_newest_checkpoint(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_shard(tmp_path / "data" / "rows.json", 64)
     data = {"training_dir": tmp_path / "data", "use_synthetic_data": 0}
-    check(tmp_path, [(1, 7, "backward"), (3, 7, "backward")], max_steps=9, checkpoint_freq=2, **data, **changes)
+    check(tmp_path, [(1, 7, "backward"), (3, 7, "backward")], max_steps=9, checkpoint_freq=2, checkpoint_type="sharded", **data, **changes)
     assert [each["step"] for each in recoveries(tmp_path)] == [6]
 
 
@@ -139,5 +139,8 @@ def test_every_kind_of_run_recovers(tmp_path: Path, world: int, changes: dict[st
     if "streaming" in changes:
         write_shard(tmp_path / "data" / "rows.json", 64)
         changes = {**changes, "training_dir": tmp_path / "data"}
+    if "lora_rank" in changes:
+        run(train, 1, flags(tmp_path / "base", max_steps=1, save_final_model=1, model_dir=tmp_path / "hf"), timeout=300)
+        changes = {**changes, "hf_pretrained_model_name_or_dir": tmp_path / "hf"}
     deaths = [(1, 3, "backward"), (0, 5, "forward"), (world - 1, 7, "the update")]
     check(tmp_path, deaths, world=world, max_steps=9, **changes)
