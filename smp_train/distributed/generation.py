@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from smp_train.distributed.environment import GENERATION, Runtime
-from smp_train.distributed.unblock import tcp_sockets, unblock
+from smp_train.distributed.unblock import STUCK_SECONDS, main_thread_call, tcp_sockets, unblock
 
 KEYS = "recovery"
 """Prefix of the keys that ranks and supervisors share."""
@@ -91,8 +91,13 @@ class Member:
                 self._changed.notify_all()
             if self.runtime.rank in self.replaced:
                 os._exit(1)
+            call, since = main_thread_call(), time.monotonic()
             while self._fail_collectives():
                 time.sleep(ATTEMPT_SECONDS)
+                if call is None or main_thread_call() != call:
+                    call, since = main_thread_call(), time.monotonic()
+                elif time.monotonic() - since > STUCK_SECONDS:
+                    os._exit(1)  # the supervisors replace this rank as well
 
     def _fail_collectives(self) -> bool:
         """Make collectives and meetings fail until the newest generation is joined; return whether to repeat."""

@@ -14,12 +14,15 @@ from typing import Any
 
 ABORT_SECONDS = 30.0
 """How long NCCL may take to abort."""
+STUCK_SECONDS = 30.0
+"""A call into torch.distributed that lasts for so long after all connections are shut never returns."""
 QUIET_MS = 20
 BUSY_SECONDS = 1.0
 """Connections are shut once no data has passed for `QUIET_MS`, or after `BUSY_SECONDS`.
 
 If a connection fails while gloo sends, gloo forgets the send, and its sender waits until the group's time-out.
 """
+COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 
 
 def unblock(hosts: Collection[str] = ()) -> None:
@@ -59,6 +62,16 @@ def unblock(hosts: Collection[str] = ()) -> None:
             with suppress(OSError):  # gloo has closed it
                 # gloo reads what has arrived, then the end, and closes; until then its sends succeed.
                 connection.shutdown(socket.SHUT_RD)
+
+
+def main_thread_call() -> int | None:
+    """Return an id of the main thread's call into torch.distributed; None if the thread is elsewhere."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    for _ in range(8):  # a functional collective waits in an operator, a few frames deeper
+        if frame is not None and not frame.f_code.co_filename.endswith(COLLECTIVES):
+            frame = frame.f_back
+    inside = frame is not None and frame.f_code.co_filename.endswith(COLLECTIVES)
+    return id(frame) if inside else None
 
 
 def tcp_sockets() -> Iterator[socket.socket]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import socket
 import threading
@@ -267,3 +268,27 @@ def shut_connections() -> list[bool]:
 def test_connections_to_other_processes_stay_but_for_those_to_lost_hosts() -> None:
     to_store, to_others, to_lost = harness.run(shut_connections, 1)[0]
     assert (to_store, to_others, to_lost) == (False, False, True)
+
+
+def wait_in_vain() -> None:
+    """Wait in torch.distributed when a new generation begins, as a rank whose send gloo forgot."""
+    import torch.distributed as dist
+
+    from smp_train import distributed
+    from smp_train.distributed import environment, generation
+
+    runtime = distributed.detect()
+    store = dist.TCPStore(runtime.master_addr, runtime.master_port, None, False)
+    for number in (1, 2):
+        record = json.dumps({"replaced": [], "reason": "", "hosts": []})
+        store.set(f"{generation.KEYS}/generation/{number}", record)
+    os.environ[environment.GENERATION] = "1"
+    generation.STUCK_SECONDS = 0.2
+    generation.Member(runtime, 60)
+    code = compile("wait()", "torch/distributed/distributed_c10d.py", "exec")
+    exec(code, {"wait": threading.Event().wait})
+
+
+def test_a_rank_that_nothing_unblocks_ends() -> None:
+    with pytest.raises(harness.RankFailed, match="exit code 1, late: False"):
+        harness.run(wait_in_vain, 1, timeout=60)
