@@ -139,6 +139,11 @@ def _computation(args: Arguments) -> Iterator[str]:
             f"--activation_checkpointing {setting} and --selective_checkpointing {show(selective)} contradict each "
             "other; give one of them"
         )
+    if args.use_profiler and args.recovery != "off":
+        yield (
+            f"--use_profiler 1 does not go with --recovery {args.recovery}: the ranks end a profile together, and a "
+            "replaced rank has none; give one of them"
+        )
     if args.short == "pack" and args.context_parallel_degree > 1:
         yield (
             f"--short pack does not go with --context_parallel_degree {args.context_parallel_degree}: packed documents "

@@ -126,7 +126,8 @@ class CheckpointManager:
         Raises `CheckpointError` on every rank.
         """
         for target in self._targets:
-            folder, action = target.folder, f"cannot use checkpoint folder {target.folder.location}"
+            folder = target.folder  # a node-local one has another path on each rank
+            action = f"cannot use checkpoint folder {target.policy.parent if target.node_local else folder.location}"
             gather(action, partial(check_writable, folder.storage, "checkpoint_dir"))
             if not target.node_local:
                 probe = on_main(action, partial(put_probe, folder.storage))

@@ -115,6 +115,22 @@ def test_without_a_replica_all_go_back_to_the_newest_checkpoint(tmp_path: Path, 
 
 
 @pytest.mark.slow
+def test_a_save_to_the_nodes_own_memory_is_gone_back_to(tmp_path: Path) -> None:
+    """The parts of ranks that died are still in the node's files, and newer than the last durable checkpoint."""
+    folders = {"checkpoint_dir": None, "checkpoint_type": "sharded", "max_steps": 9}
+    run(train, 4, [*flags(tmp_path / "straight", **HYBRID | folders), f"--checkpoint_dir={tmp_path / 'one'}"])
+    words = [
+        *flags(tmp_path, recovery="in_place", **HYBRID | folders), "--checkpoint_dir", str(tmp_path / "durable"),
+        f"local:{tmp_path / 'memory'}", "--checkpoint_freq", "4", "1", "--num_kept_checkpoints", "2", "2",
+    ]  # fmt: skip
+    with Recovering(tmp_path / "log", 4, *words, deaths=[(1, 8, "forward"), (3, 8, "forward")]) as ranks:
+        assert ranks.until_the_end() == End(None), ranks.err
+    assert [each["step"] for each in recoveries(tmp_path)] == [7]
+    expected = {record["step"]: record["loss"] for record in steps(tmp_path / "straight")}
+    assert all(record["loss"] == expected[record["step"]] for record in steps(tmp_path))
+
+
+@pytest.mark.slow
 def test_a_run_without_replica_and_checkpoint_ends(tmp_path: Path) -> None:
     words = flags(tmp_path, **HYBRID | {"sharding_strategy": "full_shard", "hybrid_shard_degree": None, "max_steps": 9})
     with Recovering(tmp_path / "log", 2, *words, "--recovery=in_place", deaths=[(1, 3, "forward")]) as ranks:

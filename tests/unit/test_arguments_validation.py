@@ -70,6 +70,7 @@ COMBINATIONS = {
     "--activation_checkpointing sometimes": "is not none, full, selective:op",
     "--activation_checkpointing selective:1.5": "is not none, full, selective:op",
     "--activation_checkpointing selective:op --selective_checkpointing 0.5": "contradict each other",
+    "--use_profiler 1 --recovery in_place": "does not go with --recovery in_place",
     "--fp8 1 --bf16 0": "--fp8 1 does not compute in float32; give --bf16 1",
     "--attn_implementation flash_attention_2 --bf16 0": "does not compute in float32",
     "--hf-model x --from-scratch": "both choose the model",
