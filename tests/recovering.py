@@ -56,7 +56,7 @@ class Recovering:
 
     def start(self, rank: int, generation: int) -> None:
         """Start the process of a rank that first joins ``generation``."""
-        environ = self.node.environment_of(rank, environment(self.folder, self.environ)) | {GENERATION: str(generation)}
+        environ = self.node.environment(rank, environment(self.folder, self.environ)) | {GENERATION: str(generation)}
         self.ranks[rank] = generation, warm(self.folder, dying.__file__, "train", *self.words, environ=environ)
 
     def until_the_end(self) -> End:

@@ -54,11 +54,10 @@ class Event(NamedTuple):
 
     def description(self) -> str:
         """Return how the process ended, in words."""
-        if self.code <= 128:
-            return f"rank {self.rank} on {self.host} ended with exit code {self.code}"
         number = self.code - 128
-        known = number in signal.valid_signals()
-        return f"rank {self.rank} on {self.host} was killed ({signal.Signals(number).name if known else number})"
+        signals = {each.value: each.name for each in signal.Signals}
+        how = f"was killed ({signals.get(number, number)})" if number > 0 else f"ended with exit code {self.code}"
+        return f"rank {self.rank} on {self.host} {how}"
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,15 @@ class Members:
     """Ranks that have ended with exit code 0."""
     steps: list[int | None] = field(default_factory=list)
     """Step after each recovery since the last progress; None for an unfinished recovery."""
+    used: set[int] = field(default_factory=set)
+    """Nodes that have, or had, ranks."""
 
     @staticmethod
     def first(node: Node) -> Members:
         """Return the members of generation 1."""
         ranks = range(node.nodes * node.processes)
-        return Members({rank: rank // node.processes for rank in ranks}, dict.fromkeys(ranks, 1))
+        nodes = {rank: rank // node.processes for rank in ranks}
+        return Members(nodes, dict.fromkeys(ranks, 1), used={*range(node.nodes)})
 
     def ended(self, events: Sequence[Event]) -> list[Event]:
         """Return the deaths of current processes, and note ranks that finished."""
@@ -145,28 +147,23 @@ class Members:
         """Let the replacements of a generation take their predecessors' places."""
         self.generation = generation.number
         self.nodes |= generation.nodes
+        self.used |= {*generation.nodes.values()}
         self.joined |= dict.fromkeys(generation.replaced, generation.number)
 
 
 def decide(
-    members: Members, deaths: Sequence[Event], lost: Mapping[int, Beat], spares: Sequence[int], *, training: bool,
-    refused: str, step: int | None, living_hosts: Collection[str] = (),
+    members: Members, deaths: Sequence[Event], lost: Collection[int], beats: Mapping[int, Beat], *, training: bool,
+    refused: str, step: int | None,
 ) -> Generation | End:  # fmt: skip
-    """Return the next generation, or the end of the run, after deaths of current processes and losses of nodes.
+    """Return the next generation, or the end of the run, after ``deaths`` of members and losses of nodes.
 
-    Args:
-        members: The processes before that; notes the step.
-        deaths: Deaths of current processes, in the order of their reports.
-        lost: Last heartbeats of the nodes that are lost, by node.
-        spares: Nodes that may take a lost node's place.
-        training: The training loop has begun.
-        refused: A rank's reason why nothing can be recovered, or "".
-        step: The step at which training went on after the last recovery; None if that recovery has not ended.
-        living_hosts: Hosts of living nodes. In a test several nodes have one host, which is not lost with one of them.
+    ``beats`` are the last heartbeats of all nodes. ``refused`` is a rank's reason why nothing can be recovered, or "".
+    ``step`` is where training went on after the last recovery; None if that recovery has not ended.
     """
     homeless = members.on(lost)
     dead = sorted({*homeless, *(event.rank for event in deaths)})
     mistake = next((event for event in deaths if event.code in (2, 3, 4)), None)
+    spares = sorted(beats.keys() - members.used - {*lost})
     takers = dict(zip(sorted({members.nodes[rank] for rank in homeless}), spares, strict=False))
     obstacles = {
         "training has not begun": not training,
@@ -183,12 +180,13 @@ def decide(
     if why and (first := mistake or next(iter(deaths), None)) is not None:
         return End(Failure(first.rank, first.host, first.code, first.cause), why)
     if why:
-        return End(Failure(homeless[0], lost[members.nodes[homeless[0]]].name, LOST_NODE, "node"), why)
+        return End(Failure(homeless[0], beats[members.nodes[homeless[0]]].name, LOST_NODE, "node"), why)
     reasons = [event.description() for event in deaths if event.rank not in homeless]
-    reasons += [f"node {node} ({lost[node].name}) gave no sign of life for {NODE_SECONDS:g} s" for node in takers]
-    hosts = sorted({lost[node].host for node in takers} - {*living_hosts, ""})
+    reasons += [f"node {node} ({beats[node].name}) gave no sign of life for {NODE_SECONDS:g} s" for node in takers]
+    # In a test several nodes have one host, which is not lost with one of them.
+    hosts = {beats[node].host for node in takers} - {beat.host for node, beat in beats.items() if node not in lost}
     nodes = {rank: takers.get(members.nodes[rank], members.nodes[rank]) for rank in dead}
-    return Generation(members.generation + 1, dead, "; ".join(reasons), hosts, nodes)
+    return Generation(members.generation + 1, dead, "; ".join(reasons), sorted(filter(None, hosts)), nodes)
 
 
 class Coordinator:
@@ -219,7 +217,7 @@ class Coordinator:
             if time.monotonic() - looked > BEAT_SECONDS:
                 looked = time.monotonic()
                 self._look()
-            lost = {node: self.beats[node] for node, silent in self.silence.items() if silent > NODE_SECONDS}
+            lost = {node for node, silent in self.silence.items() if silent > NODE_SECONDS}
             answer: Generation | End | None = None
             if deaths or (lost and self.members.on(lost)):
                 answer = self._answer(deaths, lost)
@@ -238,16 +236,14 @@ class Coordinator:
         while self.store.add("left", 0) < len(living) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
-    def _answer(self, deaths: Sequence[Event], lost: Mapping[int, Beat]) -> Generation | End:
+    def _answer(self, deaths: Sequence[Event], lost: Collection[int]) -> Generation | End:
         def value(key: str) -> str:
             return self.store.get(key).decode() if self.store.check([key]) else ""
 
-        step, living = value("step"), [node for node in self.beats if node not in lost]
-        occupied = {0, *range(self.node.nodes), *self.members.nodes.values()}
+        training, step = self.store.check(["training"]), value("step")
         return decide(
-            self.members, deaths, lost, [node for node in sorted(living) if node not in occupied],
-            training=self.store.check(["training"]), refused=value("refused"), step=int(step) if step else None,
-            living_hosts={self.beats[node].host for node in living},
+            self.members, deaths, lost, self.beats, training=training, refused=value("refused"),
+            step=int(step) if step else None,
         )  # fmt: skip
 
     def _events(self) -> list[Event]:

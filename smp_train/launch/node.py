@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from smp_train.distributed.environment import GENERATION, LAUNCH
 from smp_train.distributed.host import cores
@@ -31,16 +31,16 @@ class Node:
     master_port: int = 0
     spares: int = 0
 
-    def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of one worker: ``environ`` with torchrun's variables for this rank."""
+    def environment(self, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of any rank of the run: ``environ`` with torchrun's variables for this rank."""
         inherited = {name: value for name, value in environ.items() if name not in STALE}
         inherited.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self.processes // 2)))
         return inherited | {
-            "RANK": str(self.first_rank + local_rank),
+            "RANK": str(rank),
             "WORLD_SIZE": str(self.nodes * self.processes),
-            "LOCAL_RANK": str(local_rank),
+            "LOCAL_RANK": str(rank % self.processes),
             "LOCAL_WORLD_SIZE": str(self.processes),
-            "GROUP_RANK": str(self.node_rank),
+            "GROUP_RANK": str(rank // self.processes),
             "GROUP_WORLD_SIZE": str(self.nodes),
             "ROLE_NAME": LAUNCH,
             "MASTER_ADDR": self.master_addr,
@@ -51,11 +51,6 @@ class Node:
     def first_rank(self) -> int:
         """Rank of this node's first process."""
         return self.node_rank * self.processes
-
-    def environment_of(self, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of any rank of the run."""
-        node_rank, local_rank = divmod(rank, self.processes)
-        return replace(self, node_rank=node_rank).environment(local_rank, environ)
 
 
 @dataclass(frozen=True)

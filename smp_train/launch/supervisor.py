@@ -102,7 +102,7 @@ class _Workers:
         """Another node has taken this node's place."""
 
     def start(self, rank: int, generation: int = 1) -> None:
-        environ = self.node.environment_of(rank, self.environ)
+        environ = self.node.environment(rank, self.environ)
         if self.log_dir:
             cause = self.log_dir / f"cause-rank-{rank}"
             with suppress(OSError):
@@ -176,7 +176,7 @@ class _Workers:
         """Handle a message; return the failure if the message ends the run."""
         if isinstance(message, Warm):
             if not self.spare and [*self.command[:2]] == [sys.executable, "-m"]:
-                self.spare = Spare(self.node.environment_of(0, self.environ))
+                self.spare = Spare(self.node.environment(0, self.environ))
         elif isinstance(message, Generation):
             self._replace(message)
         elif isinstance(message, End):

@@ -10,7 +10,7 @@ from smp_train.launch.coordinator import Beat, End, Event, Generation, Members, 
 from smp_train.launch.node import Failure, Node
 
 GOOD: dict[str, Any] = {"training": True, "refused": "", "step": None}
-LOST = {1: Beat("host-1", "n2", 5.0)}
+BEATS = {node: Beat(f"host-{node}", f"n{node + 1}", 5.0) for node in range(4)}
 
 
 def members(nodes: int = 2) -> Members:
@@ -22,8 +22,10 @@ def died(*ranks: int, code: int = 137, generation: int = 1, **changes: Any) -> l
     return [Event(rank, generation, code, f"n{1 + rank // 2}", "killed", **changes) for rank in ranks]
 
 
-def answer(run: Members, events: list[Event], lost: dict[int, Beat] | None = None, **changes: Any) -> Generation | End:
-    return decide(run, run.ended(events), lost or {}, changes.pop("spares", []), **(GOOD | changes))
+def answer(run: Members, events: list[Event], *lost: int, nodes: int = 2, **changes: Any) -> Generation | End:
+    """Return the answer to events and lost nodes, of ``nodes`` that were ever seen."""
+    beats = {node: BEATS[node] for node in range(nodes)}
+    return decide(run, run.ended(events), lost, beats, **(GOOD | changes))
 
 
 def test_dead_ranks_are_replaced_on_their_nodes() -> None:
@@ -46,37 +48,40 @@ def test_a_death_of_a_replaced_process_is_no_news() -> None:
 
 def test_a_spare_node_takes_all_ranks_of_a_lost_node() -> None:
     run = members()
-    found = answer(run, died(3, 0), LOST, spares=[2, 3])
+    found = answer(run, died(3, 0), 1, nodes=4)
     assert isinstance(found, Generation)
     assert (found.replaced, found.nodes, found.hosts) == ([0, 2, 3], {0: 0, 2: 2, 3: 2}, ["host-1"])
     assert found.reason == "rank 0 on n1 was killed (SIGKILL); node 1 (n2) gave no sign of life for 5 s"
     run.join(found)
     assert (run.on([1]), run.on([2])) == ([], [2, 3])
+    found = answer(run, [], 2, nodes=4)
+    assert isinstance(found, Generation)
+    assert found.nodes == {2: 3, 3: 3}, "no node that was lost before"
 
 
 @pytest.mark.parametrize(
     ("events", "lost", "changes", "code", "cause", "why"),
     [
-        (died(3, 0), {}, {"training": False}, 137, "killed", "training has not begun"),
-        (died(3) + died(0, code=3), {}, {}, 3, "killed", "it would fail again"),
-        (died(3, asked=True), {}, {}, 137, "killed", "the run was asked to stop"),
-        (died(1, code=0) + died(3), {}, {}, 137, "killed", "other ranks have finished"),
-        (died(3), {}, {"refused": "streams"}, 137, "killed", "streams"),
-        (died(3, 2, 1, 0), {}, {}, 137, "killed", "no rank is left"),
-        ([], LOST, {}, 75, "node", "no spare node is left"),
+        (died(3, 0), [], {"training": False}, 137, "killed", "training has not begun"),
+        (died(3) + died(0, code=3), [], {}, 3, "killed", "it would fail again"),
+        (died(3, asked=True), [], {}, 137, "killed", "the run was asked to stop"),
+        (died(1, code=0) + died(3), [], {}, 137, "killed", "other ranks have finished"),
+        (died(3), [], {"refused": "streams"}, 137, "killed", "streams"),
+        (died(3, 2, 1, 0), [], {}, 137, "killed", "no rank is left"),
+        ([], [1], {}, 75, "node", "no spare node is left"),
     ],
 )
 def test_the_run_ends_as_without_recovery(
-    events: list[Event], lost: dict[int, Beat], changes: dict[str, Any], code: int, cause: str, why: str
+    events: list[Event], lost: list[int], changes: dict[str, Any], code: int, cause: str, why: str
 ) -> None:
-    found = answer(members(), events, lost, **changes)
+    found = answer(members(), events, *lost, **changes)
     assert isinstance(found, End)
     assert found.failure is not None
     assert (found.failure.code, found.failure.cause, found.why) == (code, cause, why)
 
 
 def test_a_lost_node_is_named_for_the_next_start() -> None:
-    found = answer(members(), [], LOST)
+    found = answer(members(), [], 1)
     assert found == End(Failure(2, "n2", 75, "node"), "no spare node is left")
 
 
@@ -105,4 +110,4 @@ def test_recoveries_without_progress_come_to_an_end(steps: list[int | None], rec
 def test_a_finished_rank_on_a_lost_node_is_not_missed() -> None:
     run = members()
     run.ended(died(2, 3, code=0))
-    assert run.on(LOST) == []
+    assert run.on([1]) == []

@@ -48,7 +48,7 @@ SRUNS, ON_ONE_NODE = (5, 7, 1, 3, 1, 2, "ip-10-1-3"), (3, 4, 3, 4, 0, 1, "127.0.
 # launcher, and rank, world, local rank, local world, node, nodes, master
 PLACES: dict[str, tuple[dict[str, str], str, tuple]] = {
     "python with a stray address": ({"MASTER_ADDR": "n1"}, "python", ALONE),
-    "launch": (Node(8, 2, 1, "n1", 29500).environment(1, {}), "smp-train launch", TORCHRUNS),
+    "launch": (Node(8, 2, 1, "n1", 29500).environment(9, {}), "smp-train launch", TORCHRUNS),
     "torchrun inside srun": ({**SRUN, **TORCHRUN}, "torchrun", TORCHRUNS),
     "torchrun inside SageMaker": ({**SAGEMAKER, **TORCHRUN}, "torchrun", TORCHRUNS),
     "torchrun's variables by hand": (BY_HAND, "torchrun", TORCHRUNS),
