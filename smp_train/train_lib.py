@@ -23,6 +23,7 @@ from smp_train.run.start_log import how_to_resume, output_line
 from smp_train.run.state import NO_LIMIT, Run
 from smp_train.run.step import is_last, step
 from smp_train.run.validation import validate
+from smp_train.telemetry import goodput
 from smp_train.telemetry.logging_utils import get_logger
 from smp_train.telemetry.memory_owners import out_of_memory
 from smp_train.telemetry.profiling import Profiler
@@ -252,7 +253,7 @@ def finish(run: Run) -> None:
             run.audit.check()
     mark = run.folder.mark_stopped if stopped else run.folder.mark_done
     distributed.on_main("writing how the run ended", lambda: mark(last_step))
-    run.metrics.event("stop" if stopped else "finish", step=last_step)
+    ended = run.metrics.event("stop" if stopped else "finish", step=last_step)
     if stopped:
         how = how_to_resume(run.resolved, run.start, run.runtime)
         log.info("Stopped at step %d of %d on request; %s", last_step, run.total_steps, how)
@@ -269,6 +270,8 @@ def finish(run: Run) -> None:
                 "%d rows lost their end, with %d tokens that carry loss (--long truncate)", run.truncated,
                 run.truncated_targets,
             )  # fmt: skip
+    if "goodput" in ended:
+        log.info("Goodput: %s", goodput.in_words(ended))
     losses = f"step {run.best.step}, validation loss {run.best.loss:.5f}"
     log.info("%s%s", output_line(run.args), f"; best: {best} ({losses})" if best else "")
     if stopped and run.runtime.launcher == "torchrun" and (run.stop.reason or "").startswith("SIG"):

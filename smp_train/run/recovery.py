@@ -165,6 +165,7 @@ def recover(run: Run) -> None:
     run.has_met = False
     member, step, seconds = generation.member, run.progress.step, max(waited, time.monotonic() - began)
     assert member is not None
+    run.throughput.window()  # the time of the recovery is not a step's
     log.warning("Recovered in %.1f s, at step %d: %s", seconds, step, member.reason, extra=ALL_RANKS)
     run.metrics.event("recovery", step=step, seconds=seconds, replaced=member.replaced, reason=member.reason)
     if run.runtime.is_main:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import ConfigError
+from smp_train.telemetry.goodput import goodput
 from smp_train.telemetry.logging_utils import get_logger
 
 if TYPE_CHECKING:
@@ -183,10 +184,16 @@ class MetricsWriter:
         return full
 
     def event(self, name: str, **fields: Any) -> dict[str, Any]:
-        """Write an event of `EVENTS`, with ``step`` among its fields, and return it; `evaluate` also has ``loss``."""
+        """Write an event of `EVENTS`, with ``step`` among its fields, and return it; `evaluate` also has ``loss``.
+
+        `recovery`, `stop` and `finish` also have the `goodput` until now.
+        """
         if name not in EVENTS:
             raise ValueError(f"{name} is not one of {EVENTS}")
         record = {"event": name, "time": time.time(), **fields}
+        if self._file is not None and name in ("recovery", "stop", "finish"):
+            with suppress(OSError):
+                record |= goodput([*json_lines(Path(self._file.name)), record])
         self._write(record)
         self._ended = name if name in ("finish", "stop") else ""
         if self.trackers is not None:
@@ -240,10 +247,10 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a run's records without superseded records: a start discards later steps of earlier attempts."""
+    """Return a run's records without superseded records: starts and recoveries discard later steps before them."""
     current: list[dict[str, Any]] = []
     for record in records:
-        if record.get("event") in ("start", "resume") and "step" in record:
+        if record.get("event") in ("start", "resume", "recovery") and "step" in record:
             current = [earlier for earlier in current if earlier.get("step", 0) <= record["step"]]
         current.append(record)
     return current

@@ -25,7 +25,7 @@ const PANELS = [
 // Fields with a panel, and those that say the same in other words; any other number has a panel of its own.
 const KNOWN = ["step", "time", "tokens", "consumed", "samples_per_sec", "tokens_per_sec_per_device",
   "tflops_per_device", "data_wait_sec", "slowest_rank", "slowest_sec", ...PANELS.flatMap(panel => panel.keys || [])];
-const QUIET = ["start", "resume", "stop", "finish", "save", "evaluate", "profile"];
+const QUIET = ["start", "resume", "recovery", "stop", "finish", "save", "evaluate", "profile"];
 const SVG = ["svg", "path", "line", "text", "rect", "circle"];
 const UNITS = [["days", 86400], ["hours", 3600], ["minutes", 60], ["seconds", 1]];
 const LEFT = 46, TOP = 12;
@@ -178,8 +178,9 @@ function drawnMark({ event, i, r }, x, foot) {
   const odd = !QUIET.includes(event.event);
   if (event.event === "save") return [el("path", { class: "save", d: `M${x - 3} ${foot + 5}l3 -5l3 5z`, fill: several ? color(r) : GREY })];
   if (odd) return [el("path", { class: "spike", d: `M${x - 4} ${TOP - 8}l4 7l4 -7z`, fill: several ? color(r) : RED })];
-  if (event.event !== "resume" && !(event.event === "start" && i)) return [];
-  return [el("line", { x1: x, x2: x, y1: TOP, y2: foot, stroke: GREY, "stroke-dasharray": "1 4" })];
+  if (!["resume", "recovery"].includes(event.event) && !(event.event === "start" && i)) return [];
+  const stroke = event.event === "recovery" ? RED : GREY;
+  return [el("line", { x1: x, x2: x, y1: TOP, y2: foot, stroke, "stroke-dasharray": "1 4" })];
 }
 
 // The visible points that belong together.
@@ -240,7 +241,7 @@ function follow(svg, all, marked, { X, inside, foot, value }) {
     for (const key of ["x1", "x2"]) rule.setAttribute(key, X(where));
     rule.setAttribute("visibility", inside(where) ? "visible" : "hidden");
     const near = marked.filter(each => Math.abs(X(each.x) - X(x)) < 5);
-    const lines = new Set(near.map(({ event, r }) => `${several ? runs[r].name + ", " : ""}${event.event} at step ${event.step}`));
+    const lines = new Set(near.map(({ event, r }) => `${several ? runs[r].name + ", " : ""}${event.event} at step ${event.step}${event.reason ? ": " + event.reason : ""}`));
     tip.replaceChildren(el("b", {}, `${$("axis").selectedOptions[0].text} ${short(where)}`), ...rows.map(row => {
       const [curve, [, y, note]] = row, name = `${several ? runs[curve.run].name + ", " : ""}${curve.name}`;
       return el("div", {}, el("i", { style: `background:${curve.color}` }), `${name} ${short(y)}${note || ""}`);
@@ -288,7 +289,7 @@ function drawnAttempts(run, r) {
     const opacity = { finished: 1, running: 1, stopped: 0.7 }[each.how] || 0.4;
     svg.append(el("rect", { class: "attempt", x: X(each.began), width: Math.max(2, X(each.ended) - X(each.began)),
       y: 16 * i + 3, height: 10, fill: color(r), opacity }));
-    for (const [name, time] of each.events.filter(([name]) => name === "save" || !QUIET.includes(name)))
+    for (const [name, time] of each.events.filter(([name]) => ["save", "recovery"].includes(name) || !QUIET.includes(name)))
       svg.append(el("line", { x1: X(time), x2: X(time), y1: 16 * i + 1, y2: 16 * i + 15,
         stroke: name === "save" ? INK : RED }));
   });

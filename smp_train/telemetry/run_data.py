@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from smp_train.errors import ConfigError
+from smp_train.telemetry.goodput import goodput, in_words
 from smp_train.telemetry.metrics import FILE_NAME, NAMED_FROM, history, is_number, json_lines, read_metrics
 from smp_train.telemetry.run_folder import RunFolder
 
@@ -199,6 +200,9 @@ class RunData:
             sentences.append(f"{plural(rows, 'row')} longer than the context lost {targets:,} tokens to learn.")
         if (restarts := len(self.attempts()) - 1) > 0:
             sentences.append(f"{plural(restarts, 'restart')}.")
+        if recoveries := self._events("recovery"):
+            times = f"{len(recoveries)} time{'s' * (len(recoveries) != 1)}"
+            sentences.append(f"Recovered in place {times}, the last at step {recoveries[-1]['step']:,}.")
         return {"well": well, "sentences": " ".join(sentences)}
 
     def facts(self) -> dict[str, str]:
@@ -230,6 +234,8 @@ class RunData:
             seconds = median(record["slowest_sec"] for record in late if record["slowest_rank"] == rank)
             facts["waited for"] = f"rank {rank} on {host}, in {phase}: {three(seconds)} s a step"
             facts["waited for"] += f", in {count} of {len(self.steps)} records"
+        if measured := goodput(self.all):
+            facts["goodput"] = in_words(measured)
         facts["model"] = str(self.run.get("model") or config.get("model_type") or "")
         if self.run.get("parameters"):
             facts["parameters"] = three(self.run["parameters"])

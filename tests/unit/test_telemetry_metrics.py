@@ -8,6 +8,7 @@ import pytest
 
 from smp_train.errors import ConfigError
 from smp_train.telemetry import metrics
+from smp_train.telemetry.goodput import goodput, in_words
 from smp_train.telemetry.metrics import STEP_FIELDS, MetricsWriter, Throughput, history, peak_flops, read_metrics
 
 
@@ -152,3 +153,40 @@ def test_a_pause_is_left_out_when_its_body_fails_and_waits_for_the_device_at_bot
 )  # fmt: skip
 def test_the_peak_is_by_the_whole_name(name, tflops):
     assert peak_flops(f"NVIDIA {name}") == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+def test_goodput_counts_updates_that_are_in_the_weights(tmp_path):
+    def step(number, time, seconds=1.0):
+        return {"step": number, "time": time, "step_sec": seconds}
+
+    first = [{"event": "start", "step": 0, "time": 100.0}, step(1, 101.0), step(2, 102.0)]
+    assert goodput(first) == {
+        "goodput": 1.0, "recovery_sec": 0, "repeated_sec": 0, "restart_sec": 0, "blocked_sec": 0,
+    }  # fmt: skip
+    # Half of step 3 was lost with a rank; the save after it took 3 seconds.
+    recovered = {"event": "recovery", "step": 2, "seconds": 4.0, "time": 106.5}
+    known = [*first, recovered, step(3, 107.5), {"event": "save", "step": 3, "time": 110.5}, step(4, 111.5)]
+    assert goodput(known) == {
+        "goodput": 4 / 11.5, "recovery_sec": 4, "repeated_sec": 0.5, "restart_sec": 0, "blocked_sec": 3,
+    }  # fmt: skip
+    # The next death loses a replica: back to step 3. Then the run is killed, and starts again at step 3.
+    known += [{"event": "recovery", "step": 3, "seconds": 2.0, "time": 113.5}, step(4, 114.5)]
+    known += [{"event": "resume", "step": 3, "time": 134.5}, step(4, 135.5)]
+    known += [{"event": "finish", "step": 4, "time": 137.5}]
+    assert goodput(known) == {
+        "goodput": pytest.approx(4 / 37.5), "recovery_sec": 6, "repeated_sec": 2.5, "restart_sec": 20, "blocked_sec": 5,
+    }  # fmt: skip
+    assert in_words(goodput(known)) == (
+        "10.7% (lost: 6.0 s recoveries, 2.5 s repeated steps, 20.0 s restarts, 5.0 s saves and validations)"
+    )
+    assert [record["step"] for record in history(known) if "event" not in record] == [1, 2, 3, 4]
+    # Steps that are not logged count as well.
+    sparse = [first[0], step(10, 110.0), {"event": "recovery", "step": 15, "seconds": 1.0, "time": 116.5}]
+    assert goodput(sparse)["goodput"] == 15 / 16.5
+    assert goodput([]) == goodput(first[:1]) == {}
+    # The last events of a file have it.
+    writer = MetricsWriter(tmp_path)
+    writer.event("start", step=0)
+    assert "goodput" not in writer.event("save", step=0, seconds=1.0)
+    assert 0 <= writer.event("recovery", step=0, seconds=1.0)["goodput"] <= 1
+    assert read_metrics(tmp_path)[-1]["recovery_sec"] > 0

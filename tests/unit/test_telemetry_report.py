@@ -175,6 +175,10 @@ def test_the_first_facts_are_state_time_and_losses(tmp_path, monkeypatch):
     assert not read().health()["well"]
     assert "--lr 3" in read().health()["sentences"]
     del records[-1]
+    records.append({"event": "recovery", "step": 60, "time": now + 123, "seconds": 3.0, "reason": "rank 1 was killed"})
+    assert "Recovered in place 1 time, the last at step 60." in read().health()["sentences"]
+    assert read().facts()["goodput"] == "97.6% (lost: 3.0 s recoveries)"
+    del records[-1]
     records[60] |= {"truncated_rows": 12, "truncated_targets": 1776}
     assert "12 rows longer than the context lost 1,776 tokens to learn" in read().health()["sentences"]
     # Silent for 15 minutes, here and on another host; then its process is gone.
@@ -249,10 +253,11 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 def test_a_browser_draws_the_page_without_an_error(tmp_path, width, theme, count):
     folders = [str(write_run(tmp_path / name, name).path) for name in "ab"[:count]]
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        death = {"event": "recovery", "step": 52, "time": time.time(), "seconds": 3.0, "reason": "rank 1 was killed"}
         other = {"event": "spike", "step": 50, "time": time.time(), "loss": None, "samples": {"0": ["x.json:1"]}}
         profile = {"event": "profile", "step": 55, "time": time.time(), "verdict": "Bound.", "operators": ["9 %  mm"]}
         slow = {"step": 61, "time": time.time(), "loss": 5.0, "slowest_share": 0.05, "slowest_rank": 3, "toString": 1.0}
-        file.write("".join(json.dumps(each) + "\n" for each in (other, profile, slow)))
+        file.write("".join(json.dumps(each) + "\n" for each in (other, death, profile, slow)))
     path = page.write_page(read_runs(folders), tmp_path / "report.html")
     path.write_text(path.read_text().replace("</body>", f"<script>{USE}</script></body>"))
     command = [
