@@ -52,7 +52,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian", "--lr", "3"]) == 2
     assert capsys.readouterr().err == "smp-train: error: unknown verb 'trian'; did you mean train?\n"
     assert cli.main(["zzz"]) == 2
-    verbs = "train, plan, launch, doctor, generate, evaluate, prepare, data, checkpoint, bench, report"
+    verbs = "train, plan, launch, chaos, doctor, generate, evaluate, prepare, data, checkpoint, bench, report"
     assert f"the verbs are {verbs}" in capsys.readouterr().err
 
 
