@@ -110,10 +110,8 @@ def test_a_frozen_rank_is_replaced(tmp_path: Path) -> None:
 def test_without_a_replica_all_go_back_to_the_newest_checkpoint(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_shard(tmp_path / "data" / "rows.json", 64)
     data = {"training_dir": tmp_path / "data", "use_synthetic_data": 0}
-    run(
-        train, 4, [*flags(tmp_path / "straight", **HYBRID | folders), f"--checkpoint_dir={tmp_path / 'one'}"],
-        timeout=300,
-    )  # fmt: skip
+    deaths: list[Death] = [(1, 7, "backward"), (3, 7, "backward")]
+    check(tmp_path, deaths, max_steps=9, checkpoint_freq=2, checkpoint_type="sharded", **data, **changes)
     assert [each["step"] for each in recoveries(tmp_path)] == [6]
 
 
