@@ -29,15 +29,20 @@ def ignore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def die_with_parent() -> None:
+def die_with_parent(*ignored: int) -> None:
     """In the child: end with the supervisor, however that ends, and ignore requests to stop during start-up.
 
     SIGUSR1 and SIGUSR2 would kill the program before it has its handlers; ignored signals stay ignored over exec.
     """
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, *ignored):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the parent
+
+
+def replace_rank() -> None:
+    """In a replacement: as `die_with_parent`, and a request to stop must not kill it while its peers wait for it."""
+    die_with_parent(signal.SIGTERM)
 
 
 def ask(*command: str, seconds: float = 60, survives: bool = False) -> tuple[int, str]:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from smp_train.launch.command import die_with_parent
+from smp_train.launch.command import replace_rank
 
 
 class Spare:
@@ -27,7 +27,7 @@ class Spare:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "smp_train.launch.spare"], env=dict(environ), stdin=theirs.fileno(),
-                start_new_session=True, preexec_fn=die_with_parent,
+                start_new_session=True, preexec_fn=replace_rank,
             )  # fmt: skip
 
     def become(

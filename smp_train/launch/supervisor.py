@@ -23,7 +23,7 @@ from typing import IO, TextIO
 
 from smp_train.distributed.environment import GENERATION
 from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
-from smp_train.launch.command import die_with_parent, node_name, say
+from smp_train.launch.command import die_with_parent, node_name, replace_rank, say
 from smp_train.launch.coordinator import End, Event, Generation, Recovery, Warm
 from smp_train.launch.node import Failure, Node
 from smp_train.launch.spare import Spare
@@ -123,7 +123,7 @@ class _Workers:
             stderr=outputs[1],
             # ^C of a terminal reaches this process alone, which turns it into a request to stop.
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=die_with_parent if generation == 1 else replace_rank,
         )
         self.processes[rank], self.generations[rank] = process, generation
         self.running.add(rank)

@@ -113,6 +113,7 @@ def test_ranks_that_die_are_replaced(tmp_path: Path) -> None:
         run.train()
         run.kill(0)
         assert run.began(0, 2)[1:] == [0, 0]
+        os.kill(run.pid(0, 2), signal.SIGTERM)  # a request to stop, before it can handle one
         run.train(step=5)
         run.kill(1)
         run.kill(1, 3)
@@ -235,6 +236,7 @@ if os.environ["SMP_TRAIN_GENERATION"] == "2":
         warm_process = run.main.until(lambda: _child(run.main.pid, children), "warm process")
         run.kill(1)
         assert run.pid(1, 2) == warm_process
+        os.kill(warm_process, signal.SIGTERM)
         run.finish()
         assert run.codes() == [0], run.main.err
     log = (tmp_path / "logs/rank-1.log").read_text()
