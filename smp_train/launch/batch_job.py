@@ -216,8 +216,8 @@ class Start:
     def failure_in_output(self) -> Any:
         """Return the failure of a node that could not write a file, from the job's output.
 
-        A node without the shared file system cannot start the agent. A file that is missing on a node and present on
-        this host is the node's fault; any other end may be the fault of all.
+        A node without the shared file system cannot start the agent. If a file is missing there but exists on this
+        host, that node is to blame; after any other end every node may be.
         """
         text = "\n".join(read_text(path, size_before) for path, size_before in self.outputs.items())
         earlier = "\n".join(map(read_text, glob.glob(f"{glob.escape(self.logs)}.*/failed-*")))
@@ -233,7 +233,7 @@ class Start:
         return FAILURE.search(f"LAUNCH-FAIL node={node} rank=-1 rc={code} cause={cause}")
 
     def silent_nodes(self, reporting_nodes: list[str]) -> str:
-        """Return a text on the nodes that reported nothing while others lost touch with them, and on lost nodes."""
+        """Return a text that names nodes without a report, if most nodes reported, and nodes that Slurm has lost."""
         nodes = os.environ.get("SLURM_JOB_NODELIST", "")
         names = ask_slurm("scontrol", "show", "hostnames", nodes).split()
         silent = [name for name in names if name not in reporting_nodes]

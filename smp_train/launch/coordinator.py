@@ -35,9 +35,9 @@ BEAT_SECONDS = 0.5
 NODE_SECONDS = 5.0
 """A node without a heartbeat for this long is lost, and its ranks with it."""
 SILENT_SECONDS = 30.0
-"""Without an answer of the store for this long, a supervisor gives the coordinator up."""
+"""A supervisor ends its processes if the store has not answered for this long."""
 AT_ONE_STEP = 3
-"""So many recoveries without progress are the last."""
+"""After this many recoveries without progress, the next death ends the run."""
 LOST_NODE = 75
 
 
@@ -50,7 +50,7 @@ class Event(NamedTuple):
     host: str
     cause: str = ""
     asked: bool = False
-    """The process was asked to stop before."""
+    """Whether the process had been asked to stop before it ended."""
 
     def description(self) -> str:
         """Return how the process ended, in words."""
@@ -62,7 +62,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation, as its differences from the previous generation."""
+    """A generation, described by its differences from the previous generation."""
 
     number: int
     replaced: list[int]
@@ -84,14 +84,14 @@ class Generation:
 
 
 class End(NamedTuple):
-    """The end of the run: the failure that ends it, if any, and why that failure's processes are not replaced."""
+    """The end of the run: the failure that ends it, if any, and why the failed processes are not replaced."""
 
     failure: Failure | None
     why: str = ""
 
 
 class Warm(NamedTuple):
-    """A good time to start a warm process."""
+    """A message to a supervisor: this is a good time to start a warm process."""
 
 
 class Beat(NamedTuple):
@@ -126,7 +126,7 @@ class Members:
         return Members(nodes, dict.fromkeys(ranks, 1), used={*range(node.nodes)})
 
     def ended(self, events: Sequence[Event]) -> list[Event]:
-        """Return the deaths of current processes, and note ranks that finished."""
+        """Return the deaths of current processes among ``events``, and record which ranks have finished."""
         current = [event for event in events if event.generation == self.joined[event.rank]]
         self.finished |= {event.rank for event in current if event.code == 0}
         return [event for event in current if event.code]
@@ -136,7 +136,7 @@ class Members:
         return [rank for rank, node in self.nodes.items() if node in lost and rank not in self.finished]
 
     def recovered(self, step: int | None) -> bool:
-        """Note at which step the last recovery ended; return whether there was progress since the last few."""
+        """Record at which ``step`` the last recovery ended; return whether the last few recoveries made progress."""
         if self.generation > 1:
             known = [earlier for earlier in self.steps if earlier is not None]
             progress = step is not None and (not known or step > max(known))
@@ -144,7 +144,7 @@ class Members:
         return self.steps.count(step) < AT_ONE_STEP
 
     def join(self, generation: Generation) -> None:
-        """Let the replacements of a generation take their predecessors' places."""
+        """Make the replacements of a generation current, in place of their predecessors."""
         self.generation = generation.number
         self.nodes |= generation.nodes
         self.used |= {*generation.nodes.values()}
@@ -183,14 +183,14 @@ def decide(
         return End(Failure(homeless[0], beats[members.nodes[homeless[0]]].name, LOST_NODE, "node"), why)
     reasons = [event.description() for event in deaths if event.rank not in homeless]
     reasons += [f"node {node} ({beats[node].name}) gave no sign of life for {NODE_SECONDS:g} s" for node in takers]
-    # In a test several nodes have one host, which is not lost with one of them.
+    # In tests several nodes share a host; a host is lost only if all of its nodes are.
     hosts = {beats[node].host for node in takers} - {beat.host for node, beat in beats.items() if node not in lost}
     nodes = {rank: takers.get(members.nodes[rank], members.nodes[rank]) for rank in dead}
     return Generation(members.generation + 1, dead, "; ".join(reasons), sorted(filter(None, hosts)), nodes)
 
 
 class Coordinator:
-    """Serves the store, and publishes generations until the run ends; in node 0's supervisor."""
+    """Serves the store, and publishes generations until the run ends; runs in node 0's supervisor."""
 
     def __init__(self, node: Node) -> None:
         """Serve the store at the node's address. Raises `RuntimeError` if the port is in use."""
@@ -206,7 +206,7 @@ class Coordinator:
         """Seconds without a new heartbeat, by node."""
 
     def run(self) -> None:
-        """Answer deaths and losses of nodes until the run ends, and all supervisors know it."""
+        """Answer deaths and losses of nodes until the run has ended and all supervisors have read that."""
         looked = time.monotonic()
         while True:
             time.sleep(POLL_SECONDS)
@@ -247,7 +247,7 @@ class Coordinator:
         )  # fmt: skip
 
     def _events(self) -> list[Event]:
-        """Return the events that were not read before."""
+        """Return the events that have not been read yet."""
         new = {*range(1, self.store.add("events", 0) + 1)} - self.read
         # A supervisor counts an event before it writes it.
         new = {number for number in new if self.store.check([f"event/{number}"])}
@@ -255,7 +255,7 @@ class Coordinator:
         return [Event(**json.loads(self.store.get(f"event/{number}"))) for number in sorted(new)]
 
     def _look(self) -> None:
-        """Read the heartbeats. The time between two looks counts as one beat: this process may have been stopped."""
+        """Read the heartbeats. Each call counts as `BEAT_SECONDS` of silence: this process may have been suspended."""
         training = self.store.check(["training"])
         for number in range(self.node.nodes + self.node.spares):
             beat = self.beats.get(number, Beat("", f"node-{number}", 0.0))
@@ -269,7 +269,7 @@ class Coordinator:
 
 
 class Recovery:
-    """A supervisor's connection to the coordinator, which node 0 also runs."""
+    """A supervisor's connection to the coordinator; on node 0 it also runs the coordinator."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -288,7 +288,7 @@ class Recovery:
         self.threads[-1].start()
 
     def flush(self) -> None:
-        """Wait, within a limit, until reports have arrived and the other supervisors have read how the run ends."""
+        """Wait for a limited time until all reports are sent and the other supervisors have read how the run ends."""
         deadline = time.monotonic() + NODE_SECONDS
         for thread in self.threads[1:]:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -304,11 +304,11 @@ class Recovery:
         self._in_thread(send)
 
     def silent(self) -> bool:
-        """Return whether the coordinator on another node has not answered for long."""
+        """Return whether the coordinator, on another node, has not answered for `SILENT_SECONDS`."""
         return self.node.node_rank > 0 and time.monotonic() - self.heard > SILENT_SECONDS
 
     def lost(self) -> End:
-        """Return the end of a run without a coordinator."""
+        """Return the `End` of a run whose coordinator does not answer."""
         address = f"{self.node.master_addr}:{self.node.master_port}"
         failure = Failure(self.node.first_rank, node_name(), 1, LOST_PEER)
         return End(failure, f"the coordinator on node 0, at {address}, does not answer")
@@ -322,7 +322,7 @@ class Recovery:
     def _run(self, receive: Callable[[Generation | End | Warm], None]) -> None:
         import torch.distributed  # noqa: F401
 
-        gc.freeze()  # at its end, Python would look for garbage among all objects of torch
+        gc.freeze()  # at exit, Python would search all objects of torch for garbage
         try:
             if self.node.node_rank == 0:
                 self.coordinator = Coordinator(self.node)

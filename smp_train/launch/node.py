@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from smp_train.distributed.environment import GENERATION, LAUNCH
 from smp_train.distributed.host import cores
 
-# Left by an outer launcher, or by hooks of containers; every worker gets new values.
+# Variables left by an outer launcher or by a container's hooks; every worker gets new values.
 STALE = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
@@ -19,9 +19,9 @@ STALE = (
 
 @dataclass(frozen=True)
 class Node:
-    """One node of a run, in which each node has ``processes``; ranks follow the order of nodes.
+    """One node of a run. Every node of the run has ``processes`` ranks, which are numbered node by node.
 
-    Spare nodes follow the run's ``nodes``: they have no ranks until they take the place of a lost node.
+    Spare nodes come after the run's ``nodes`` and have no ranks until they replace a lost node.
     """
 
     processes: int
@@ -32,7 +32,7 @@ class Node:
     spares: int = 0
 
     def environment(self, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of any rank of the run: ``environ`` with torchrun's variables for this rank."""
+        """Return the environment of any rank of the run: ``environ`` with torchrun's variables for ``rank``."""
         inherited = {name: value for name, value in environ.items() if name not in STALE}
         inherited.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self.processes // 2)))
         return inherited | {

@@ -41,7 +41,7 @@ FSDP2 = {
     "max_steps": "100000", "lr": "3e-4", "min_lr": "3e-5", "warmup": "2000", "weight_decay": "0.1",
     "logging_freq": "10",
 }  # fmt: skip
-"""Defaults of FSDP2 LLM Training, whose scripts have these names, if training's defaults differ."""
+"""Defaults of FSDP2 LLM Training's scripts, under the scripts' names, where training's defaults differ."""
 UNLESS = {"max_steps": ("epochs",), "min_lr": ("lr",)}
 RUN: Table = {
     "TRAINING_DIR": ("", "folder of .json or .json.gz shards (data/README.md)"),
@@ -153,7 +153,7 @@ def option_words(kind: str, values: Mapping[str, str]) -> list[str]:
 
 
 def header(script: str) -> list[str]:
-    """Return the options of sbatch in a script that `launch slurm` has too, as words of a command line."""
+    """Return those #SBATCH options of a script that `launch slurm` also has, as words of a command line."""
     text = Path(script).read_text(encoding="utf-8") if os.path.isfile(script) else ""
     options = re.findall(rf"^#SBATCH --(nodes|{'|'.join(launch_slurm.HEADER)})[= ](\S+)", text, re.MULTILINE)
     return [f"--{name}={value}" for name, value in options]

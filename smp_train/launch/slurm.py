@@ -76,7 +76,7 @@ def parser() -> LaunchParser:
 
 
 def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, Spec, Job]:
-    """Make the checks of a command line that need no file of this machine; return (options, run, job).
+    """Check a command line as far as that needs none of this machine's files; return (options, run, job).
 
     Raises:
         ConfigError: the training would stop at its start, or pyxis cannot mount a folder.

@@ -1,7 +1,7 @@
 """A warm process: it has imported what a rank imports, and becomes a rank when its supervisor sends an environment.
 
 ``python -m smp_train.launch.spare``, with one end of a socket pair as its stdin. Until it becomes a rank it starts no
-thread and no CUDA. It takes about as much host memory as a rank before its model.
+thread and does not use CUDA. It takes about as much host memory as a rank that has not built its model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smp_train.launch.command import replace_rank
 
 
 class Spare:
-    """The supervisor's handle of a warm process."""
+    """The supervisor's handle to a warm process."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         """Start the process, with a rank's environment: libraries read some variables when they are imported."""
@@ -52,7 +52,7 @@ class Spare:
 
 
 def main() -> None:
-    """Import, wait, and become a rank; end with the supervisor's end of the socket."""
+    """Import what a rank needs, wait, and become a rank; exit if the supervisor closes the socket."""
     from smp_train import cli
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,7 +1,7 @@
-"""Start the processes of one node, pass signals on to them, and end as they end. Standard library only.
+"""Starts the processes of one node, passes signals on to them, and exits with their result. Standard library only.
 
-Like torchrun for a fixed set of processes, with three differences: the exit code is that of the process that failed
-first, one line names its rank and node, and a signal that asks for a stop reaches the workers without a traceback.
+Like torchrun for a fixed set of processes, with three differences: the supervisor exits with the exit code of the first
+process that failed, logs that process's rank and node in one line, and passes stop requests on without a traceback.
 A failed node ends the whole step, and the cluster (or the user) starts it again from the last checkpoint. With
 ``recovery`` the coordinator decides whether a dead worker ends the run or is replaced (`launch.coordinator`).
 """
@@ -38,7 +38,7 @@ DRAIN_SECONDS = 30.0
 CAUSES = {2: "configuration", 3: "data", 4: "checkpoint", 137: "killed", 134: "aborted", 139: "segfault"}
 """Cause by exit code, with 128 + N for signal N."""
 RELEASE_SECONDS = 10.0
-"""How long a replacement waits for its predecessor to be gone."""
+"""How long to wait for a killed process to end before its replacement starts."""
 
 
 def supervise(
@@ -48,8 +48,8 @@ def supervise(
     """Run ``command`` once per process of a node and wait for all; return (exit code, first failure).
 
     With ``log_dir``, the output of each worker is also written to ``<log_dir>/rank-<r>.log``, except for rank 0 on a
-    terminal. The exit code is 0 if every worker's is 0, else that of the first worker that failed. With ``recovery``,
-    failures are those that end the run, of any node. Main thread only: it handles signals.
+    terminal. The exit code is 0 if every worker's is 0, else that of the first failed worker. With ``recovery``,
+    only failures that end the run count, on any node. Main thread only, since it handles signals.
     """
     workers = _Workers(command, node, environ or os.environ, log_dir, say, recovery)
     previous = {number: signal.signal(number, workers.on_signal) for number in FORWARDED}
@@ -58,7 +58,7 @@ def supervise(
             for rank in range(node.first_rank, node.first_rank + node.processes):
                 workers.start(rank)
         if workers.signals:
-            workers.send(signal.SIGTERM, workers.processes.keys() - workers.asked)  # those that missed the request
+            workers.send(signal.SIGTERM, workers.processes.keys() - workers.asked)  # workers that missed the request
         if recovery:
             recovery.start(workers.inbox.put)
         failure = workers.wait(grace_seconds)
@@ -86,7 +86,7 @@ class _Workers:
         self.log_dir, self.say = log_dir, say
         self.recovery = recovery
         self.decided = recovery is None
-        """Failures end the run: nobody decides about them, or the coordinator has."""
+        """Whether a failure ends the run without asking: there is no coordinator, or it has decided."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.generations: dict[int, int] = {}
         """The generation that each process joined first."""
@@ -145,7 +145,7 @@ class _Workers:
         return thread
 
     def wait(self, grace_seconds: float) -> Failure | None:
-        """Wait until all have ended; after a first failure the others have ``grace_seconds``."""
+        """Wait until all workers have ended; kill those that still run ``grace_seconds`` after the first failure."""
         failure: Failure | None = None
         deadline = float("inf")
         while self.running or self._may_get_ranks():
@@ -184,7 +184,7 @@ class _Workers:
             if message.why:
                 self.say(f"no process is replaced: {message.why}")
             return message.failure
-        elif self.processes.get(message[0]) is message[1]:  # otherwise it was replaced
+        elif self.processes.get(message[0]) is message[1]:  # else this process was replaced
             rank, process = message
             self.running.discard(rank)
             code = process.wait()
@@ -265,7 +265,7 @@ class _Workers:
 def _copy(source: IO[bytes], path: Path, sink: TextIO) -> None:
     """Copy each line to the log and to this process's output.
 
-    After a failed write, as on a full disk, reading goes on: the worker would block on its output.
+    After a failed write, for example on a full disk, keep reading, or the worker would block on its output.
     """
     log: IO[bytes] | None = None
     with suppress(OSError):
