@@ -1,4 +1,4 @@
-"""Agreement of all ranks: a failure on one rank is raised on all, and values of one rank reach all.
+"""Agreement of all ranks: raises one rank's failure on all ranks, and sends one rank's values to all ranks.
 
 Functions are collective unless their docstring has "Not collective".
 """
@@ -24,16 +24,16 @@ ALL_RANKS = {"all_ranks": True}
 
 _thread = threading.local()
 recorded: list[tuple[str, bytes]] | None = None
-"""The results of the collective calls of this run's start, in order; None if they are not recorded."""
+"""Name and pickled result of each collective call of the run's start, in order; None if they are not recorded."""
 _replayed: deque[tuple[str, bytes]] | None = None
 host_group: Any = None
 """The group of all ranks for values in host memory; None for the default group."""
 
 
 def replay(results: Sequence[tuple[str, bytes]] | None) -> None:
-    """Let this process's collective calls return the ``recorded`` results of a run's start; end that with None.
+    """Make collective calls return the ``recorded`` results of the run's start, without peers; None ends this.
 
-    A process that replaces a dead rank repeats the start in this way, as the other ranks do not start again. Not
+    A process that replaces a dead rank starts in this way, because the other ranks do not start again. Not
     collective.
     """
     global _replayed
@@ -61,7 +61,7 @@ def _recorded(call: str, result: T) -> T:
 
 @contextmanager
 def on_group(group: Any) -> Iterator[None]:
-    """Let this thread's calls in the body use ``group``, which must contain all ranks. Not collective."""
+    """In the body, make this thread's calls use ``group``, which must contain all ranks. Not collective."""
     _thread.group = group
     try:
         yield
@@ -71,7 +71,7 @@ def on_group(group: Any) -> Iterator[None]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let this thread act as rank 0 of a world of one in the body. Not collective."""
+    """In the body, make this thread act as rank 0 of a world of one. Not collective."""
     _thread.alone = True
     try:
         yield
@@ -127,7 +127,7 @@ def gather(action: str, work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank and return all results, by rank. ``work`` must contain no collective.
 
     If ``work`` fails on any rank, all ranks raise the lowest failing rank's error, with its class and message. Other
-    ranks add "rank R on HOST:". An error that is not ours becomes `SmpTrainError`, "while ``action``".
+    ranks add "rank R on HOST:". Any other exception becomes a `SmpTrainError`, "while ``action``".
     """
     if is_alone():
         return [work()]
@@ -179,7 +179,7 @@ def any_rank(yes: bool) -> bool:
 
 
 def largest(values: Sequence[int]) -> list[int]:
-    """Return the maximum over all ranks of each number; all ranks pass equally many."""
+    """Return the maximum of each number over all ranks; every rank passes the same number of values."""
     if is_alone():
         return list(values)
     if replays():

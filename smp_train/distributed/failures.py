@@ -104,7 +104,7 @@ def _ask_store(met: group.Meeting) -> str:
         return str(store.get(FIRST).decode())
     if not silent:
         return ""
-    # If several ranks are silent, one of them has failed; the others still wait in a collective for its peers.
+    # If several ranks are silent, one has failed; the other ranks still wait in a collective and have seen no error.
     names = [f"{rank} on {store.get(f'here/{rank}').decode()}" for rank in silent[:8]]
     silent_ranks = f"ranks {', '.join(names)}, one of which was" if len(silent) > 1 else f"rank {names[0]}, which was"
     return f"no word from {silent_ranks} killed, hangs or is cut off"

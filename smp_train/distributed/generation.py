@@ -1,8 +1,8 @@
-"""Generations of a run whose dead ranks are replaced (--recovery in_place); each begins with a meeting of all ranks.
+"""Generations of a run whose dead ranks are replaced (--recovery in_place). All ranks meet as each generation begins.
 
 The supervisors serve the store and count the generations (`smp_train.launch.coordinator`). A rank joins the newest
-generation. A thread waits for the next one, and then makes this process's collectives fail, so that the main thread
-leaves its step and joins.
+generation. A thread waits for the next generation, and then makes this process's collectives fail, so that the main
+thread leaves its step and joins it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smp_train.distributed.unblock import STUCK_SECONDS, main_thread_call, tcp_s
 KEYS = "recovery"
 """Prefix of the keys that ranks and supervisors share."""
 ATTEMPT_SECONDS = 0.02
-"""Time between two attempts to make collectives fail: the main thread may just be connecting to its peers."""
+"""Time between two attempts to make collectives fail: connections that were being opened escape an attempt."""
 
 member: Member | None = None
 """This process's membership; None if dead ranks are not replaced."""
@@ -35,7 +35,7 @@ class Member:
     """Membership of this process in the generations of its run."""
 
     def __init__(self, runtime: Runtime, seconds: float) -> None:
-        """Connect to the supervisors' store, which must answer within ``seconds``, and wait for generations."""
+        """Connect to the supervisors' store, which must answer within ``seconds``; follow generations in a thread."""
         self.runtime, self.seconds = runtime, seconds
         self.first = int(os.environ[GENERATION])
         self.joined = 0
@@ -76,13 +76,13 @@ class Member:
         self.replaced, self.reason, self._lost_hosts = record["replaced"], record["reason"], record["hosts"]
 
     def _follow(self, store: Any) -> None:
-        """Wait for one generation after another; end this process if it was replaced itself."""
+        """Answer each new generation by making collectives fail; end this process if the generation replaces it."""
         while True:
             key, asked = self._key(f"generation/{self.newest + 1}"), time.monotonic()
             try:
                 store.wait([key], timedelta(seconds=60))
             except RuntimeError:
-                if time.monotonic() - asked < 30:  # the store is gone, with its supervisor: this node's ends us
+                if time.monotonic() - asked < 30:  # node 0's supervisor is gone; this node's ends this rank
                     return
                 continue
             with self._changed:
@@ -100,7 +100,7 @@ class Member:
                     os._exit(1)  # the supervisors replace this rank as well
 
     def _fail_collectives(self) -> bool:
-        """Make collectives and meetings fail until the newest generation is joined; return whether to repeat."""
+        """Make collectives and meetings fail, unless the newest generation is joined; return whether to do it again."""
         with self._joining:
             if self.superseded():
                 unblock(self._lost_hosts)
@@ -108,7 +108,7 @@ class Member:
             return self.superseded()
 
     def _store_connections(self, shut_all_but: Collection[int] | None = None) -> set[int]:
-        """Return the local ports of this process's connections to the store; shut all but the given ones, if any."""
+        """Return the local ports of connections to the store; shut those not in ``shut_all_but``, if that is given."""
         ports = set()
         for connection in tcp_sockets():
             with connection, suppress(OSError):  # a socket that is not connected has no peer
@@ -119,7 +119,7 @@ class Member:
         return ports
 
     def superseded(self) -> bool:
-        """Return whether there is a newer generation than the joined one."""
+        """Return whether a newer generation than the joined one has begun."""
         return self.joined < self.newest
 
     def wait(self, seconds: float) -> bool:
@@ -133,15 +133,15 @@ class Member:
         return self.first > 1
 
     def leave(self) -> None:
-        """Let collectives work again: this process destroys its groups, and then joins the newest generation.
+        """Stop making collectives fail, before this process destroys its groups and joins the newest generation.
 
-        gloo ends the process if connections are shut while their group is destroyed.
+        gloo would end the process if connections were shut while their group is destroyed.
         """
         with self._joining:
             self.joined = self.newest
 
     def join(self, seconds: float) -> tuple[Any, str]:
-        """Join the newest generation; return its store and the prefix of its keys, once all ranks have joined it.
+        """Join the newest generation; once all ranks have joined it, return its store and the prefix of its keys.
 
         Raises `RuntimeError` after ``seconds``.
         """
@@ -167,11 +167,11 @@ class Member:
                 raise RuntimeError(f"the store at {self.runtime.master_addr}:{self._port} does not answer")
 
     def begin_training(self, start: Sequence[Any]) -> None:
-        """Allow replacements from now on, which repeat the ``start``: the results of its collectives. Rank 0 only."""
+        """Allow replacements from now on; they replay ``start``, the collectives of the run's start. Rank 0 only."""
         self._store.set(self._key("training"), pickle.dumps(list(start)))
 
     def start_of_run(self) -> list[Any]:
-        """Return the results that rank 0 gave to `begin_training`."""
+        """Return the results that rank 0 passed to `begin_training`."""
         results: list[Any] = pickle.loads(self._store.get(self._key("training")))
         return results
 
@@ -180,7 +180,7 @@ class Member:
         self._store.set(self._key("step"), str(step))
 
     def refuse(self, reason: str) -> None:
-        """Let the next death end the run; never raises."""
+        """Make the next death end the run; never raises."""
         self.refused = True
         with suppress(RuntimeError):
             self._store.set(self._key("refused"), reason)
@@ -188,7 +188,7 @@ class Member:
 
 @contextmanager
 def no_recovery(reason: str) -> Iterator[None]:
-    """Let a failure in the body end the run: a recovery would leave the ranks in different states."""
+    """Make a failure in the body end the run, since a recovery would leave the ranks in different states."""
     try:
         yield
     except BaseException:
@@ -198,7 +198,7 @@ def no_recovery(reason: str) -> Iterator[None]:
 
 
 def begin(runtime: Runtime, seconds: float) -> Member | None:
-    """Return this process's membership, which begins with the first call; None if dead ranks are not replaced."""
+    """Return this process's `Member`, made by the first call; None if dead ranks are not replaced."""
     global member
     if member is None and GENERATION in os.environ and runtime.world_size > 1:
         member = Member(runtime, seconds)

@@ -36,7 +36,7 @@ _attempted = False
 _form: Callable[[], None]
 """Forms the process group; set by `start`."""
 _serving: dict[tuple[str, int], Any] = {}
-"""Stores that this process serves, by address. Ranks may already meet again while rank 0 still leaves a group."""
+"""Stores that this process serves, by address; peers may use one to meet again before rank 0 has left the old group."""
 
 
 @dataclass(frozen=True)

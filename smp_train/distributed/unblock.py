@@ -1,4 +1,4 @@
-"""End a wait for ranks that died: make the collectives of this process fail, so that it can meet its peers again."""
+"""Makes this process's collectives fail after a rank has died, so that the process can meet its peers again."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ QUIET_MS = 20
 BUSY_SECONDS = 1.0
 """Connections are shut once no data has passed for `QUIET_MS`, or after `BUSY_SECONDS`.
 
-If a connection fails while gloo sends, gloo forgets the send, and its sender waits until the group's time-out.
+If a connection breaks while gloo sends, gloo loses the send, and the call waits until the group's time-out.
 """
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 
 
 def unblock(hosts: Collection[str] = ()) -> None:
-    """Make every collective that this process waits in, or enters, fail; call it on every living rank, from a thread.
+    """Make current and later collectives of this process's groups fail. Call it in a thread, on every living rank.
 
-    gloo has no abort, so the connections between ranks are shut. This rank shuts those that it accepted, and the other
-    living ranks the rest; the kernel of a dead rank's host has closed the dead rank's connections. New groups are not
-    affected, but none may be formed before this function returns.
+    gloo has no abort, so connections between ranks are shut. Each living rank shuts the connections that it accepted;
+    the kernel of a dead rank's host has already closed the dead rank's connections. New groups are not affected, but
+    no group may be formed before this function returns.
 
-    If NCCL does not abort within `ABORT_SECONDS`, this process ends itself: its peers then replace it.
+    If NCCL does not abort within `ABORT_SECONDS`, this process ends itself, and is replaced.
 
     Args:
-        hosts: Hosts that were lost. Their kernels close nothing, so connections to them are shut as well.
+        hosts: Lost hosts. Their kernels close no connections, so this rank also shuts its connections to them.
     """
     abort = threading.Thread(target=_abort_nccl, name="smp-train-abort", daemon=True)
     abort.start()
@@ -46,7 +46,7 @@ def unblock(hosts: Collection[str] = ()) -> None:
     lost = {address for host in hosts for address in _addresses(host)}
     with ExitStack() as stack:
         sockets = [stack.enter_context(connection) for connection in tcp_sockets()]
-        # gloo's listeners are the only ones of a rank: a connection to a store, S3 or a tracker is never accepted.
+        # Only gloo listens in a rank: accepted connections are between ranks, never to a store, S3 or a tracker.
         listening = {s.getsockname()[1] for s in sockets if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
         between_ranks = []
         for connection in sockets:
@@ -60,7 +60,7 @@ def unblock(hosts: Collection[str] = ()) -> None:
             time.sleep(QUIET_MS / 2000)
         for connection in between_ranks:
             with suppress(OSError):  # gloo has closed it
-                # gloo reads what has arrived, then the end, and closes; until then its sends succeed.
+                # gloo reads the data that has arrived, then end-of-file, and closes; until then its sends succeed.
                 connection.shutdown(socket.SHUT_RD)
 
 

@@ -14,29 +14,29 @@ from smp_train.errors import SmpTrainError
 from smp_train.parallel.mesh import Mesh
 
 BETWEEN_STEPS: dict[str, Any] = {
-    # of a unit and of its parameter groups
+    # Attributes of a unit and of its parameter groups:
     "_training_state": TrainingState.IDLE,
-    # of a parameter group
+    # attributes of a parameter group:
     "_all_gather_result": None, "_reshard_after_forward_event": None, "_post_reduce_event": None,
     "_all_reduce_state": None, "_partial_reduce_output": None, "_post_forward_indices": [],
     "_post_backward_pending": False, "_partial_reduce_output_layout": {},
-    # of a parameter
+    # attributes of a parameter:
     "unsharded_accumulated_grad": None,
-    # of what all units share
+    # attributes of the objects that all units share:
     "all_gather_state": None, "reduce_scatter_state": None, "reduce_scatter_states": [], "post_forward_order": [],
     "_last_post_reduce_events": {}, "active_gradient_reduction": None,
     "iter_forward_root": None, "post_backward_final_callback_queued": False, "_modules_to_run_forward": set(),
     "manual_backward_finalization_active": None, "gradient_reduction_pending": False,
 }  # fmt: skip
-"""Values of FSDP2's attributes between two steps; each release of torch has some of these attributes."""
+"""Values between two steps of FSDP2's attributes, of which each release of torch has some."""
 
 
 def rebind(model: nn.Module, mesh: Mesh) -> None:
     """Form the groups of ``mesh`` again, and make ``model`` ready for a step that uses them; collective.
 
     The model keeps its meshes, to which every DTensor, compiled graph and cache refers. Torch finds a mesh's group by
-    name, and groups that are formed by the same calls get the same names. FSDP2 keeps group objects: it gets the new
-    ones, and forgets the step that failed. Parameters, and their gradients as far as they were reduced, do not change.
+    name, and groups that are formed by the same calls get the same names. FSDP2 holds group objects: they are replaced,
+    and the state of the failed step is reset. Parameters and already reduced gradients do not change.
 
     Raises `SmpTrainError` if this process has formed other groups since its ranks met.
     """
@@ -85,6 +85,6 @@ def _reset(holder: Any) -> None:
         if name not in vars(holder):
             continue
         if isinstance(value, list | dict | set):
-            getattr(holder, name).clear()  # others refer to it
+            getattr(holder, name).clear()  # other objects refer to it
         else:
             setattr(holder, name, value)

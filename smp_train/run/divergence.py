@@ -46,7 +46,7 @@ class Part(NamedTuple):
 def respond(run: Run, pending: train_utils.PendingStep, numbers: train_utils.StepNumbers) -> bool:
     """Apply --on_spike to a step whose loss or gradient norm exceeds its limit; collective.
 
-    Returns whether the step's update is not in the weights, so that the step queued after it must be repeated. Raises
+    Returns True if the weights lack the step's update; the step queued after it must then be repeated. Raises
     `SmpTrainError` if the run ends here, with nothing saved of this step.
     """
     spikes, step = run.spikes, pending.step

@@ -1,4 +1,4 @@
-"""The numbers of a step: read, judged and logged once they have reached the host."""
+"""Reads, checks and logs a step's numbers once they have reached the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = get_logger()
 def finish_pending_step(run: Run) -> bool:
     """Read and log the pending step's numbers, if a step is pending, and respond to a spike; collective.
 
-    Returns whether the step's update is not in the weights, so that the step queued after it must be repeated.
+    Returns True if the weights lack the step's update; the step queued after it must then be repeated.
     """
     heartbeat.enter(heartbeat.LOG)
     pending, run.pending_step = run.pending_step, None

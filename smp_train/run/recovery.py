@@ -1,12 +1,12 @@
 """Recovery in place: when a rank dies, the others keep their processes and their state (--recovery in_place).
 
 The supervisors replace the dead rank and begin a new generation (`distributed.generation`). Every collective of the
-other ranks fails; they leave the step, form the groups again, and bind the living model to them. The replacement
-repeats the start of the run with its recorded results, and copies weights and optimizer from a replica; without a
-living replica, all ranks load the newest checkpoint. The step is then repeated with the same samples.
+other ranks fails; they leave the step, form the process groups again, and bind the living model to them. The
+replacement replays the recorded collectives of the run's start, and copies weights and optimizer state from a replica;
+without a living replica, all ranks load the newest checkpoint. The step is then repeated with the same samples.
 
-An update is made by all ranks or by none: `commit` is the last collective before it, of all ranks. If it ended on any
-living rank, every rank had its final gradient, and the ranks that it failed on make their update now.
+Either all ranks make an update or none does: `commit` is the last collective before the update, over all ranks. If it
+succeeded on any living rank, every rank had its final gradient, and ranks on which it failed make the update now.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from smp_train.train_utils import StepNumbers
 log = logging.getLogger("smp_train.recovery")
 
 NOTICE_SECONDS = 30.0
-"""A rank that has lost a peer waits this long for the next generation; without one, it fails."""
+"""How long a rank that has lost a peer waits for the next generation before it fails."""
 
 
 class LeaveStep(BaseException):
-    """Raised in a step that cannot go on in the present generation. No handler of `Exception` may catch it."""
+    """Raised to leave a step that the present generation cannot finish; handlers of `Exception` do not catch it."""
 
 
 def prepare(args: Arguments, ranks: Runtime) -> None:
-    """Record the start of a run whose ranks can be replaced. Raises `ConfigError` without a supervisor for that."""
+    """Record the run's start if ranks may be replaced. Raises `ConfigError` without a supervisor that replaces them."""
     if args.recovery == "off" or args.evaluate_only or ranks.world_size == 1:
         return
     if GENERATION not in os.environ:
@@ -60,7 +60,7 @@ def prepare(args: Arguments, ranks: Runtime) -> None:
 
 
 def read_transcript() -> None:
-    """Let the start of a replacement repeat the recorded start of the run, once the group is formed."""
+    """Make a replacement replay the recorded start of the run; call it once the process group is formed."""
     if replaces():
         assert generation.member is not None
         agree.replay(generation.member.start_of_run())
@@ -74,7 +74,7 @@ def begin_training(run: Run) -> None:
 
 
 def end_training(run: Run) -> None:
-    """Let a death from now on end the run, as nothing is repeated after the loop. Not collective."""
+    """Make any later death end the run, since work after the training loop is not repeated. Not collective."""
     if run.runtime.is_main and generation.member is not None:
         generation.member.refuse("training has ended")
 
@@ -85,7 +85,7 @@ def replaces() -> bool:
 
 
 def interrupts(failure: BaseException) -> bool:
-    """Return whether a failure comes from a rank's death that can be recovered from; waits for the next generation."""
+    """Return whether ``failure`` comes from a death that the run can recover from; waits for the next generation."""
     member = generation.member
     if member is None or member.refused or isinstance(failure, LeaveStep):
         return isinstance(failure, LeaveStep)
@@ -93,10 +93,10 @@ def interrupts(failure: BaseException) -> bool:
 
 
 def commit(run: Run, values: Tensor) -> None:
-    """Sum ``values``, the outcome of a step, over all ranks, in place: after this, every rank makes its update.
+    """Sum ``values``, a step's outcome, over all ranks in place; once this returns, every rank makes the update.
 
-    Waits for the sum. If a rank dies meanwhile, the sum is another rank's, or `LeaveStep` is raised because no rank has
-    it. Collective.
+    Waits for the sum. If a rank dies meanwhile, this rank takes the sum from a rank that has it, or raises `LeaveStep`
+    if no rank has it. Collective.
     """
     member = generation.member
     if member is None:
@@ -107,7 +107,7 @@ def commit(run: Run, values: Tensor) -> None:
     try:
         dist.all_reduce(counted)
         *sums, ranks = counted.tolist()
-        if ranks != run.runtime.world_size:  # an aborted collective leaves anything behind
+        if ranks != run.runtime.world_size:  # an aborted collective may return any value
             raise LostPeerError("the sum was aborted")
     except Exception as failure:
         if not interrupts(failure):
@@ -122,16 +122,16 @@ def commit(run: Run, values: Tensor) -> None:
 
 
 def leave_if_interrupted(run: Run) -> None:
-    """Raise `LeaveStep` if this step's update was completed in a generation that is still to be synchronized."""
+    """Raise `LeaveStep` after an update for which `commit` formed new groups: the ranks are not synchronized yet."""
     if run.has_met:
         raise LeaveStep
 
 
 def meet(run: Run) -> list[dict[str, Any]]:
-    """Form the groups of the newest generation, bind the model to them, and return the position of each rank."""
+    """Form the groups of the newest generation, bind the model to them, and return the `position` of each rank."""
     while True:
         try:
-            if run.checkpoints.abandon():  # it may be the save that the last update asked for
+            if run.checkpoints.abandon():  # the last update may have begun this save
                 run.saved_step = 0
             group.form_again()
             run.backend.rebind(run.model)
@@ -142,14 +142,14 @@ def meet(run: Run) -> list[dict[str, Any]]:
 
 
 def exchange(run: Run) -> list[dict[str, Any]]:
-    """Return the positions of all ranks; collective. A replacement's step is -1."""
+    """Return the `position` of each rank; collective. A replacement's step is -1."""
     positions = distributed.gather("comparing the positions of the ranks", lambda: position(run))
     run.has_met = True
     return positions
 
 
 def recover(run: Run) -> None:
-    """Bring all ranks to one position in the newest generation; collective over its ranks."""
+    """Bring all ranks of the newest generation to the same position; collective."""
     began, waited = time.monotonic(), 0.0
     heartbeat.enter(heartbeat.START)
     while True:
@@ -187,7 +187,7 @@ def join(run: Run) -> None:
 def synchronize(run: Run, began: float) -> float:
     """Make the state of all ranks equal: from the living ranks, or from the newest checkpoint; collective.
 
-    Returns how many seconds the rank that has waited longest has waited, this rank since ``began``.
+    Returns the longest wait of any rank, in seconds; this rank's wait started at ``began``.
     """
     if run.pending_step is not None:
         if StepNumbers.read(run.pending_step.copy).exceeded:
@@ -214,7 +214,7 @@ def synchronize(run: Run, began: float) -> float:
 
 
 def position(run: Run) -> dict[str, Any]:
-    """Return what a rank knows of the run's position, for a replacement."""
+    """Return this rank's position in the run, with all that a replacement needs besides weights and optimizer state."""
     progress = run.progress
     return {
         "step": progress.step, "progress": asdict(progress), "outcome": run.outcome, "unfinished": run.unfinished,
@@ -226,7 +226,7 @@ def position(run: Run) -> dict[str, Any]:
 
 
 def adopt(run: Run, known: Mapping[str, Any]) -> None:
-    """Take over the position of another rank, which has done least after the last update."""
+    """Take over ``known``, the `position` of the living rank that has done the least since the last update."""
     if run.progress.step < 0:
         run.train_data.skip_to(known["progress"]["consumed"])
         if run.runtime.is_main and known["record"] is not None:
@@ -248,7 +248,7 @@ def log_if_missing(run: Run, record: dict[str, Any]) -> None:
 
 
 def replicas(run: Run, living: list[int]) -> dict[int, int] | None:
-    """Return a living replica for each rank that must copy its state; None if one of them has none."""
+    """Return, for each replaced rank, a living rank with the same state; None if a replaced rank has no such rank."""
     degrees = run.backend.degrees
     part = run.runtime.world_size // degrees.replicate  # ranks of one replica are neighbours
     sources = {}

@@ -129,7 +129,7 @@ def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterat
 def find_checkpoint(
     args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]
 ) -> tuple[Checkpoint | None, Start]:
-    """Return the verified checkpoint to resume from (or None), and the start with its run filled in; collective."""
+    """Return the verified checkpoint to resume from (or None), and ``start``, adapted to it; collective."""
     if not start.continues:
         _log_aws_checkpoints(args)
         return None, start

@@ -32,7 +32,7 @@ def output_line(args: Arguments) -> str:
 
 
 def start_line(args: Arguments, start: Start, checkpoint: Checkpoint | None) -> str:
-    """Return the line that names the ``checkpoint`` to begin from, the retention, and the command for the opposite."""
+    """Return the line on the ``checkpoint`` to begin from, the retention, and how to start anew or resume instead."""
     if args.evaluate_only:
         model = "the initial weights" if checkpoint is None else f"step {checkpoint.step} of {checkpoint.path}"
         return f"Run {start.name} evaluates {model} and saves nothing"

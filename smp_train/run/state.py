@@ -106,7 +106,7 @@ class Run:
     truncated: int = 0
     """Number of rows that were truncated since this start (--long truncate)."""
     truncated_targets: int = 0
-    """Number of tokens with loss that were cut off these rows."""
+    """Number of tokens with loss that were cut off truncated rows."""
     saved_step: int = 0
     """Step of the newest checkpoint that this run wrote or resumed from; step 0 is never saved."""
     saved_path: str | None = None

@@ -1,4 +1,4 @@
-"""One step of the loop: read a batch, vote, update, and log the step before once its numbers have reached the host."""
+"""One step of the loop: read a batch, vote, update; log the previous step once its numbers have reached the host."""
 
 from __future__ import annotations
 
