@@ -29,7 +29,7 @@ class FailureReporter:
 
     Attributes:
         debug: print the traceback too.
-        runtime: this process among its ranks; None until the launcher is detected, and for verbs of one process.
+        runtime: this process's rank and world; None until the launcher is detected, and for verbs of one process.
     """
 
     debug: bool = False
@@ -53,7 +53,7 @@ class FailureReporter:
         if not (lost or repeats):
             failures.tell_peers(text.removeprefix("error: "))
         # Before rendezvous all ranks of a node fail for the same reason, and local rank 0 reports it. The other ranks
-        # report it too if they still run after the wait: their launcher kills nobody, or local rank 0 has not failed.
+        # wait. If no launcher has killed them by then, or local rank 0 has not failed, they report the reason too.
         if runtime is not None and runtime.local_rank > 0 and not start_attempted():
             time.sleep(LOCAL_RANK_0_SECONDS)
         # Rank 0 and the failing rank report; other ranks would repeat them.

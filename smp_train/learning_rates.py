@@ -1,12 +1,12 @@
 """Learning-rate schedules in closed form: a function of the step alone, so a resumed run needs no state.
 
-Let ``u = step + 1`` be the number of the optimizer update, ``W`` the warm-up, ``P`` the plateau and ``T`` the
-decay span, all in updates. Then, with ``W = 0`` meaning the same as ``W = 1``:
+Let ``u = step + 1`` be the number of the optimizer update, ``W`` and ``P`` the lengths of warm-up and plateau in
+updates, and ``T`` the update at which the decay ends. Then, with ``W = 0`` meaning the same as ``W = 1``:
 
-- warm-up, ``u <= W``: ``lr * u / W``: no update is made at a rate of zero; update ``W`` has the full rate;
+- warm-up, ``u <= W``: ``lr * u / W``, so that no update has a rate of zero, and update ``W`` has the full rate;
 - plateau, ``u <= W + P``: ``lr``;
-- decay: from ``lr`` at update ``W + P`` to exactly ``min_lr`` at update ``T``, the last of the run;
-- ``min_lr`` from there on.
+- decay: from ``lr`` at update ``W + P`` to exactly ``min_lr`` at update ``T``;
+- ``min_lr`` after update ``T``.
 """
 
 from __future__ import annotations

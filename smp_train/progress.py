@@ -63,7 +63,7 @@ class Progress:
     def __init__(
         self, title: str, total: int | None = None, unit: str = "", shown: bool = True, moved: Count | None = None
     ) -> None:
-        """Prepare to count ``unit``s, bytes ("B") or others; ``moved`` is a count that other code keeps."""
+        """Prepare to count in ``unit``s ("B": bytes), or to show the count ``moved``, which other code updates."""
         self._title, self._unit, self._shown = redacted(title), unit.strip(), shown
         self._count = moved or Count()
         if moved is None:

@@ -107,7 +107,7 @@ class Ballot(NamedTuple):
     truncated: int = 0
     """Number of truncated rows (--long truncate)."""
     truncated_targets: int = 0
-    """Number of tokens with loss that were cut off these rows."""
+    """Number of tokens with loss that were cut off truncated rows."""
 
 
 class Vote:
@@ -292,9 +292,9 @@ def garbage_collected_together() -> Iterator[None]:
 
 
 def collect_garbage(step: int) -> None:
-    """Collect cyclic garbage after every `COLLECT_EVERY`-th step, or batch, on all ranks after the same.
+    """Collect cyclic garbage if ``step``, or the number of the batch, is a multiple of `COLLECT_EVERY`.
 
-    Outside `garbage_collected_together` Python collects when it likes.
+    Outside `garbage_collected_together` this does nothing, since Python collects garbage by itself.
     """
     if step % COLLECT_EVERY == 0 and not gc.isenabled():
         gc.collect()

@@ -28,7 +28,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True)
 class Flag:
-    """The description of one flag. `flag` declares a row; `flags_of` adds the fields after ``aliases``."""
+    """The description of one flag. `flag` sets the fields up to ``aliases``, and `flags_of` the fields after it."""
 
     help: str
     default: Any

@@ -80,7 +80,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
     """Read a command line, ``SM_HP_*`` and ``--config`` into `Arguments`.
 
     ``environ`` defaults to ``os.environ``. Raises `ConfigError` for unknown flags (with the nearest known flag), values
-    of the wrong kind, and names that disagree in a source without an order.
+    of the wrong kind, and, except on a command line, two names of one flag with different values.
     """
     environ = os.environ if environ is None else environ
     return _resolve([read_command_line(argv), read_environment(environ)], environ)
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
 def from_keywords(
     settings: Mapping[str, Any], inputs: ProgramInputs | None = None, environ: Mapping[str, str] | None = None
 ) -> Resolved:  # fmt: skip
-    """Read settings by name as `parse` reads flags, and ``--config``; SageMaker's channels are defaults.
+    """Read settings, each named like its flag, and a ``config`` file; SageMaker's channels give defaults.
 
     ``SM_HP_*`` are not read, because they belong to the program. Raises `ConfigError` as `parse` does.
     """
@@ -99,7 +99,7 @@ def from_keywords(
         for name, value in settings.items()
     ]
     resolved = _resolve([entries], os.environ if environ is None else environ)
-    # A program's rows replace a channel.
+    # If the program passes rows, do not read SageMaker's channel as well.
     rows = {"training_dir": inputs.training_data, "test_dir": inputs.validation_data}
     channels = [flag for flag, data in rows.items() if data is not None and not resolved.given(flag)]
     return replace(resolved.with_values(DEFAULT, **dict.fromkeys(channels)), inputs=inputs)

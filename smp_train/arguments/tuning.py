@@ -52,8 +52,8 @@ def remedies(
 ) -> Iterator[dict[str, Any] | None]:  # fmt: skip
     """Yield changes of flags that save memory; a final None stands for more devices.
 
-    Changes for the largest use come first, and the cheapest change for each use. Each change keeps the global batch,
-    and flags and ranks allow it.
+    Changes that reduce the largest use come first; among changes for one use, the cheapest comes first. Each change
+    keeps the global batch, and is valid with the other flags and the number of ranks.
 
     Args:
         args: The run's settings.

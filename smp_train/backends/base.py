@@ -73,7 +73,7 @@ class Backend(ABC):
     """The layout of the run's ranks."""
     topology: Topology
     compiled = False
-    """Whether the model is compiled, during the first step."""
+    """Whether the model is compiled; the first step compiles it."""
     draws = "from"
     """The missing word in the log line "initial weights: drawn ... seed N"."""
 
@@ -130,10 +130,10 @@ class Backend(ABC):
         """Return ``values``, on the device, summed over all ranks that hold different tokens; collective."""
 
     def rebind(self, model: nn.Module) -> None:
-        """Form the mesh's groups again and bind ``model`` to them, after its ranks met again; collective.
+        """Form the mesh's groups again and bind ``model`` to them, after its ranks have met again; collective.
 
-        The step during which the ranks parted is forgotten, but for gradients that this rank has. Raises `ConfigError`
-        where groups cannot be replaced.
+        The state of the interrupted step is discarded, except gradients that this rank has already reduced. Raises
+        `ConfigError` if the backend cannot replace groups.
         """
         raise ConfigError(f"--recovery in_place: the {self.name} backend cannot replace groups; use --recovery off")
 

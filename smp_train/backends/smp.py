@@ -151,8 +151,8 @@ class SmpBackend(Backend):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, RouterTerm | None]:
         """See `Backend.loss`. SMP's own models add their router loss themselves.
 
-        FSDP1 averages gradients over all ranks that do not share matrices, but the loss is a sum: the gradient is
-        scaled by their number.
+        FSDP1 averages gradients over all ranks that are not tensor peers, but the loss is a sum. So the gradient is
+        multiplied by the number of ranks in that average.
         """
         input_ids, targets = batch.input_ids, losses.shift(batch.labels)
         if self.topology.cp_size > 1:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 refusals: dict[str, str] = {}
-"""The error with which SMP refused our form of the call, by assumption; "" if SMP accepted it."""
+"""By ``assumption`` of `choose`, the error with which SMP refused our form of the call; "" if SMP accepted it."""
 
 
 def choose(assumption: str, ours: Callable[[], T], sample: Callable[[], T]) -> T:
@@ -61,7 +61,7 @@ def initialise(library: Any, config: dict[str, Any], ranks: Runtime, args: Argum
 
 
 def moe_config(kind: Callable[..., T], options: dict[str, Any], coefficients: dict[str, float]) -> T:
-    """Return SMP's configuration of experts with the router losses; the sample leaves both at SMP's default, 0.001."""
+    """Return SMP's configuration of experts with router losses; AWS's sample uses SMP's default, 0.001, for both."""
 
     def without() -> T:
         if set(coefficients.values()) != {0.001}:

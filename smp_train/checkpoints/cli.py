@@ -121,7 +121,7 @@ def _operand(path: str, role: str) -> Location:
     if kind not in kinds:
         raise error(f"{path} {KINDS[kind]}; {remedy}")
     folder, name = parent_of(location.path)
-    while role == "model" and name:  # also of a folder that does not exist yet
+    while role == "model" and name:  # the path itself may not exist yet
         if (place(folder) / COMMITTED).is_file():
             raise error(f"{path} is inside of the checkpoint {folder}, which nothing is added to; {remedy}")
         folder, name = parent_of(folder)

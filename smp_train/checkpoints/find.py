@@ -78,7 +78,7 @@ def is_run_folder(folder: RunFolder) -> bool:
 
 
 def best_of(folder: RunFolder) -> str:
-    """Read in a run's newest checkpoint which one is the best, and return its name. Raises `CheckpointError`."""
+    """Return the name of a run's best checkpoint, which the newest checkpoint records. Raises `CheckpointError`."""
     committed = folder.committed()
     for newest in committed[:1]:
         step = (opened(folder, newest.name).meta.get("best") or {}).get("step")

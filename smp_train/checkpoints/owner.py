@@ -165,7 +165,7 @@ class Ownership:
         `InUse`, which names the owner, if the owner lives.
         """
         while True:
-            # Read the generations before the owner. If another job claims one in between, this job's claim then fails.
+            # Read the generations first, then the owner: if another job claims in between, this job's claim fails.
             known = [generation for folder in self.folders for generation in claims_in(folder)]
             self._wait_for_owner(force, wait)
             former = owner_of(self.folders)

@@ -53,7 +53,7 @@ class StreamedData(Loader):
     def _begin(self, consumed: int, cursors: list[Cursor]) -> None:
         self.streams, self._consumed = len(cursors), consumed
         self._cursors = {v: (self._samples(v, consumed), cursor) for v, cursor in enumerate(cursors)}
-        # State to save if the step handed over last is not trained on, because another rank has no data for it.
+        # State to save if no rank trains on the step that was yielded last, because another rank has no data for it.
         self._before = consumed, self._cursors
         self._deal = min((self._by_turn, self._by_stream), key=lambda deal: self._readers(deal).size)
         """Maps positions of a step to ranks: `_by_turn` or `_by_stream`, whichever makes ranks read fewer streams."""
@@ -86,7 +86,7 @@ class StreamedData(Loader):
 
     def _readers(self, deal: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Return ``stream * dp_size + rank`` for every pair of a stream and a rank that reads it."""
-        # After ``starts.size`` steps, a step begins at the same stream again, and the pairs repeat.
+        # After ``starts.size`` steps, a step begins at the same stream again, so no new (stream, rank) pairs appear.
         starts = self._consumed + np.arange(self.streams // gcd(self.streams, self.global_batch)) * self.global_batch
         steps = [start + np.arange(self.global_batch) for start in starts]
         return np.unique([step % self.streams * self.dp_size + deal(step) for step in steps])

@@ -39,7 +39,7 @@ def apply_flags(fields: dict[str, Any], family: Family, name: str, flags: dict[s
     Raises `ConfigError` for a flag without a field, except flags without effect and flags that scripts always pass.
     """
     heads, key_value = (fields.get(family.fields.get(flag, "")) for flag in ("num_heads", "num_key_value_heads"))
-    if heads is not None and heads == key_value and "num_heads" in flags:  # no groups of heads, with another number too
+    if heads is not None and heads == key_value and "num_heads" in flags:  # without grouped heads, both stay equal
         flags = {"num_key_value_heads": flags["num_heads"]} | flags
     heads = flags.get("num_heads", heads)
     for flag, value in flags.items():

@@ -183,7 +183,7 @@ def blocks(name: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> li
 def _rows(
     names: Sequence[str], shape: Sequence[int], ranks: Ranks, model: HubModel, lead: tuple[int, ...] = ()
 ) -> list[Block]:
-    """Return the blocks of hub tensors concatenated along rows, at the indices ``lead`` of the saved tensor."""
+    """Return one block per hub tensor, concatenated along rows at the leading indices ``lead`` of the saved tensor."""
     shares = [model.shapes[name][0] if name in model.shapes and len(names) > 1 else 1 for name in names]
     result, row = [], 0
     for name, share in zip(names, shares, strict=True):

@@ -161,7 +161,7 @@ def _by_tokens(module: nn.Module, name: str) -> ParallelStyle:
 
 
 def _repeat(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Repeat a norm inside a block on every rank; each rank has only the gradient of its heads."""
+    """Replicate a norm inside a block on every rank; each rank computes only its heads' part of the gradient."""
     _by_tokens(module, name)
     local_parameters.distribute(module, mesh, Replicate())
     local_parameters.compute_on_local(module, [Partial()])

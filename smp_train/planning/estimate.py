@@ -176,7 +176,7 @@ def _with_depth(spec: ModelSpec, layers: int) -> ModelSpec:
 
 
 def _period(activation_checkpointing: str, spec: ModelSpec) -> int:
-    """Return after how many layers their checkpointing and their kinds repeat."""
+    """Return the number of layers after which checkpointing and kinds of layers repeat."""
     period = checkpointing.read(activation_checkpointing)[0].denominator
     for value in _lists_of_layers(spec.config).values():
         repeats = next(n for n in range(1, len(value) + 1) if value[n:] == value[:-n])

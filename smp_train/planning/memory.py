@@ -81,7 +81,7 @@ class Memory:
 
     @cached_property
     def peak_phase(self) -> Phase:
-        """The phase that takes the most."""
+        """The phase that takes the most memory."""
         uses = self.uses
         return max(uses, key=lambda phase: sum(uses[phase].values()))
 

@@ -115,7 +115,7 @@ class Search:
         return Plan(setting, run, memory, None if self.machine is None else predict(run, memory, self.machine))
 
     def _step_degrees(self, pool: ProcessPoolExecutor, degrees: set[tuple[int, int]]) -> None:
-        """For each pair of degrees, step the least setting of each kind, if the kind that takes the least memory fits.
+        """For each pair of degrees, step every kind's smallest setting, if the kind that saves the most memory fits.
 
         A kind with offloading is stepped only if the same kind without it does not fit.
         """

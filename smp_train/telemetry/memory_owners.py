@@ -27,7 +27,7 @@ log = logging.getLogger("smp_train.memory")
 OWNERS, FLAGS = 5, 4
 """The error names at most this many owners and changes."""
 PIECES_FROM = 0.1
-"""Fraction of the memory in unused pieces from which the error proposes the allocator's setting first."""
+"""If unused pieces take at least this fraction of the memory, the error first proposes the allocator's setting."""
 OTHERS, PIECES = "activations and temporary tensors", "unused pieces kept by the allocator"
 LOGITS, SO_FAR = "logits and what the loss makes of them", "weights made so far"
 _GIB = 1024**3

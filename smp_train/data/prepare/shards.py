@@ -45,7 +45,7 @@ class SplitWriter:
         return self.rows >= self.max_rows
 
     def add(self, row: Row) -> None:
-        """Add the row of a record, unless the split is full; then write the shards that are full."""
+        """Add the row of a record, unless the split is full; write each shard that this completes."""
         if self.full:
             return
         self.documents += 1
