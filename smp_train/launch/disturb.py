@@ -30,7 +30,7 @@ class Follower:
 
     def __init__(self, folder: Path, supervisor: int) -> None:
         self.path, self.supervisor, self.read = folder / FILE_NAME, supervisor, 0
-        self.step, self.step_seconds = 0, 0.0
+        self.step, self.step_seconds, self.ended = 0, 0.0, False
         self.recoveries: list[dict[str, Any]] = []
 
     def reaches(self, *, step: int = 0, recoveries: int = 0) -> bool:
@@ -45,7 +45,7 @@ class Follower:
                     self._add(record)
             if self.step >= step and len(self.recoveries) >= recoveries:
                 return True
-            if not lives:
+            if self.ended or not lives:
                 return False
             time.sleep(POLL_SECONDS)
 
@@ -54,6 +54,7 @@ class Follower:
             self.recoveries.append(record | {"repeated": max(0, self.step - record["step"])})
         if record.get("event") in (None, "resume", "recovery"):
             self.step, self.step_seconds = record["step"], record.get("step_sec") or self.step_seconds
+        self.ended = record.get("event") in ("stop", "finish")
 
 
 def disturb(
@@ -64,7 +65,7 @@ def disturb(
     if not run.reaches(step=1):
         return found
     first, total = max(FIRST_STEP, run.step + 1), RunFolder(folder).read_run()["total_steps"]
-    steps = range(first, min(total - 1, first + SPACING * count))
+    steps = range(first, min(total - max(2, total // 10), first + SPACING * count))  # nothing is replaced at the end
     if len(steps) < count:
         left = f"{len(steps)} of the run's {total} steps are left for it"
         raise ConfigError(f"chaos: --kills {count}: {left}; give fewer, or more --max_steps")
@@ -83,6 +84,10 @@ def disturb(
             found[-1] |= {name: event[name] for name in ("step", "replaced", "reason", "repeated")}
             found[-1]["down_sec"] = event["time"] - now
             say(f"recovered at step {event['step']} after {event['time'] - now:.1f} s: {event['reason']}")
+        elif run.ended and kind == "freeze":  # it has just finished
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGCONT)
+            found.pop()
     return found
 
 

@@ -27,6 +27,9 @@ while True:
     metrics.write(json.dumps({"step": step, "time": time.time(), "step_sec": 0.01}) + "\\n")
     time.sleep(0.01)
     for rank, process in enumerate(ranks):
+        if open("/proc/%d/stat" % process.pid).read().split()[2] == "T":
+            metrics.write(json.dumps({"event": "finish", "step": step, "time": time.time()}) + "\\n")
+            process.wait()
         if process.poll() is not None:
             ranks[rank], step = start(), step - 2
             event = {"event": "recovery", "step": step, "time": time.time(), "seconds": 0.5, "replaced": [rank]}
@@ -64,6 +67,13 @@ def test_each_disturbance_is_followed_to_its_recovery(tmp_path: Path, supervisor
 def test_a_run_that_ends_is_not_disturbed_again(tmp_path: Path, supervisor: subprocess.Popen[bytes]) -> None:
     found = disturb.disturb(tmp_path, supervisor.pid, 3, ["kill"], random.Random(1))
     assert len(found) == 1
+
+
+def test_a_run_that_has_finished_ends_though_a_rank_was_frozen(
+    tmp_path: Path, supervisor: subprocess.Popen[bytes]
+) -> None:
+    assert disturb.disturb(tmp_path, supervisor.pid, 2, ["freeze"], random.Random(1)) == []
+    assert len(disturb.ranks(supervisor.pid)) == 2  # neither is frozen
 
 
 def test_the_report_names_what_was_not_recovered_or_differs() -> None:
