@@ -52,6 +52,7 @@ test-all: lint
 	$(MAKE) test-sagemaker test-mlflow test-smp-container-versions test-torch-versions test-cuda-dry
 	$(PY) -m tests.soak --kills 50
 	$(PY) -m tests.soak --kills 50 --place s3
+	$(PY) -m tests.soak_recovery --kills 50
 
 test-table: venv
 	SMP_TRAIN_WHOLE_TABLE=1 $(PY) -m pytest tests/distributed/test_same_numbers.py tests/distributed/test_checkpoints_killed.py

@@ -9,7 +9,7 @@ import json
 import queue
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Recovering:
         self.recovery, self.messages = Recovery(self.node), queue.SimpleQueue[Any]()
         self.ranks: dict[int, tuple[int, Command]] = {}
         self.ended: list[Command] = []
+        self.reported: set[Command] = set()
         self.generations: list[Generation] = []
 
     def __enter__(self) -> Recovering:
@@ -61,11 +62,19 @@ class Recovering:
 
     def until_the_end(self) -> End:
         """Replace ranks until the coordinator ends the run, and return the end."""
-        deadline, reported = time.monotonic() + PATIENCE_SECONDS, set[Command]()
+        end = self.attend(lambda: False, "the end")
+        assert end is not None
+        return end
+
+    def attend(self, condition: Callable[[], bool], what: str) -> End | None:
+        """Replace ranks until ``condition()`` holds, or until the coordinator ends the run; return the end, if any."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
+            if condition():
+                return None
             for rank, (generation, command) in self.ranks.items():
-                if command not in reported and command._ended(0):
-                    reported.add(command)
+                if command not in self.reported and command._ended(0):
+                    self.reported.add(command)
                     code = command.code()
                     self.recovery.report(Event(rank, generation, code if code >= 0 else 128 - code, "here"))
             try:
@@ -80,7 +89,7 @@ class Recovering:
                     self.ranks[rank][1].kill()
                     self.ended.append(self.ranks[rank][1])
                     self.start(rank, message.number)
-        raise AssertionError(f"the run has not ended after {PATIENCE_SECONDS:.0f} s\n{self.err}")
+        raise AssertionError(f"no sign of {what} after {PATIENCE_SECONDS:.0f} s\n{self.err}")
 
     @property
     def err(self) -> str:

@@ -1,4 +1,4 @@
-"""The short version of the soak (tests/soak.py)."""
+"""The short versions of the soaks (tests/soak.py, tests/soak_recovery.py)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import soak_recovery
 from tests.s3_server import environment
 from tests.soak import soak
 
@@ -23,3 +24,9 @@ def test_a_training_that_is_killed_at_random_moments_loses_nothing(
     done = soak(3, s3=place == "s3", seed=3, folder=tmp_path)
     assert done.commits == 3
     assert sum(done.killed.values()) - done.killed["a start"] == 3
+
+
+@pytest.mark.slow
+def test_a_run_whose_ranks_are_killed_at_random_moments_recovers(tmp_path: Path) -> None:
+    done = soak_recovery.soak(5, seed=3, folder=tmp_path)
+    assert done.kills.total() == 5
