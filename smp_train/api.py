@@ -63,7 +63,7 @@ class Trained:
     best_step: int | None
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the records of ``metrics.jsonl``, without those that a resume superseded; steps have no ``event``."""
+        """Return the records of ``metrics.jsonl`` that no resume superseded; records of steps have no ``event``."""
         return history(read_metrics(self.run_dir))
 
 

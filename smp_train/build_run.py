@@ -268,7 +268,7 @@ def open_checkpoints(
 
 def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAudit:
     """Open this rank's audit of the data; collective."""
-    # The maximum: ranks on another file system see fewer attempts.
+    # Use the maximum over all ranks, since ranks on another file system see fewer attempts.
     attempt = max(distributed.gather("opening the audit", folder.earlier_attempts)) + 1
     with distributed.together("opening the audit"):
         return DataAudit(folder.path, ranks.rank, attempt, topology.dp_rank, topology.dp_size)

@@ -1,6 +1,6 @@
 """All training flags, combined in one flat `Arguments`.
 
-A field's name is the flag's name, its type says how text is read, and its `Flag` describes the rest. ``None`` means
+A field's name is the flag's name, its type decides how text is read, and its `Flag` describes the rest. ``None`` means
 "not set": a model's shape then has the preset's value, or the architecture's default.
 """
 

@@ -234,7 +234,7 @@ def _resolve(sources: list[list[Entry]], environ: Mapping[str, str]) -> Resolved
 
 
 def _merge(entries: list[Entry], notes: list[str]) -> Values:
-    """Return the values of a source's entries. Raises `ConfigError` for entries that disagree and have no order."""
+    """Return the values of a source's entries. Raises `ConfigError` if entries disagree, except on a command line."""
     values: Values = {}
     yielding: Values = {}
     setters: dict[str, Entry] = {}

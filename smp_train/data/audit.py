@@ -117,7 +117,7 @@ def _missing_records(records: Records) -> list[str]:
 
 
 def _audit_indexed(steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str], rows: int | None) -> str:
-    """Append the problems of an indexed run to ``problems``; return the verdict to print if there are none."""
+    """Append the problems of an indexed run to ``problems``; return the verdict to print if nothing was appended."""
     config: dict[str, Any] = facts.get("config") or {}
     sizes: dict[str, int] = facts.get("samples") or {}
     locations, weights = read_weights([*(config.get("training_dir") or ()), *(config.get("dataset") or ())])
@@ -182,7 +182,7 @@ def _repeats(source: str, used: list[tuple[int, str]], rows: int | None) -> list
 
 
 def _audit_streams(steps: dict[int, list[str]], facts: dict[str, Any], problems: list[str]) -> str:
-    """Append the problems of a streamed run to ``problems``; return the verdict to print if there are none.
+    """Append the problems of a streamed run to ``problems``; return the verdict to print if nothing was appended.
 
     In each epoch a record must begin once, and each later part must begin at the token where the part before it ended.
     """

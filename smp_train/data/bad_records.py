@@ -50,7 +50,7 @@ class BadRecords:
             )
 
     def judge_all(self, records: int) -> None:
-        """Judge a data set that has been read whole and has ``records`` records; warn if some of them are bad."""
+        """Judge a data set that was read to its end and has ``records`` records; warn if any are bad."""
         self.judge(records)
         if count := self.count:
             logger.warning("%d of %d records are bad (--bad_rows skip); the first is %s", count, records, self.first)

@@ -53,7 +53,7 @@ def _listed_files(location: str) -> dict[str, tuple[int, str | None]] | None:
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """Return the manifest in a folder; empty if there is none that can be read. Raises DataError."""
+    """Return the manifest in a folder; empty if it is missing or unreadable. Raises DataError."""
     path = f"{folder}/{MANIFEST}"
     try:
         text = s3.read_object(path) if is_s3(path) else Path(path).read_bytes()

@@ -194,7 +194,7 @@ def _numbers(environ: Mapping[str, str], launcher: str) -> tuple[int, int, int, 
         return rank, world, local_rank, local, node, nodes
     local = _number(environ, names.local_world_size)
     nodes = _number(environ, names.num_nodes, max(-(-world // max(local, 1)), 1))
-    # By default, launchers fill one node after another; some are told to place rank after rank on the nodes in turn.
+    # By default, launchers fill one node after another; some can place consecutive ranks on the nodes in turn.
     node = rank // local if local > 0 and rank % local == local_rank else rank % nodes
     # On one node, PALS_NODEID may be the node's number in a larger allocation.
     return rank, world, local_rank, local, _number(environ, names.node_rank, node) if nodes > 1 else node, nodes

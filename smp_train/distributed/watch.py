@@ -127,7 +127,7 @@ def in_flight(into: Path | None = None) -> str | None:
 
 
 def stack() -> tuple[str, bool]:
-    """Return the main thread's innermost functions (two, and one of this package), and whether it is compiling."""
+    """Return the main thread's two innermost functions, the innermost of this package, and whether it is compiling."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     functions: list[tuple[str, str]] = []
     compiling = False

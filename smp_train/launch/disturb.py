@@ -19,10 +19,10 @@ from smp_train.telemetry.run_folder import RunFolder
 
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 SPACING = 50
-"""There is about one disturbance in so many steps, or more in a short run."""
+"""Mean number of steps per disturbance; a short run has fewer."""
 POLL_SECONDS = 0.02
 FIRST_STEP = 4
-"""Nothing is disturbed before: a frozen rank is only noticed once the usual time of a step is known."""
+"""First step that is disturbed: a frozen rank is noticed only once the usual time of a step is known."""
 
 
 class Follower:
@@ -34,7 +34,7 @@ class Follower:
         self.recoveries: list[dict[str, Any]] = []
 
     def reaches(self, *, step: int = 0, recoveries: int = 0) -> bool:
-        """Read records until there are this step and this many recoveries; return False if the run ends before."""
+        """Read records until the run has reached this step and number of recoveries; return False if it ends earlier."""
         while True:
             lives = is_alive(self.supervisor)
             with suppress(FileNotFoundError), self.path.open("rb") as file:
@@ -107,7 +107,7 @@ def is_alive(process: int) -> bool:
 
 
 def ranks(supervisor: int) -> list[int]:
-    """Return the processes of the ranks that a supervisor has started; its warm process still waits at a socket."""
+    """Return the ids of a supervisor's ranks, without its warm process, whose stdin is still a socket."""
     children = [(pid, words) for pid, parent, state, words in processes() if parent == supervisor and state not in "ZT"]
     return [
         pid for pid, words in children

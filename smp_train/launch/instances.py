@@ -89,7 +89,7 @@ def gpu_of(instance: Instance) -> Gpu | None:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return a release such as 12.4 as numbers, which compare."""
+    """Return a release such as 12.4 as a tuple of numbers, which can be compared."""
     return tuple(int(part) for part in version.split("."))
 
 

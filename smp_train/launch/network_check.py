@@ -3,8 +3,8 @@
 A node agent calls `compare` and `run` before training. The check itself is a program that every rank runs once:
 ``python -m smp_train.launch.network_check``, or ``smp-train doctor --network SECONDS`` under any launcher. In order:
 all ranks report; each node all-reduces among its GPUs; each node with its neighbours on a ring; all together. Every
-all-reduce has a separate process group and time limit, so that one that hangs stops no other, and the node that fails
-with both of its neighbours is identified. Rank 0 decides and sends its verdict to all ranks.
+all-reduce has a separate process group and time limit, so that a hang does not stop the others, and the node that
+fails with both of its neighbours is identified. Rank 0 decides and sends its verdict to all ranks.
 """
 
 from __future__ import annotations

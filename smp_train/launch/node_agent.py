@@ -84,7 +84,7 @@ def find_node(environ: Mapping[str, str], processes: int, spares: int = 0) -> No
             raise ConfigError(
                 f"srun started {tasks} tasks on {len(hosts)} nodes; it must be one per node: --ntasks-per-node=1"
             )
-        # Each step has two ports: those of the step before may still be in use.
+        # Each step has two ports of its own: the previous step's ports may still be in use.
         pair = (int(environ["SLURM_JOB_ID"]) * 7 + int(environ.get("SLURM_STEP_ID", "0"))) % (PORTS // 2)
         port = FIRST_PORT + 2 * pair
         if spares >= len(hosts):

@@ -142,7 +142,7 @@ def named_once(model: nn.Module) -> dict[str, Tensor]:
 
 
 def attached(model: nn.Module, attribute: str) -> Any:
-    """Return an attribute of the model, or of the module within a wrapped model that has it; None without one."""
+    """Return an attribute of the model or, if the model is wrapped, of the module inside that has it; else None."""
     return next((module.__dict__[attribute] for module in model.modules() if attribute in module.__dict__), None)
 
 

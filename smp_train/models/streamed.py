@@ -70,7 +70,7 @@ class Streamed:
         return index[0].start or 0, index[0].stop
 
     def _within_rows(self, index: Any) -> Any:
-        """Return the index of the block in its rows; a number without dimensions is a row of its own."""
+        """Return the index of the block within its rows; a tensor without dimensions counts as one row."""
         return 0 if not self.shape else ... if index is ... else (slice(None), *index[1:])
 
 

@@ -101,7 +101,7 @@ def _exchange(
     local_expert = torch.arange(share, device=index.device).repeat(group.size())
     local_expert = local_expert.repeat_interleave(receives, output_size=len(rows))
     if not len(rows):
-        # One row of zeros, so that the experts' weights have gradients of zero, not none.
+        # One row of zeros, so that the experts' weights have gradients of zero, not None.
         rows, local_expert = F.pad(rows, (0, 0, 0, 1)), local_expert.new_zeros(1)
     outputs = compute(rows, local_expert.unsqueeze(1), rows.new_ones(len(rows), 1))[: sum(received)]
     returned = _all_to_all(outputs, sent, received, group)
@@ -116,7 +116,7 @@ def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.
 
 
 def repeat_router(moe: nn.Module, experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Repeat the router on every tensor rank, after `distribute`; each rank has the gradient of its own tokens."""
+    """Replicate the router on all tensor ranks, after `distribute`; each rank has the gradient of its own tokens."""
     gate = _router(moe, experts)
     local_parameters.distribute(gate, mesh, Replicate())
     local_parameters.compute_on_local(gate, [Partial()])

@@ -1,4 +1,4 @@
-"""FSDP2: each decoder layer is a unit of communication, an untied head is one, and the root has the other modules."""
+"""FSDP2: each decoder layer and an untied head are units of communication; the root unit has all other modules."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Search:
     """The plan of each kind that was stepped last; other settings of the kind are scaled from it."""
     _refusals: dict[Kind, str] = field(default_factory=dict)
     _best: dict[Kind, Plan] = field(default_factory=dict)
-    """The best plan of each kind that has one that fits."""
+    """The best plan that fits, by kind; kinds of which no plan fits are absent."""
 
     def best(self) -> list[Plan]:
         """Return the best plans that fit, at most `BEST`, each of a different kind."""

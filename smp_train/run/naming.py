@@ -17,7 +17,7 @@ from smp_train.telemetry.run_folder import RunFolder as OutputFolder
 
 
 def base_name(resolved: Resolved, args: Arguments, resumed: Location | None) -> tuple[str, bool]:
-    """Return the run's name, without the number of a new run, and whether the user gave it; not collective.
+    """Return the run's name, before `new_run_name` numbers it, and whether the user gave it; not collective.
 
     A name that a launcher derives (`Arguments.label`) is not the user's. ``resumed`` is the location of
     --resume_from_checkpoint.

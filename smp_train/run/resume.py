@@ -240,7 +240,7 @@ def _adapters(settings: Mapping[str, Any]) -> str:
 def imported_position(checkpoint: Checkpoint, training: Loader) -> tuple[int, str]:
     """Return how many samples of this run's order an imported checkpoint has consumed, and the counter used for it.
 
-    AWS's sample counts sequences per data rank; the count becomes global batches of this run, whose order differs.
+    AWS's sample counts sequences per data rank. This converts the count to global batches of this run's own order.
     """
     recorded = checkpoint.meta.get("imported", {})
     batches, counter = checkpoint.step, "its step"

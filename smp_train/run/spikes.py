@@ -76,7 +76,7 @@ class Spikes:
         return self.policy != "warn"
 
     def accept(self, step: int, loss: float, grad_norm: float) -> None:
-        """Add the numbers of a step to the window; a step without gradient, as of padding alone, is left out."""
+        """Add the numbers of a step to the window; skip a step without gradient, such as one of padding only."""
         if grad_norm == 0:
             return
         self.accepted = [*self.accepted[-self.window - 1 :], (step, loss, grad_norm)]
@@ -134,7 +134,7 @@ class Spikes:
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any] | None, batch: int) -> None:
-        """Load the state of a checkpoint; None, as of an imported checkpoint, is a fresh state.
+        """Load a checkpoint's state; None, as in an imported checkpoint, gives a fresh state.
 
         Discards the window if the global batch changed: the numbers of smaller batches are noisier.
         """

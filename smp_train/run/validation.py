@@ -18,7 +18,7 @@ class AskedToStop(Exception):
 
 
 def raise_if_asked_to_stop(run: Run) -> None:
-    """Raise `AskedToStop` on every rank where any was asked to stop; collective."""
+    """Raise `AskedToStop` on all ranks if any rank was asked to stop; collective."""
     if distributed.any_rank(run.stop.is_requested(look_for_file=run.runtime.is_main)):
         raise AskedToStop
 

@@ -147,7 +147,7 @@ class S3Storage(Storage):
     ) -> None:
         """Pass the bytes of an object from ``start`` to ``end`` to ``write``, in chunks as they arrive.
 
-        A broken transfer is resumed where it broke. If ``etag`` is set, another version of the object is an error.
+        A broken transfer is resumed at the next byte. If ``etag`` is set, another version of the object is an error.
         ``answer`` is the answer to the first request, if the caller has made it.
         """
         done, failures = start, 0

@@ -11,16 +11,16 @@ LOST = {
 }  # fmt: skip
 """Fields of lost time, and their names for people."""
 LOST_BEFORE = {"start": "restart_sec", "resume": "restart_sec", "recovery": "repeated_sec"}
-"""What the time before these events was lost to."""
+"""The field of `LOST` that counts the time before each of these events."""
 BOUNDS = (None, "start", "resume", "recovery", "stop", "finish")
 """Kinds of records that end an interval: a step (None), and these events."""
 
 
 def goodput(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return ``goodput`` and the seconds of `LOST` for all records of a run, of all its attempts; {} if it has no time.
+    """Return ``goodput`` and the seconds of `LOST` over all attempts of a run; {} if no time passes between records.
 
-    Between two records, an update takes ``step_sec``, and what is left of the time is lost. Updates after the last
-    record of a killed attempt are part of its restart.
+    Between two records, each update takes ``step_sec``, and the remaining time is lost. Updates after the last
+    record of a killed attempt count as part of the restart.
     """
     lost = dict.fromkeys(LOST, 0.0)
     updates: list[float] = []  # seconds of each update that is in the weights
