@@ -145,7 +145,7 @@ class NativeBackend(Backend):
         return MetaModel(spec, seq_len, model, experts)
 
     def _refuse_breaks(self, config: Any) -> None:
-        """Turn compilation off if each layer has a graph break in a checkpoint; raise `ConfigError` if a flag sets it."""
+        """Turn compilation off if each layer has a graph break in a checkpoint; raise `ConfigError` if a flag asks."""
         setting, loss = self.args.activation_checkpointing, router_loss.selected(self.args, config)
         has_break = self.degrees.expert > 1 or loss is not None
         if not (has_break and self.compiled and checkpointing.read(setting)[1]):

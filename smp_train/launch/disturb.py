@@ -34,7 +34,7 @@ class Follower:
         self.recoveries: list[dict[str, Any]] = []
 
     def reaches(self, *, step: int = 0, recoveries: int = 0) -> bool:
-        """Read records until the run has reached this step and number of recoveries; return False if it ends earlier."""
+        """Read records until the run has reached this step and number of recoveries; return False if it ends first."""
         while True:
             lives = is_alive(self.supervisor)
             with suppress(FileNotFoundError), self.path.open("rb") as file:
