@@ -161,3 +161,13 @@ def test_every_kind_of_run_recovers(tmp_path: Path, world: int, changes: dict[st
         changes = {**changes, "hf_pretrained_model_name_or_dir": tmp_path / "hf"}
     deaths = [(1, 3, "backward"), (0, 5, "forward"), (world - 1, 7, "the update")]
     check(tmp_path, deaths, world=world, max_steps=9, **changes)
+
+
+@pytest.mark.slow
+def test_a_failure_of_all_ranks_is_not_answered_by_replacements(tmp_path: Path) -> None:
+    words = flags(tmp_path, recovery="in_place", **HYBRID | {"max_steps": 50, "lr": 1e9, "checkpoint_freq": 100})
+    with Recovering(tmp_path / "log", 4, *words) as ranks:
+        end = ranks.until_the_end()
+    assert end.failure is not None and end.failure.code == 1
+    assert "the loss is" in end.why
+    assert ranks.generations == []
