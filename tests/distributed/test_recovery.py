@@ -168,6 +168,7 @@ def test_a_failure_of_all_ranks_is_not_answered_by_replacements(tmp_path: Path) 
     words = flags(tmp_path, recovery="in_place", **HYBRID | {"max_steps": 50, "lr": 1e9, "checkpoint_freq": 100})
     with Recovering(tmp_path / "log", 4, *words) as ranks:
         end = ranks.until_the_end()
-    assert end.failure is not None and end.failure.code == 1
+    assert end.failure is not None
+    assert end.failure.code == 1
     assert "the loss is" in end.why
     assert ranks.generations == []
