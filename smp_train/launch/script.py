@@ -60,6 +60,7 @@ SLURM: Table = {
     "PYTHON": ("", "interpreter that trains; the checkout's .venv, in a container its python"),
     "INSTANCE_TYPE": ("", "such as p5.48xlarge: each node is checked against the table"),
     "MAX_ATTEMPTS": ("3", ""),
+    "SPARE_NODES": ("", "so many of the job's nodes take the place of lost ones; with --recovery in_place"),
     "CONTAINER_ENV": ("", "further variables whose values here beat the image's, separated by commas; those of AWS, "
                       "EFA, NCCL, torch and Hugging Face do anyway"),
     "FSX_MOUNT": ("/fsx", "mounted into the container; several are separated by commas; the default where it exists"),
@@ -159,6 +160,16 @@ def header(script: str) -> list[str]:
     return [f"--{name}={value}" for name, value in options]
 
 
+def without_spares(word: str, spares: str) -> str:
+    """Return sbatch's ``--nodes=N`` without the spare nodes, and any other option as it is."""
+    name, _, nodes = word.partition("=")
+    if name != "--nodes" or not (nodes.isdigit() and spares.isdigit()):
+        return word
+    if int(spares) >= int(nodes):
+        raise ConfigError(f"--spare_nodes {spares}: the job has {nodes} nodes; give fewer, or more nodes")
+    return f"{name}={int(nodes) - int(spares)}"
+
+
 def slurm(kind: str, script: str, arguments: Sequence[str], asked: str = "") -> int:
     """Check the run as `launch slurm` does; then submit the script, run its job, or print the command."""
     values, in_job = variables(kind, os.environ), bool(os.environ.get("SLURM_JOB_ID"))
@@ -171,6 +182,7 @@ def slurm(kind: str, script: str, arguments: Sequence[str], asked: str = "") -> 
     if not values["IMAGE"]:
         values["PYTHON"] = values["PYTHON"] or f"{CODE_DIR}/.venv/bin/python"
     sbatch_words = [f"--nodes={os.environ.get('SLURM_JOB_NUM_NODES', 1)}"] if in_job else header(script)
+    sbatch_words = [without_spares(word, values["SPARE_NODES"]) for word in sbatch_words]
     flags = [*script_flags(user_flags, values), *user_flags]
     options, spec, job = launch_slurm.read([*sbatch_words, *option_words(kind, values), *flags])
     dry_run = common.dry_run or options.dry_run
@@ -178,7 +190,8 @@ def slurm(kind: str, script: str, arguments: Sequence[str], asked: str = "") -> 
         launch_slurm.show(spec)
     elif not in_job:
         launch_slurm.check(spec, options, job)
-        os.execvp("sbatch", ["sbatch", *["--test-only"] * common.check, script, *arguments])
+        words = [*["--no-kill"] * job.in_place, *["--test-only"] * common.check, script, *arguments]
+        os.execvp("sbatch", ["sbatch", *words])
     elif os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # after a restart, a file system may be missing for a while
         try:
             warn(launch_slurm.check_files(spec, job))

@@ -188,6 +188,23 @@ def test_a_run_without_mistakes_is_submitted(
     assert submitted == ["sbatch script.sh", "sbatch --test-only script.sh --check"]
 
 
+def test_spare_nodes_are_among_the_nodes_of_the_job(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[str] = []
+    monkeypatch.setattr(os, "execvp", lambda file, words: submitted.append(" ".join(words)))
+    Path("script.sh").write_text("#!/bin/bash\n#SBATCH --nodes=9\n")
+    agents: list[list[str]] = []
+    monkeypatch.setattr(script, "run", lambda job, **_: bool(agents.append(job.agent)))
+    variables = {"SPARE_NODES": "1", "PYTHON": sys.executable}
+    code, _, err = shown("conda", "--recovery=in_place", **variables)
+    assert (code, submitted) == (0, ["sbatch --no-kill script.sh --recovery=in_place"])
+    assert "8 nodes" in err
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "9"}
+    code, _, err = shown("conda", "--dry_run", "--recovery=in_place", **job, **variables)
+    assert (code, "8 nodes" in err, "--spare_nodes=1" in agents[-1]) == (0, True, True), err
+    code, _, err = shown("conda", "--recovery=in_place", **job | {"SLURM_JOB_NUM_NODES": "1"}, **variables)
+    assert (code, "SPARE_NODES 1: the job has 1 nodes" in err) == (2, True), err
+
+
 WIDTHS = ["--num_heads=12", "--num_key_value_heads=12", "--hidden_width=48"]
 
 
