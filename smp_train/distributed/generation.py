@@ -43,6 +43,8 @@ class Member:
         self.newest = self.first
         self.replaced: list[int] = []
         """Ranks that the newest generation replaced."""
+        self.noticed: float | None = None
+        """When the recovery in progress began: this process noticed a newer generation."""
         self.refused = False
         """Whether this rank has forbidden further recoveries."""
         self.reason = ""
@@ -88,6 +90,7 @@ class Member:
             with self._changed:
                 self._read(self.newest + 1)
                 self.newest += 1
+                self.noticed = self.noticed or time.monotonic()
                 self._changed.notify_all()
             if self.runtime.rank in self.replaced:
                 os._exit(1)

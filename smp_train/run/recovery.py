@@ -150,7 +150,9 @@ def exchange(run: Run) -> list[dict[str, Any]]:
 
 def recover(run: Run) -> None:
     """Bring all ranks of the newest generation to the same position; collective."""
-    began, waited = time.monotonic(), 0.0
+    member = generation.member
+    assert member is not None
+    began, waited = member.noticed or time.monotonic(), 0.0
     heartbeat.enter(heartbeat.START)
     while True:
         try:
@@ -162,9 +164,8 @@ def recover(run: Run) -> None:
             if not interrupts(failure):
                 raise
             run.has_met = False
-    run.has_met = False
-    member, step, seconds = generation.member, run.progress.step, max(waited, time.monotonic() - began)
-    assert member is not None
+    run.has_met, member.noticed = False, None
+    step, seconds = run.progress.step, max(waited, time.monotonic() - began)
     run.throughput.window()  # the time of the recovery is not a step's
     log.warning("Recovered in %.1f s, at step %d: %s", seconds, step, member.reason, extra=ALL_RANKS)
     run.metrics.event("recovery", step=step, seconds=seconds, replaced=member.replaced, reason=member.reason)

@@ -24,14 +24,21 @@ def goodput(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """
     lost = dict.fromkeys(LOST, 0.0)
     updates: list[float] = []  # seconds of each update that is in the weights
-    before = pace = float("inf")
+    before = pace = usual = float("inf")
+    logged = 0  # updates of the last record of a step
     for record in records:
         event, step, now = record.get("event"), record.get("step"), record.get("time")
         if event not in BOUNDS or not isinstance(step, int) or not isinstance(now, float | int):
             continue
+        recovery = min(max(0.0, now - before), record["seconds"]) if event == "recovery" else 0.0
+        if logged and event == "recovery" and before > now - record["seconds"]:  # a step was logged in the recovery
+            lost["recovery_sec"] += max(0.0, sum(updates[-logged:]) - logged * usual)
+            updates[-logged:] = [min(seconds, usual) for seconds in updates[-logged:]]
+            pace = min(pace, usual)
         seconds, before, new = max(0.0, now - before), now, max(0, step - len(updates))
-        pace = record.get("step_sec") or pace
-        recovery = min(seconds, record["seconds"]) if event == "recovery" else 0.0
+        logged = new if event is None else 0
+        if event is None:
+            usual, pace = pace, record.get("step_sec") or pace
         worked = 0.0 if not new or event in ("start", "resume") else min(seconds - recovery, new * pace)
         if event == "recovery":  # a hang is part of it: a rank's death interrupts one step
             recovery = max(recovery, seconds - worked - pace)

@@ -65,6 +65,7 @@ def recoveries(folder: Path) -> list[dict[str, Any]]:
 def test_a_rank_that_dies_at_any_point_of_a_step_is_replaced(tmp_path: Path, victim: int) -> None:
     check(tmp_path, [(victim, 3 + 2 * index, phase) for index, phase in enumerate(STEP)], max_steps=5 + 2 * len(STEP))
     assert [each["replaced"] for each in recoveries(tmp_path)] == [[victim]] * len(STEP)
+    assert all(each["seconds"] > 0.1 for each in recoveries(tmp_path))  # a replacement's start is part of it
 
 
 @pytest.mark.slow

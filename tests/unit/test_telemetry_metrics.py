@@ -184,6 +184,11 @@ def test_goodput_counts_updates_that_are_in_the_weights(tmp_path):
     sparse = [first[0], step(10, 110.0), {"event": "recovery", "step": 15, "seconds": 1.0, "time": 116.5}]
     assert goodput(sparse)["goodput"] == 15 / 16.5
     assert goodput([]) == goodput(first[:1]) == {}
+    # A step that was interrupted by a hang of 20 s, and logged in the recovery.
+    hung = [*first, step(3, 123.0, 21.0), {"event": "recovery", "step": 3, "seconds": 2.0, "time": 124.0}]
+    assert goodput(hung) == {
+        "goodput": 3 / 24, "recovery_sec": 21, "repeated_sec": 0, "restart_sec": 0, "blocked_sec": 0,
+    }  # fmt: skip
     # The last events of a file have it.
     writer = MetricsWriter(tmp_path)
     writer.event("start", step=0)
