@@ -110,7 +110,8 @@ class RecoverySoak:
             new = generation > 1 and generation == len(self.ranks.generations) + 1
             self.kills[f"rank {rank}{', a replacement,' * new}"] += 1
             self.killed.add(command)
-            os.kill(command.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it was killed a moment ago
+                os.kill(command.pid, signal.SIGKILL)
 
     def attend(self, condition: Callable[[], bool], what: str) -> None:
         end = self.ranks.attend(condition, what)
