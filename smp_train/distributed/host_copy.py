@@ -85,8 +85,8 @@ def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def local_bytes(state: dict[str, Any]) -> int:
-    """Return the bytes of host buffers for this rank's tensors."""
+def local_bytes(state: dict[str, Any], *, pinned: bool = False) -> int:
+    """Return the bytes of host buffers for this rank's tensors; ``pinned`` counts all tensors as a GPU's."""
     parts = [local_tensor(value) for _, value in leaves(state)]
     tensors = [value for value in parts if isinstance(value, Tensor)]
-    return sum(pinned_bytes(t.nbytes) if t.is_cuda else t.nbytes for t in tensors)
+    return sum(pinned_bytes(t.nbytes) if pinned or t.is_cuda else t.nbytes for t in tensors)

@@ -38,7 +38,8 @@ def check(resolved: Resolved, flags: Sequence[str], machines: Machines) -> list[
     process: launchers do not import torch, and this machine may have no torch.
 
     Raises:
-        ConfigError: with ``--auto``, nothing fits.
+        ConfigError: memory that no kernel can avoid exceeds the GPU, on the planned backend; or with ``--auto``,
+            nothing fits.
     """
     args, instance = resolved.args, machines.instance
     if instance is None or not _has_plan(args, machines):
@@ -59,4 +60,6 @@ def check(resolved: Resolved, flags: Sequence[str], machines: Machines) -> list[
         return [f"--auto was not planned here ({error or f'exit code {code}'}); the run will plan when it starts"]
     if not (refused and has_json and more):
         return []
+    if args.backend == "native" and json.loads(first)["least"] > instance.most_gpu_bytes:
+        raise ConfigError(f"the plan {error}; --memory_check 0 launches all the same")
     return [f"the plan {error}"]

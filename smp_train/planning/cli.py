@@ -16,7 +16,7 @@ from smp_train.launch import instances
 from smp_train.models.traits import number_of_experts
 from smp_train.planning import best, cost
 from smp_train.planning.estimate import estimate, leave_fake_ranks
-from smp_train.planning.memory import STATE, Memory, PlannedRun, count_of_devices, gib
+from smp_train.planning.memory import STATE, Memory, PlannedRun, count_of_devices, gib, least
 from smp_train.planning.options import Devices, machine, read
 from smp_train.planning.space import Space
 from smp_train.planning.step_memory import Part, Use
@@ -54,7 +54,7 @@ def _print_plan(argv: Sequence[str]) -> int:
         result = best.search(space, devices.memory, rates, cautious=args.auto == "plan")
         report, complaint = result.report, result.complaint
         if result.plans and rates is not None and (time := result.plans[0].time) is not None:
-            report |= cost.described(options, time, rates)
+            report |= cost.described(options, result.plans[0].run.args, time, rates, result.plans[0].memory)
         table = best.text
     else:
         memory = estimate(run)
@@ -63,7 +63,7 @@ def _print_plan(argv: Sequence[str]) -> int:
             report["lower"] = lower(run, memory, devices)
         if rates is not None:
             speed = predict(run, memory, rates)
-            report |= {"time": speed.described(), **cost.described(options, speed, rates)}
+            report |= {"time": speed.described(), **cost.described(options, args, speed, rates, memory)}
         complaint = f"does not fit: {why_not(report)}" if report["fits"] is False else ""
     print(json.dumps(report) if options.json else table(report), flush=True)
     if complaint:
@@ -85,8 +85,10 @@ def described(run: PlannedRun, memory: Memory, devices: Devices) -> dict[str, An
         "peak": memory.peak, "phase": phase_text(memory.peak_phase), "at_peak": memory.at_peak, "slack": memory.slack,
         "needed": memory.needed, "memory": devices.memory, "host_memory": host, "fits": fits,
         "tight": devices.memory is not None and memory.is_tight(devices.memory), "state": memory.state,
-        "host": memory.host, "host_needed": memory.host_needed, "checkpoint": memory.checkpoint,
+        "host": memory.host, "host_needed": memory.host_needed, "host_while_saving": memory.host_while_saving,
+        "checkpoint": memory.checkpoint,
         "phases": {phase_text(phase): sum(uses.values()) for phase, uses in memory.uses.items()}, "lower": {},
+        "least": least(run, memory),
     }  # fmt: skip
 
 
@@ -150,6 +152,7 @@ def text(report: dict[str, Any]) -> str:
         size_row("needed", report["needed"]), "",
         size_row("parameters, gradients and optimizer", sum(report["state"].values())),
         size_row("host memory, of tensors", report["host"]),
+        size_row("host memory, more while a save runs", report["host_while_saving"]),
         size_row("checkpoint, of all devices", report["checkpoint"]), "",
     ]  # fmt: skip
     if report["lower"]:

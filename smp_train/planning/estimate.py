@@ -27,9 +27,11 @@ from smp_train.backends.native import NativeBackend
 from smp_train.distributed import Runtime
 from smp_train.distributed.device_profile import DeviceProfile
 from smp_train.distributed.dtensor import local_tensor
+from smp_train.distributed.host_copy import local_bytes
 from smp_train.distributed.host_memory import pinned_bytes
 from smp_train.errors import ConfigError, one_line
 from smp_train.models.flops import count_parameters
+from smp_train.models.hub_state import gather_state, present
 from smp_train.models.resolve import ModelSpec
 from smp_train.planning import step_memory
 from smp_train.planning.memory import Memory, PlannedRun
@@ -146,6 +148,7 @@ def _step(run: PlannedRun, spec: ModelSpec) -> Memory:
     return Memory(
         peaks, sum(parameter.numel() for parameter in trained), counter.work,
         pinned=sum(pinned_bytes(local_tensor(parameter).nbytes) for parameter in (*model.parameters(), *trained)),
+        saved=3 * local_bytes(present(gather_state(model)), pinned=True),
         gpu=run.gpu, state_on_host=args.cpu_offload and run.gpu,
     )  # fmt: skip
 
@@ -204,4 +207,5 @@ def _extended(shallow: Memory, deeper: Memory, times: int) -> Memory:
     return replace(
         shallow, peaks=peaks, work=shallow.work.grown(deeper.work, times),
         trained=grown(shallow.trained, deeper.trained), pinned=grown(shallow.pinned, deeper.pinned),
+        saved=grown(shallow.saved, deeper.saved),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from smp_train.arguments import Arguments
+from smp_train.arguments import Arguments, checkpointing
 from smp_train.distributed.degrees import Degrees, plan
 from smp_train.models.resolve import ModelSpec
 from smp_train.models.state_memory import CHECKPOINT_BYTES, GIB
@@ -66,6 +66,8 @@ class Memory:
     work: Work = field(default_factory=Work)
     pinned: int = 0
     """Bytes of parameters and gradients if they are in page-locked memory, which torch allocates in powers of two."""
+    saved: int = 0
+    """Bytes, in page-locked memory, of the copy that a checkpoint is written from: parameters and Adam's moments."""
     gpu: bool = True
     state_on_host: bool = False
     """Parameters, gradients and optimizer stay in host memory (``--cpu_offload``)."""
@@ -126,6 +128,13 @@ class Memory:
         return self.host + HOST_SLACK
 
     @property
+    def host_while_saving(self) -> int:
+        """Bytes of the copy that a background save makes; page-locked if the tensors are on a GPU."""
+        if self.gpu and not self.state_on_host:
+            return self.saved
+        return self.state[Use.PARAMETERS] + self.state[Use.OPTIMIZER]
+
+    @property
     def checkpoint(self) -> int:
         """Bytes of a checkpoint, over all devices."""
         return CHECKPOINT_BYTES * self.trained
@@ -133,6 +142,20 @@ class Memory:
     def is_tight(self, device_bytes: int) -> bool:
         """Return whether a run that fits may still run out of a GPU's memory."""
         return self.gpu and TIGHT * device_bytes < self.needed <= device_bytes
+
+
+def least(run: PlannedRun, memory: Memory) -> int:
+    """Return a lower bound on a step's memory: all tensors, or what compilation cannot avoid.
+
+    Compilation avoids neither the state, nor gathered parameters, nor the inputs of fully checkpointed layers.
+    """
+    if not run.compiled:
+        return memory.peak
+    unavoidable = {*STATE, Use.GATHERED}
+    if run.args.activation_checkpointing == checkpointing.FULL:
+        unavoidable.add(Use.ACTIVATIONS)
+    backward = [uses for (part, _), uses in memory.uses.items() if part == Part.BACKWARD]
+    return max(sum(size for use, size in uses.items() if use in unavoidable) for uses in backward)
 
 
 def gib(size: int) -> str:

@@ -22,6 +22,11 @@ ABOUT = """``smp-train plan``: memory, time and cost of a run, from stepping its
 Needs no GPU, no data and no memory: a run on thousands of devices is planned on a laptop. Of a run that does not fit
 (exit code 2), at most four changes of flags are planned too, none after one that fits.
 """
+HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
+"""Hours of one device per failure: Llama 3 was interrupted 419 times unexpectedly in 54 days on 16,384 H100 (The Llama
+3 Herd of Models, 2024, table 5)."""
+RESTART_MINUTES = 10.0
+"""Minutes from a failure to the next step, an assumption."""
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -38,6 +43,16 @@ def options() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object: bytes, seconds of a step, hours of a budget")
     add("--tokens", type=number, help="train on so many, such as 15e12 or 1T: hours, and with a price the cost")
     add("--price_per_hour", type=float, help="of one instance, in any currency")
+    add("--device_hours_per_failure", type=float, default=HOURS_PER_FAILURE,
+        help=f"of one device (default: {HOURS_PER_FAILURE:,.0f}, Llama 3's)")  # fmt: skip
+    add("--interruptions_per_hour", type=float, default=0.0, help="of one spot instance (default: 0)")
+    add("--restart_minutes", type=float, default=RESTART_MINUTES,
+        help=f"from a failure to the next step (default: {RESTART_MINUTES:.0f}, an assumption)")  # fmt: skip
+    add(
+        "--write_gb_per_s",
+        type=float,
+        help="what a node writes of a checkpoint, 10^9 bytes/s; without it saves are free",
+    )
     return parser
 
 
@@ -64,12 +79,20 @@ def number(text: str) -> float:
     return float(text[:-1]) * unit if unit else float(text)
 
 
+def short_number(tokens: float) -> str:
+    """Return a number as `number` reads it: 1.5T; numbers below 1,000 have no unit."""
+    unit = max((name for name, size in UNITS.items() if size <= tokens), key=UNITS.__getitem__, default="")
+    return f"{tokens / UNITS.get(unit, 1):.4g}{unit}"
+
+
 def check_cost(own_flags: argparse.Namespace) -> None:
     """Raise `ConfigError` for impossible flags of the cost."""
-    for name in ("tokens", "price_per_hour"):
-        value = getattr(own_flags, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"plan: --{name} {value:g}: give a positive number")
+    positive = ("tokens", "price_per_hour", "device_hours_per_failure", "write_gb_per_s")
+    values = vars(own_flags)
+    wrong = [name for name in positive if values[name] is not None and not 0 < values[name] < math.inf]
+    wrong += [name for name in ("interruptions_per_hour", "restart_minutes") if not 0 <= values[name] < math.inf]
+    if wrong:
+        raise ConfigError(f"plan: --{wrong[0]} {values[wrong[0]]:g}: give a positive number")
     if own_flags.tokens is None and own_flags.price_per_hour is not None:
         raise ConfigError("plan: --price_per_hour is for a budget; give --tokens")
     if own_flags.tokens is not None and own_flags.instance_type is None:

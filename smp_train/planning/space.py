@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import gcd
 from typing import Any, NamedTuple
 
-from smp_train.arguments import checkpointing
+from smp_train.arguments import Arguments, checkpointing
 from smp_train.arguments.tuning import CHECKPOINTING, SEARCHED, SHARDING
 from smp_train.distributed.degrees import divisors, plan
 from smp_train.errors import ConfigError
@@ -20,6 +21,7 @@ from smp_train.planning.memory import PlannedRun
 MODES = (checkpointing.NONE, checkpointing.PER_OPERATION, checkpointing.FULL)
 """Modes of activation checkpointing, by falling memory and rising time."""
 UNDIVIDED = "refused: a step of {rows} rows does not divide among the ranks, or into the given micro-batches"
+SEVERAL_ROWS = "slower: several rows for each context group; fewer context ranks with fewer rows send less"
 
 
 class Setting(NamedTuple):
@@ -41,6 +43,11 @@ class Setting(NamedTuple):
         """Ranks that hold one copy of parameters, gradients and optimizer."""
         return self.tensor * self.shard
 
+    @property
+    def share(self) -> float:
+        """A rank's part of the work, in rows per micro-batch."""
+        return self.rows / (self.tensor * self.context)
+
 
 @dataclass(frozen=True)
 class Space:
@@ -61,54 +68,69 @@ class Space:
         per_rank = run.args.train_batch_size * run.args.gradient_accumulation_steps
         return self.batch or per_rank * run.degrees.data_parallel
 
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """The modes of activation checkpointing to choose from, by falling memory."""
-        return (self.run.args.activation_checkpointing,) if {*CHECKPOINTING} & self.fixed else MODES
-
     def settings(self) -> tuple[list[Setting], Counter[str]]:
-        """Return the settings to choose from, and the number of excluded degrees by reason."""
+        """Return the settings to choose from, and the number of all others by reason."""
         possible: list[Setting] = []
         excluded: Counter[str] = Counter()
         devices = self.run.devices
-        for tensor in self._choices("tensor_parallel_degree", divisors(devices)):
-            for context in self._choices("context_parallel_degree", divisors(devices // tensor or 1)):
-                try:
-                    settings = list(self._of_degrees(tensor, context))
-                except ConfigError as problem:
-                    excluded[refused(problem)] += 1
+        for tensor in self._fixed("tensor_parallel_degree") or divisors(devices):
+            for context in self._fixed("context_parallel_degree") or divisors(devices // tensor or 1):
+                settings = list(self._of_degrees(tensor, context))
+                reason = self._refusal(tensor, context) or UNDIVIDED.format(rows=self.rows) * (not settings)
+                if reason:
+                    excluded[reason] += max(len(settings), 1)
                     continue
-                possible += settings
-                excluded[UNDIVIDED.format(rows=self.rows)] += not settings
-        return possible, +excluded
+                several = [setting for setting in settings if self._has_several_rows(setting)]
+                if several:
+                    excluded[SEVERAL_ROWS] += len(several)
+                possible += [setting for setting in settings if not self._has_several_rows(setting)]
+        return possible, excluded
 
-    def _choices(self, flag: str, values: list[Any]) -> list[Any]:
-        """Return the values to choose from; only the user's value if the user gives the flag."""
-        return [getattr(self.run.args, flag)] if flag in self.fixed else values
+    def _fixed(self, name: str) -> list[Any]:
+        """Return the one value of a flag that the user gives; [] if the search chooses it."""
+        return [getattr(self.run.args, name)] if name in self.fixed else []
 
     def _of_degrees(self, tensor: int, context: int) -> Iterator[Setting]:
-        """Yield the settings with these degrees. Raises `ConfigError` if the program refuses the degrees."""
         run = self.run
-        args = replace(run.args, tensor_parallel_degree=tensor, context_parallel_degree=context)
-        shards = [degree for degree in divisors(run.devices // tensor or 1) if degree % context == 0]
+        ranks = run.devices // tensor
+        modes = [run.args.activation_checkpointing] if {*CHECKPOINTING} & self.fixed else MODES
+        offload = self._fixed("sm_activation_offloading") or ([False, True] if run.gpu else [False])
+        per_rank, remainder = divmod(self.rows, max(ranks // context, 1))
+        if {*SHARDING} & self.fixed:
+            try:
+                degrees = plan(self._with(tensor, context), run.devices, run.per_node, smp=False)
+            except ConfigError:  # `_refusal` gives the reason later
+                return
+            shards = [degrees.sharded]
+        else:
+            shards = [degree for degree in divisors(ranks) if degree % context == 0]
+        for rows in [] if remainder else self._fixed("train_batch_size") or divisors(per_rank):
+            steps, remainder = divmod(per_rank, rows)
+            if remainder or steps not in (self._fixed("gradient_accumulation_steps") or [steps]):
+                continue
+            for shard, mode, offloads in product(shards, modes, offload):
+                yield Setting(tensor, context, shard, mode, offloads, rows, steps)
+
+    def _with(self, tensor: int, context: int) -> Arguments:
+        return replace(self.run.args, tensor_parallel_degree=tensor, context_parallel_degree=context)
+
+    def _refusal(self, tensor: int, context: int) -> str:
+        """Return why the program refuses these degrees; "" if it accepts them."""
+        run, args = self.run, self._with(tensor, context)
         if not {*SHARDING} & self.fixed:
             args = replace(args, hybrid_shard_degree=None, sharding_strategy="full_shard")
-        degrees = plan(args, run.devices, run.per_node, smp=False)
-        if {*SHARDING} & self.fixed:
-            shards = [degrees.sharded]
-        context_parallel.check(context, run.seq_len, args.attn_implementation, run.spec.config)
-        tensor_parallel.check(run.spec.config, tensor, run.seq_len // context)
-        offload = self._choices("sm_activation_offloading", [False, True] if run.gpu else [False])
-        per_rank, remainder = divmod(self.rows, run.devices // (tensor * context))
-        for rows in [] if remainder else self._choices("train_batch_size", divisors(per_rank)):
-            steps, remainder = divmod(per_rank, rows)
-            if not remainder and steps in self._choices("gradient_accumulation_steps", [steps]):
-                for shard, mode, offloads in product(shards, self.modes, offload):
-                    yield Setting(tensor, context, shard, mode, offloads, rows, steps)
+        try:
+            plan(args, run.devices, run.per_node, smp=False)
+            context_parallel.check(context, run.seq_len, args.attn_implementation, run.spec.config)
+            tensor_parallel.check(run.spec.config, tensor, run.seq_len // context)
+        except ConfigError as problem:
+            return refused(problem)
+        return ""
 
-    def nodes(self, ranks: int, stride: int) -> int:
-        """Return the number of nodes that ``ranks`` span if neighbours are ``stride`` ranks apart."""
-        return min(-(-ranks * stride // self.run.per_node), ranks)
+    def _has_several_rows(self, setting: Setting) -> bool:
+        """Return whether fewer context ranks, with fewer rows each, would do the same work with less communication."""
+        free = not {"context_parallel_degree", "train_batch_size", "gradient_accumulation_steps"} & self.fixed
+        return free and gcd(setting.context, setting.rows) > 1
 
     def applied(self, setting: Setting) -> PlannedRun:
         """Return the run with a setting."""

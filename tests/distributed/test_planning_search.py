@@ -26,7 +26,7 @@ def test_the_best_is_that_of_all_settings(tmp_path: Path) -> None:
         assert "searching settings for 4 devices" in command.err
         found = json.loads(command.out)
     assert found["cost"]["price"] == pytest.approx(3 * found["cost"]["hours"])
-    assert found["cost"]["hours"] == pytest.approx(1e9 / found["best"][0]["tokens_per_second"] / 3600)
+    assert found["cost"]["training"] == pytest.approx(1e9 / found["best"][0]["tokens_per_second"] / 3600)
     every = harness.run(all_settings, 1)[0]
     fitting = {words: seconds for words, (needed, seconds) in every.items() if needed <= 24 * 10**9}
     assert 0 < len(fitting) < len(every)

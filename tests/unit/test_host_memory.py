@@ -63,5 +63,6 @@ class OnGpu(torch.Tensor):
 def test_pinned_buffers_take_a_power_of_two() -> None:
     tensors = {"a": torch.zeros(1025), "b": torch.zeros(256), "empty": torch.zeros(0), "number": 3}
     assert local_bytes({"model": tensors}) == 4 * (1025 + 256)
+    assert local_bytes({"model": tensors}, pinned=True) == 8192 + 1024
     tensors |= {name: tensors[name].as_subclass(OnGpu) for name in ("a", "b", "empty")}
     assert local_bytes({"model": tensors}) == 8192 + 1024

@@ -19,6 +19,7 @@ from smp_train.launch import cluster, images, planned, preflight, slurm, timing
 from smp_train.launch.instances import Machines, find
 from smp_train.launch.options import split
 from smp_train.launch.spec import build
+from smp_train.models.families import FAMILIES
 from smp_train.models.resolve import presets
 from smp_train.models.state_memory import fewest_parameters
 from smp_train.planning.options import machine, options
@@ -82,6 +83,17 @@ def test_degrees_against_the_model(words: list[str], complaint: str, backend: st
     with pytest.raises(ConfigError) as refused:
         check(words, "", 10)
     assert complaint in str(refused.value)
+
+
+def test_degrees_that_do_not_divide_a_model_in_a_folder(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 50257, "num_attention_heads": 8, "num_key_value_heads": 8}
+    words = ["--hf_model", str(tmp_path), "--tensor_parallel_degree=2"]
+    for content in (config | {"vocab_size": 50304}, [1]):  # the training says what is wrong with a list
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        check(words, "", 1)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"2 .* 50257 "):
+        check(words, "", 1)
 
 
 def test_data_of_a_run_is_there(tmp_path: Path) -> None:
@@ -151,12 +163,16 @@ def test_a_model_far_too_large_for_this_machine_is_refused_before_torch_is_impor
     assert all(part in line for part in ("for the 1 process of", "--memory_check 0"))
 
 
-def test_parameters_are_never_overestimated() -> None:
+def test_parameters_are_never_overestimated(tmp_path: Path) -> None:
     for preset in presets().values():
+        kind = FAMILIES[preset.model_type].hf_model_type
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **preset.config}))
+        of_folder = fewest_parameters(parse(["--hf_model", str(tmp_path)], {}).args)
         words = ["--model_type", preset.model_type, "--model_size", preset.model_size]
         assert fewest_parameters(parse(words, {}).args) == preset.parameters
         shallow = fewest_parameters(parse([*words, "--num_layers", "1"], {}).args)
-        assert 0 < shallow < preset.parameters, preset
+        assert 0 < shallow <= of_folder < preset.parameters, preset
+        assert of_folder > 0.35 * preset.parameters or kind in ("falcon", "gpt2"), preset
     ladder, synonym = ["--model_size=7B"], ["--model_type=llama3", "--model_size=8b"]
     for flags, name in ((ladder, ("scratch", "7b")), (synonym, ("llama_v3", "8b"))):
         assert fewest_parameters(parse(flags, {}).args) == presets()[name].parameters
@@ -291,10 +307,12 @@ def test_a_dry_run_says_that_it_plans_nothing(platform: str, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_run_that_is_planned_not_to_fit_is_warned_of() -> None:
+def test_a_run_that_is_planned_not_to_fit_is_warned_of_and_refused_where_nothing_can_help() -> None:
     assert plan("--train_batch_size=1") == []
-    (line,) = plan(*LARGE)
+    (line,) = plan("--backend=native", *LARGE)  # compiled layers may take less
     assert all(part in line for part in ("does not fit", "each of 8 devices", "--activation_checkpointing full"))
+    with pytest.raises(ConfigError, match=r"does not fit.*--memory_check 0"):
+        plan("--backend=native", "--use_torch_compile=0", *LARGE)
 
 
 def test_what_has_no_plan_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:

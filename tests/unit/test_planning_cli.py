@@ -53,12 +53,15 @@ def test_adapters_are_planned_without_weights(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("cpu_offload", "gpu", "on_host"), [(False, True, 0), (True, True, 16 + 10), (False, False, 0), (True, False, 0)]
+    ("cpu_offload", "gpu", "on_host", "while_saving"),
+    [(False, True, 0, 24), (True, True, 16 + 10, 15), (False, False, 0, 15), (True, False, 0, 15)],
 )
-def test_page_locked_memory_is_counted_by_blocks(cpu_offload: bool, gpu: bool, on_host: int) -> None:
+def test_page_locked_memory_is_counted_by_blocks(
+    cpu_offload: bool, gpu: bool, on_host: int, while_saving: int
+) -> None:
     state = Counter({Use.PARAMETERS: 5, Use.GRADIENTS: 5, Use.OPTIMIZER: 10})
-    memory = Memory({(Part.UPDATE, 0): state}, 1, pinned=16, gpu=gpu, state_on_host=cpu_offload and gpu)
-    assert memory.host == on_host
+    memory = Memory({(Part.UPDATE, 0): state}, 1, pinned=16, saved=24, gpu=gpu, state_on_host=cpu_offload and gpu)
+    assert (memory.host, memory.host_while_saving) == (on_host, while_saving)
 
 
 def test_help_and_mistakes_need_neither_torch_nor_numpy() -> None:

@@ -94,18 +94,44 @@ def test_every_gpu_with_a_known_peak_has_rates() -> None:
     assert (found.peak, found.network, found.per_node) == (989.4e12, 400e9, 8)
 
 
+def spent(**changes: Any) -> dict[str, Any]:
+    own = {
+        "tokens": 36e6, "price_per_hour": 3.0, "device_hours_per_failure": 1e30, "interruptions_per_hour": 0.0,
+        "restart_minutes": 6.0, "write_gb_per_s": None, "checkpoint_type": None, **changes,
+    }  # fmt: skip
+    args: Any = SimpleNamespace(checkpoint_freq=[720, 5000], checkpoint_type=own.pop("checkpoint_type"))
+    speed = st.Prediction(5.0, 1000, 16, 0.5, {}, {})
+    memory: Any = SimpleNamespace(state={Use.PARAMETERS: 35 * 10**9, Use.OPTIMIZER: 70 * 10**9}, checkpoint=10**12)
+    return cost.described(SimpleNamespace(**own), args, speed, MACHINE, memory)  # type: ignore[arg-type]
+
+
 def test_a_budget() -> None:
-    speed = st.Prediction(5.0, 1000, 16, 0.5, {}, {})  # 36,000 steps on two instances
+    found = spent()["cost"]  # 36,000 steps of 5 s on two instances
+    assert (found["training"], found["hours"], found["price"]) == pytest.approx((50, 50, 300))
+    # Every hour half of a failure, each of which loses half of 720 steps, half an hour, and 0.1 to restart.
+    failing = spent(device_hours_per_failure=64.0, interruptions_per_hour=0.125)["cost"]
+    assert failing["hours"] == pytest.approx(50 / (1 - 0.5 * 0.6))
+    assert failing["failures"] == failing["hours"] / 2
+    assert failing["lost"] == pytest.approx(failing["hours"] - 50)
+    assert spent(tokens=None, price_per_hour=None) == {}
+    with pytest.raises(ConfigError, match="never done"):
+        spent(interruptions_per_hour=1.0)
 
-    def cost_of(**own: Any) -> dict[str, Any]:
-        return cost.described(SimpleNamespace(**own), speed, MACHINE)  # type: ignore[arg-type]
 
-    found = cost_of(tokens=36e6, price_per_hour=3.0)["cost"]
-    assert (found["steps"], found["hours"], found["price"]) == pytest.approx((36000, 50, 300))
-    assert cost_of(tokens=None, price_per_hour=None) == {}
+def test_saves() -> None:
+    # 500 GB of each node; 105 GB from each device to the host at 35 GB/s.
+    assert spent(write_gb_per_s=2.0)["save"] == pytest.approx({"written": 250, "blocked": 3})
+    waiting = spent(write_gb_per_s=2.0, checkpoint_type="sharded")
+    assert waiting["save"]["blocked"] == 250
+    assert waiting["cost"]["saving"] == pytest.approx(50 * 250 / 3600)
+    # One save takes longer than the 3,600 s to the next.
+    assert spent(write_gb_per_s=0.1)["save"]["blocked"] == pytest.approx(5000 - 3600)
 
 
-BUDGET: dict[str, Any] = {"tokens": None, "price_per_hour": None, "instance_type": None}
+BUDGET: dict[str, Any] = {
+    "tokens": None, "price_per_hour": None, "device_hours_per_failure": 1.0, "write_gb_per_s": None,
+    "interruptions_per_hour": 0.0, "restart_minutes": 1.0, "instance_type": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -113,6 +139,7 @@ BUDGET: dict[str, Any] = {"tokens": None, "price_per_hour": None, "instance_type
     [
         ({"tokens": -1.0}, "--tokens -1"), ({"price_per_hour": 1.0}, "give --tokens"),
         ({"tokens": float("inf")}, "--tokens inf"), ({"tokens": 1e9}, "--instance_type"),
+        ({"restart_minutes": float("nan")}, "--restart_minutes"),
     ],
 )  # fmt: skip
 def test_impossible_budgets_are_refused(wrong: dict[str, float], named: str) -> None:
@@ -123,3 +150,4 @@ def test_impossible_budgets_are_refused(wrong: dict[str, float], named: str) -> 
 
 def test_numbers_of_tokens() -> None:
     assert [*map(options.number, ("1T", "15e12", "300b"))] == [1e12, 15e12, 300e9]
+    assert [*map(options.short_number, (1e12, 1.5e13, 3e11, 500))] == ["1T", "15T", "300B", "500"]
