@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from smp_train.errors import ConfigError
 from smp_train.models.hugging_face import load_tokenizer
 from smp_train.storage.paths import on_this_machine, place, temporary
 
@@ -16,6 +18,8 @@ TOKENIZER_FILES = frozenset({
     "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
 })  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -70,10 +74,14 @@ def set_end_tokens(config: Any, files: Mapping[str, bytes]) -> None:
 
 
 def adds_chat_template(files: Mapping[str, bytes], model: Mapping[str, bytes]) -> bool:
-    """Return whether ``files`` are the model's tokenizer, by its vocabulary, with a chat template."""
+    """Return whether ``files`` are the model's tokenizer with a chat template; warn of a different vocabulary."""
     with tokenizer_from(files) as tokenizer, tokenizer_from(model) as model_tokenizer:
-        has_template = getattr(tokenizer, "chat_template", None) is not None
-        return has_template and tokenizer.get_vocab() == model_tokenizer.get_vocab()
+        if getattr(tokenizer, "chat_template", None) is None:
+            return False
+        same: bool = tokenizer.get_vocab() == model_tokenizer.get_vocab()
+    if not same:
+        logger.warning("The data's tokenizer has another vocabulary than the model's, which goes into the checkpoints")
+    return same
 
 
 def tokenizer_folder(weights: str | None) -> str | None:
@@ -86,6 +94,24 @@ def tokenizer_folder(weights: str | None) -> str | None:
 
 
 def tokenizer_folder_of_data(folders: Sequence[str]) -> str | None:
-    """Return the first folder with a tokenizer among folders of prepared data and their parents."""
+    """Return the first folder with a tokenizer among folders of prepared data and their parents.
+
+    If the tokenizers differ, it logs a warning and returns None.
+    """
     candidates = (tokenizer_folder(name) or tokenizer_folder(str(place(name).parent)) for name in folders)
-    return next((folder for folder in candidates if folder is not None), None)
+    locations = list(dict.fromkeys(folder for folder in candidates if folder is not None))
+    for folder in locations[1:]:
+        if not _are_equal(folder, locations[0]):
+            logger.warning(
+                "The tokenizers of %s and %s differ, so checkpoints are written without either; give one of them: "
+                "--tokenizer %s or --tokenizer %s", locations[0], folder, locations[0], folder,
+            )  # fmt: skip
+            return None
+    return locations[0] if locations else None
+
+
+def _are_equal(folder: str, other: str) -> bool:
+    try:
+        return tokenizer_files(folder) == tokenizer_files(other)
+    except ConfigError:  # one of them cannot be read
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,10 +49,26 @@ def template_of(files: dict[str, bytes]) -> Any:
         return found and found.chat_template
 
 
-def test_the_first_tokenizer_of_prepared_data_is_kept(made: Path, tmp_path: Path) -> None:
+def test_data_prepared_with_one_tokenizer_in_two_folders(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "chats", tmp_path / "again")
+    settings = tmp_path / "again" / tokenizer.SETTINGS
+    settings.write_text(json.dumps({"name_or_path": "elsewhere", **json.loads(settings.read_text())}))
     (tmp_path / "bare" / "train").mkdir(parents=True)
-    given = args_of(tmp_path / "bare", made / "chats", made / "text")
+    given = args_of(tmp_path / "bare", tmp_path / "again", made / "chats")
     assert template_of(resume.tokenizer_of_run(given, spec_of(None), None)) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("tokenizer.json", {"decoder": None}), ("tokenizer_config.json", {"eos_token": "<|end|>"})]
+)
+def test_data_of_different_tokenizers(name: str, change: Any, made: Path, tmp_path: Path, caplog: Any) -> None:
+    other = shutil.copytree(made / "text", tmp_path / "other")
+    fields = json.loads((other / name).read_text())
+    (other / name).write_text(json.dumps({**fields, **change}))
+    assert resume.tokenizer_of_run(args_of(made / "text", other), spec_of(None), None) == {}
+    (line,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert all(part in line for part in (str(made / "text"), str(other), "--tokenizer"))
+    assert resume.tokenizer_of_run(args_of(made / "text", other, tokenizer=other), spec_of(None), None)
 
 
 @pytest.mark.parametrize("adapted", ["weights", "checkpoint"])
