@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.families import ROPE_SCALING, Family, family_of
 from smp_train.models.hugging_face import transformers4_names
@@ -38,27 +41,34 @@ def apply_flags(fields: dict[str, Any], family: Family, name: str, flags: dict[s
 
     Raises `ConfigError` for a flag without a field, except flags without effect and flags that scripts always pass.
     """
-    heads, key_value = (fields.get(family.fields.get(flag, "")) for flag in ("num_heads", "num_key_value_heads"))
-    if heads is not None and heads == key_value and "num_heads" in flags:  # without grouped heads, both stay equal
-        flags = {"num_key_value_heads": flags["num_heads"]} | flags
-    heads = flags.get("num_heads", heads)
-    for flag, value in flags.items():
+    heads = flags.get("num_heads", fields.get(family.fields.get("num_heads", "")))
+    for flag, value in (following_heads(family, fields, flags) | flags).items():
         target = family.fields.get(flag)
-        if flag == "max_context_width":  # it also sets the length of rows, for any model
-            if target is not None:
-                fields[target] = max(int(value), fields.get(target) or 0)
-        elif target is None:
-            if (flag.endswith("_pdrop") and value == 0) or (flag == "num_key_value_heads" and value == heads):
-                continue
-            if flag not in IGNORED_WITHOUT_FIELD:
+        if target is None:
+            no_change = (
+                (flag.endswith("_pdrop") and value == 0)
+                or (flag == "num_key_value_heads" and value == heads)
+                or flag == "max_context_width"  # it also sets the length of rows, for any model
+            )
+            if flag not in IGNORED_WITHOUT_FIELD and not no_change:
                 raise ConfigError(f"--{flag} {value}: {name} has no such setting; leave it out")
-            logger.info("--%s %s has no effect: %s has no such setting", flag, value, name)
+            if not no_change:
+                logger.info("--%s %s has no effect: %s has no such setting", flag, value, name)
+        elif flag == "max_context_width":
+            fields[target] = max(int(value), fields.get(target) or 0)
         elif flag not in ROPE_SCALING:
             fields[target] = bool(value) if flag == "tie_word_embeddings" else value
     _apply_rope_scaling(fields, flags)
     if family.hf_model_type == "falcon" and "num_key_value_heads" in flags:
         # The decoder layer of Falcon 7B has one key-value head; Falcon 40B has several.
         fields["new_decoder_architecture"] = flags["num_key_value_heads"] > 1
+
+
+def following_heads(family: Family, fields: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Return ``num_key_value_heads`` equal to the ``num_heads`` flag if the two numbers are equal in ``fields``."""
+    heads, key_value = (fields.get(family.fields.get(flag, "")) for flag in ("num_heads", "num_key_value_heads"))
+    follows = "num_heads" in flags and key_value is not None and key_value == heads
+    return {"num_key_value_heads": flags["num_heads"]} if follows else {}
 
 
 def _apply_rope_scaling(fields: dict[str, Any], flags: dict[str, Any]) -> None:
@@ -88,11 +98,23 @@ def with_flags(config: PretrainedConfig, flags: dict[str, Any], weights: str | N
     apply_flags(fields, family, location, flags)
     if {"hidden_width", "num_heads"} & flags.keys() and not weights:
         fields.pop("head_dim", None)  # it was computed from the previous widths
-    for flag in SHAPES if weights else ():
+    learned_positions = ("max_context_width",) * (family.hf_model_type == "gpt2")
+    for flag in (*SHAPES, *learned_positions) if weights else ():
         target = family.fields.get(flag, "")
         if fields.get(target) != original.get(target):
             raise ConfigError(f"--{flag} {fields[target]}: the weights in {location} have {original.get(target)}")
+    positions = family.fields.get("max_context_width", "")
+    if weights and fields.get(positions, 0) > (original.get(positions) or sys.maxsize):
+        _warn_of_positions(location, fields[positions], original[positions])
     return checked(fields, family, location, type(config))
+
+
+@cache  # a start resolves its model more than once
+def _warn_of_positions(location: str, positions: int, pretrained: int) -> None:
+    logger.warning(
+        "--max_context_width %d: the model in %s was trained on %d positions, and has to learn the further ones",
+        positions, location, pretrained, extra=ALL_RANKS,
+    )  # fmt: skip
 
 
 def checked(fields: dict[str, Any], family: Family, name: str, config_class: Any = None) -> PretrainedConfig:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smp_train.arguments.values import nearest
 from smp_train.errors import CheckpointError, ConfigError, one_line
-from smp_train.models.configuration import SHAPES, apply_flags, check_widths, checked, with_flags
+from smp_train.models.configuration import SHAPES, apply_flags, check_widths, checked, following_heads, with_flags
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, SYNONYMS, Family, family_of
 from smp_train.models.hugging_face import CONFIG_FILE, OUR_META, open_configuration, trust_code
 from smp_train.storage.paths import Place, place
@@ -144,7 +144,7 @@ def resolve(args: Arguments, *, needs_weights: bool = True) -> ModelSpec:
             f"{source.weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
             "--model_type and its widths"
         )
-    family_name, family, name, fields = _described(args, flags)
+    family_name, family, name, fields, _ = _described(args, flags)
     lora = _lora(args, source.weights, needs_weights)
     return ModelSpec(name, family_name, checked(fields, family, name), source.weights, lora)
 
@@ -176,21 +176,25 @@ def resolve_saved(
 def settled_flags(args: Arguments) -> dict[str, tuple[Any, str]]:
     """Return the value and the value's source of each model flag that was not given; needs neither model nor torch.
 
-    The result is empty for a Hugging Face model, and if the model is in a checkpoint. Raises `ConfigError` as `resolve`
-    does for flags.
+    A Hugging Face model's values are known if its ``config.json`` is in a local folder. The result is empty for other
+    Hugging Face models, and if the model is in a checkpoint. Raises `ConfigError` as `resolve` does for flags.
     """
-    source, flags = model_source(args), _model_flags(args)
-    is_in_checkpoint = args.resume_from_checkpoint is not None and not names_model(args)
-    if is_in_checkpoint or source.config is not None or (source.weights is not None and not _has_model_flags(args)):
+    if args.resume_from_checkpoint and not names_model(args):
         return {}
-    _, family, name, fields = _described(args, flags)
-    origin = f"{'preset' if args.model_size else 'default of'} {name}"
-    values = {flag: fields.get(target) for flag, target in family.fields.items() if flag not in flags}
-    settled = {flag: (value, origin) for flag, value in values.items() if value is not None}
-    if "max_context_width" not in flags:  # the length of rows, which is not the model's number of positions
-        positions = settled.get("max_context_width", (DEFAULT_CONTEXT,))[0]
-        settled["max_context_width"] = min(DEFAULT_CONTEXT, positions), "default"
-    return settled
+    source, flags = model_source(args), _model_flags(args)
+    if source.config is not None:
+        settled = _values_in_file(Path(source.config))
+    elif source.weights is not None and not _has_model_flags(args):
+        return {}
+    else:
+        _, family, _, fields, sources = _described(args, flags)
+        values = {flag: fields.get(target) for flag, target in family.fields.items()}
+        settled = {flag: (v, sources.get(flag, "default")) for flag, v in values.items() if v is not None}
+    positions, origin = settled.get("max_context_width", (DEFAULT_CONTEXT, "default"))
+    if settled:  # the length of rows, which is not the model's number of positions
+        origin = origin if source.config is not None else "default"
+        settled["max_context_width"] = (min(DEFAULT_CONTEXT, positions), origin)
+    return {flag: value for flag, value in settled.items() if flag not in flags}
 
 
 def row_length(args: Arguments, spec: ModelSpec) -> int:
@@ -227,25 +231,42 @@ def _lora(args: Arguments, weights: str | None, needs_weights: bool = True) -> L
     return Lora(rank, alpha, tuple(args.lora_target_modules), args.lora_dropout)
 
 
-def _described(args: Arguments, flags: dict[str, Any]) -> tuple[str, Family, str, dict[str, Any]]:
-    """Return (family name, family, model name, configuration) of a preset or of widths, with the flags applied.
+def _described(args: Arguments, flags: dict[str, Any]) -> tuple[str, Family, str, dict[str, Any], dict[str, str]]:
+    """Return (family name, family, model name, configuration, source of each flag's value) of a preset or of widths.
 
-    Imports transformers only for a family outside `FAMILIES`.
+    The flags are applied. Imports transformers only for a family outside `FAMILIES`.
     """
     family_name, size = _family_and_size(args)
     family = FAMILIES.get(family_name) or family_of(family_name)
     if size:
         preset = _preset(family_name, size)
-        name, fields = preset.name, copy.deepcopy(preset.config)  # deep, because transformers modifies its input
+        # Deep, because transformers modifies its input.
+        name, fields, source = preset.name, copy.deepcopy(preset.config), f"preset {preset.name}"
     else:
-        name, fields, flags = family_name, dict(family.defaults), DEFAULT_WIDTHS | flags
-        computed = {"intermediate_size": family.feed_forward(flags["hidden_width"])}
-        if family.hf_model_type != "falcon":
-            computed["num_key_value_heads"] = flags["num_heads"]
-        flags = {flag: value for flag, value in computed.items() if flag in family.fields} | flags
+        name, fields, source = family_name, dict(family.defaults), f"default of {family_name}"
+    sources = {flag: source for flag, target in family.fields.items() if fields.get(target) is not None}
+    sources |= dict.fromkeys(following_heads(family, fields, flags), "follows from --num_heads")
+    if not size:
+        flags = DEFAULT_WIDTHS | flags
+        if "intermediate_size" in family.fields:
+            flags = {"intermediate_size": family.feed_forward(flags["hidden_width"])} | flags
+        if "num_key_value_heads" in family.fields and family.hf_model_type != "falcon":
+            flags = {"num_key_value_heads": flags["num_heads"]} | flags
     apply_flags(fields, family, family_name, flags)
     check_widths(family, fields, name)
-    return family_name, family, name, fields
+    return family_name, family, name, fields, sources
+
+
+def _values_in_file(location: Path) -> dict[str, tuple[Any, str]]:
+    """Return the model flags' values in a local ``config.json`` and its path as their source, without transformers."""
+    file = location / CONFIG_FILE if location.is_dir() else location
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        family = next(family for family in FAMILIES.values() if family.hf_model_type == fields["model_type"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, StopIteration):
+        return {}  # not local, damaged (`resolve` reports it), or of a family outside `FAMILIES`
+    targets = {flag: fields.get(target) for flag, target in family.fields.items()}
+    return {flag: (value, str(file)) for flag, value in targets.items() if isinstance(value, int | float)}
 
 
 def _family_and_size(args: Arguments) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """From flags to a configuration."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from smp_train.arguments import Arguments
 from smp_train.errors import ConfigError
 from smp_train.models.build import build_meta, materialise
+from smp_train.models.configuration import with_flags
 from smp_train.models.families import FAMILIES
 from smp_train.models.flops import count_parameters
 from smp_train.models.initialization import initialise
@@ -55,6 +57,8 @@ def test_key_value_heads_follow_num_heads_if_the_preset_has_equal_numbers() -> N
     assert key_value_heads(model_type="llama_v2", model_size="7b", num_heads=4) == 4
     assert key_value_heads(model_type="llama_v2", model_size="7b", num_heads=4, num_key_value_heads=2) == 2
     assert key_value_heads(model_type="llama_v3", model_size="8b", num_heads=16) == 8
+    args = Arguments(model_type="llama_v2", model_size="7b", num_heads=4)
+    assert settled_flags(args)["num_key_value_heads"] == (4, "follows from --num_heads")
     preset = Arguments(model_type="llama_v2", model_size="7b", num_heads=None)
     assert settled_flags(preset)["num_key_value_heads"] == (32, "preset llama_v2-7b")
 
@@ -93,7 +97,7 @@ def test_rope_parameters_reach_the_configuration() -> None:
     assert rope(neox) == {"rope_theta": 5000, "partial_rotary_factor": 0.5, "rope_type": "default"}
 
 
-def test_flags_over_a_configuration_file(tmp_path: Path) -> None:
+def test_flags_over_a_configuration_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny = {"num_layers": 2, "num_heads": 4, "hidden_width": 64, "num_key_value_heads": 2, "vocab_size": 99}
     config = spec(model_type="llama_v3", model_size="8b", **tiny).config
     config.save_pretrained(tmp_path)
@@ -107,6 +111,12 @@ def test_flags_over_a_configuration_file(tmp_path: Path) -> None:
     (tmp_path / "mistral/config.json").write_text(json.dumps(without_window))
     mistral = spec(hf_pretrained_model_name_or_dir=str(tmp_path / "mistral"), max_context_width=64).config
     assert mistral.sliding_window == 0
+    positions = config.max_position_embeddings
+    for width, warned in ((positions // 2, False), (positions, False), (2 * positions, True)):
+        with caplog.at_level(logging.WARNING, "smp_train"):
+            with_flags(config, {"max_context_width": width}, "weights", str(tmp_path))
+        # a longer context than the weights were trained on has to be learned
+        assert any(str(width) in line and str(positions) in line for line in caplog.messages) == warned
 
 
 TINY = {"hidden_width": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "max_context_width": 32}
