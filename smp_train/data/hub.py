@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.data.source import digest_of
 from smp_train.errors import ConfigError, DataError, install, one_line
+from smp_train.models.hugging_face import HubUnreachable, asking_hub
 
 if TYPE_CHECKING:
     from smp_train.data.files import DataFile
@@ -31,8 +32,11 @@ def open_splits(name: str, config: str | None) -> tuple[dict[str, Any], dict[str
     try:
         # datasets 4 and later never run a data set's code, and refuse the option.
         runs_code = "trust_remote_code" in inspect.signature(datasets.load_dataset_builder).parameters
-        builder = datasets.load_dataset_builder(name, config, **({"trust_remote_code": False} if runs_code else {}))
-        streams = dict(builder.as_streaming_dataset())
+        with asking_hub():
+            builder = datasets.load_dataset_builder(name, config, **({"trust_remote_code": False} if runs_code else {}))
+            streams = dict(builder.as_streaming_dataset())
+    except HubUnreachable as failure:
+        raise DataError(f"{name}: {failure}; check the path, or download the data set") from None
     except Exception as error:  # datasets and huggingface_hub raise many classes
         raise DataError(
             f"{name}: is no file or folder here, and cannot be opened as a data set on the hub ({_shown(error)})"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError, first_line
-from smp_train.models.hugging_face import load_tokenizer, refuse_sentencepiece, trust_code
+from smp_train.models.hugging_face import asking_hub, load_tokenizer, refuse_sentencepiece, trust_code
 from smp_train.storage.paths import on_this_machine
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def load(name: str) -> Tokenizer:
     try:
         if path.is_dir() and not file.exists():
             return backend(load_tokenizer(name), name)
-        tokenizer: Tokenizer = Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
+        with nullcontext() if file.exists() else asking_hub():
+            tokenizer: Tokenizer = Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
     except Exception as error:  # tokenizers raises Exception itself
         raise ConfigError(f"--tokenizer {name}: cannot be loaded ({first_line(error)})") from None
     tokenizer.no_padding()

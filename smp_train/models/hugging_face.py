@@ -9,8 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError, first_line, one_line
@@ -29,9 +34,51 @@ OUR_META = "meta.json"
 """A checkpoint's metadata, with the content of the two files above under "model_config" and "generation_config"."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 """Configuration, tokenizer and chat template."""
+PROBE_SECONDS = 5.0
 
 logger = logging.getLogger("smp_train.models")
 _trusted = False
+
+
+class HubUnreachable(OSError):
+    """A name is not in the local cache, and the hub cannot be reached."""
+
+
+@contextmanager
+def asking_hub() -> Iterator[None]:
+    """Let the body ask the Hugging Face hub, or only its local cache if the hub cannot be reached.
+
+    Without this check, huggingface_hub repeats each request for half a minute and logs every attempt. Raises
+    `HubUnreachable` if the cache does not suffice.
+    """
+    from huggingface_hub import constants, utils
+
+    if constants.HF_HUB_OFFLINE or _accepts_connections(constants.ENDPOINT):
+        yield
+        return
+    reset = getattr(utils, "reset_sessions", lambda: None)  # before version 1, open sessions ignore the change
+    constants.HF_HUB_OFFLINE = True
+    reset()
+    try:
+        yield
+    except OSError as failure:
+        raise HubUnreachable("no such path, and the hub cannot be reached") from failure
+    finally:
+        constants.HF_HUB_OFFLINE = False
+        reset()
+
+
+def _accepts_connections(endpoint: str) -> bool:
+    """Return whether a connection to the server can be opened; with a proxy configured, assume that it can."""
+    url = urlsplit(endpoint)
+    if not urllib.request.getproxies().keys().isdisjoint({url.scheme, "all"}):
+        return True
+    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    try:
+        socket.create_connection(address, PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def transformers_major() -> int:
@@ -80,8 +127,9 @@ def load_tokenizer(location: str) -> Any:
             for key, value in json.loads(settings.read_text(encoding="utf-8")).items():
                 if key.endswith("_file") and isinstance(value, str) and "/" in value and os.path.isfile(value):
                     raise ConfigError(f"{settings}: {key} leads out of the folder, to {value}; take that entry out")
-        folder = str(file.parent) if path.is_file() else location
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=_trusted)
+        with nullcontext() if path.exists() else asking_hub():
+            folder = str(file.parent) if path.is_file() else location
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=_trusted)
     except ConfigError:
         raise
     except Exception as failure:  # files of unknown origin can raise anything
@@ -139,15 +187,17 @@ def _download(name: str, *, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        safetensors = ["*.safetensors"] if with_weights else []
-        folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *safetensors]))
-        if with_weights and not weight_files(folder):
-            folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, "*.bin"]))
-        return folder
+        with asking_hub():
+            safetensors = ["*.safetensors"] if with_weights else []
+            folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *safetensors]))
+            if with_weights and not weight_files(folder):
+                folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, "*.bin"]))
+            return folder
     except Exception as failure:  # no network, unknown model, no access: each raises another class
+        reason = failure if isinstance(failure, HubUnreachable) else type(failure).__name__
         raise ConfigError(
-            f"{name} is neither a folder nor a model that the Hugging Face hub gives ({type(failure).__name__}); "
-            "download it and give the folder"
+            f"{name} is neither a folder nor a model that the Hugging Face hub gives ({reason}); download it and give "
+            "the folder"
         ) from failure
 
 
