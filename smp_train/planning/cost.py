@@ -6,11 +6,15 @@ import argparse
 from typing import Any
 
 from smp_train.arguments import Arguments
+from smp_train.distributed.degrees import plan
 from smp_train.errors import ConfigError
 from smp_train.planning.memory import Memory
 from smp_train.planning.options import short_number
 from smp_train.planning.step_memory import Use
 from smp_train.planning.step_time import LINKS, Machine, Prediction
+
+RECOVERY_SECONDS = 30.0
+"""Seconds from a failure to the next step with --recovery in_place, an assumption."""
 
 
 def described(
@@ -18,7 +22,8 @@ def described(
 ) -> dict[str, Any]:  # fmt: skip
     """Return what ``--json`` prints about saves, in seconds, and about a budget of tokens, in hours.
 
-    A failure loses half of the steps between two checkpoints, and the time to restart. Work that is repeated can fail
+    A failure loses half of the steps between two checkpoints, and the time to restart; with --recovery in_place and a
+    replica, one step and `RECOVERY_SECONDS`, if spare nodes take the place of lost ones. Work that is repeated can fail
     again, so the hours without failures are divided by the share of time that is not lost.
 
     Raises:
@@ -39,6 +44,8 @@ def described(
     training, saving = steps * speed.step_seconds / 3600, steps / interval * blocked / 3600
     rate = speed.devices / options.device_hours_per_failure + nodes * options.interruptions_per_hour
     lost_per_failure = (interval * speed.step_seconds + blocked) / 2 / 3600 + options.restart_minutes / 60
+    if args.recovery == "in_place" and plan(args, speed.devices, machine.per_node, smp=False).replicate > 1:
+        lost_per_failure = (speed.step_seconds + RECOVERY_SECONDS) / 3600
     if rate * lost_per_failure >= 1:
         raise ConfigError(
             f"plan: never done: {rate:.3g} failures per hour lose {lost_per_failure:.3g} hours each; save more often "
@@ -53,10 +60,10 @@ def described(
     return costs
 
 
-def text(plan: dict[str, Any]) -> list[str]:
+def text(report: dict[str, Any]) -> list[str]:
     """Return the lines about time and cost, if they are predicted."""
     rows: list[tuple[str, str]] = []
-    if time := plan.get("time"):
+    if time := report.get("time"):
         shown = [(part, seconds) for part, seconds in time["parts"].items() if seconds > 0.001 * time["step"]]
         rows += [(part, f"{seconds:,.3f} s") for part, seconds in sorted(shown, key=lambda row: -row[1])]
         rows += [
@@ -65,10 +72,10 @@ def text(plan: dict[str, Any]) -> list[str]:
              f"{time['tokens_per_second']:,.0f}; {time['tokens_per_second_and_device']:,.0f}"),
             ("MFU", f"{time['mfu']:.1%}"), ("", ""),
         ]  # fmt: skip
-    if save := plan.get("save"):
+    if save := report.get("save"):
         rows += [("writing a checkpoint", f"{save['written']:,.1f} s"),
                  ("training waits for it", f"{save['blocked']:,.1f} s"), ("", "")]  # fmt: skip
-    if cost := plan.get("cost"):
+    if cost := report.get("cost"):
         rows += [
             (f"{cost['steps']:,.0f} steps", f"{cost['training']:,.1f} h"), ("saves", f"{cost['saving']:,.1f} h"),
             (f"{cost['failures']:,.1f} failures, expected", f"{cost['lost']:,.1f} h"),

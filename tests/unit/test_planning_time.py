@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,7 +100,11 @@ def spent(**changes: Any) -> dict[str, Any]:
         "tokens": 36e6, "price_per_hour": 3.0, "device_hours_per_failure": 1e30, "interruptions_per_hour": 0.0,
         "restart_minutes": 6.0, "write_gb_per_s": None, "checkpoint_type": None, **changes,
     }  # fmt: skip
-    args: Any = SimpleNamespace(checkpoint_freq=[720, 5000], checkpoint_type=own.pop("checkpoint_type"))
+    mode, degree = own.pop("recovery", "off"), own.pop("hybrid_shard_degree", 8)
+    args: Any = replace(
+        parse([f"--recovery={mode}", f"--hybrid_shard_degree={degree}"], {}).args, checkpoint_freq=[720, 5000],
+        checkpoint_type=own.pop("checkpoint_type"),
+    )  # fmt: skip
     speed = st.Prediction(5.0, 1000, 16, 0.5, {}, {})
     memory: Any = SimpleNamespace(state={Use.PARAMETERS: 35 * 10**9, Use.OPTIMIZER: 70 * 10**9}, checkpoint=10**12)
     return cost.described(SimpleNamespace(**own), args, speed, MACHINE, memory)  # type: ignore[arg-type]
@@ -113,6 +118,10 @@ def test_a_budget() -> None:
     assert failing["hours"] == pytest.approx(50 / (1 - 0.5 * 0.6))
     assert failing["failures"] == failing["hours"] / 2
     assert failing["lost"] == pytest.approx(failing["hours"] - 50)
+    # In place: one step of 5 s, and 30 s.
+    recovering = {"device_hours_per_failure": 64.0, "interruptions_per_hour": 0.125, "recovery": "in_place"}
+    assert spent(**recovering)["cost"]["hours"] == pytest.approx(50 / (1 - 0.5 * 35 / 3600))
+    assert spent(**recovering, hybrid_shard_degree=16)["cost"] == failing, "without a replica"
     assert spent(tokens=None, price_per_hour=None) == {}
     with pytest.raises(ConfigError, match="never done"):
         spent(interruptions_per_hour=1.0)
