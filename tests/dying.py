@@ -1,7 +1,9 @@
 """``python tests/dying.py train FLAGS``: smp-train, but ranks send themselves signals at marked points.
 
 `DEATHS` is a JSON list of [rank, step, phase, signal]: the rank that enters the phase in that step for the first time
-sends itself the signal. Marker files in the folder `MARKERS` remember which have happened.
+sends itself the signal. Marker files in the folder `MARKERS` remember which have happened. Besides the phases of
+`heartbeat` there is "the groups": all ranks of a generation after the first have met, and this one has yet to form its
+groups.
 """
 
 from __future__ import annotations
@@ -10,28 +12,37 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 DEATHS, MARKERS = "SMP_TRAIN_TEST_DEATHS", "SMP_TRAIN_TEST_MARKERS"
 
 
 def die_at(points: list[tuple[int, int, str, int]], markers: Path) -> None:
     """Let this process die when it enters one of the points."""
-    from smp_train.distributed import heartbeat
+    from smp_train.distributed import generation, heartbeat
 
-    enter, current = heartbeat.enter, 0
+    enter, join, current = heartbeat.enter, generation.Member.join, 0
+
+    def reached(phase: str) -> None:
+        for rank, at_step, name, number in points:
+            marker = markers / f"{rank}-{at_step}-{name}"
+            if (str(rank), at_step, name) == (os.environ["RANK"], current, phase) and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), number)
 
     def entered(phase: int, step: int | None = None) -> None:
         nonlocal current
         enter(phase, step)
         current = current if step is None else step
-        for rank, at_step, name, number in points:
-            marker = markers / f"{rank}-{at_step}-{name}"
-            here = (str(rank), at_step, name) == (os.environ["RANK"], current, heartbeat.PHASES[phase])
-            if here and not marker.exists():
-                marker.touch()
-                os.kill(os.getpid(), number)
+        reached(heartbeat.PHASES[phase])
 
-    heartbeat.enter = entered
+    def joined(member: generation.Member, seconds: float) -> Any:
+        met = join(member, seconds)
+        if member.joined > 1:
+            reached("the groups")
+        return met
+
+    heartbeat.enter, generation.Member.join = entered, joined  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -86,6 +86,9 @@ def start(
 
     def form() -> None:
         store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
+        # Torch names a group by the number of groups before it, and counts one that it could not form. The name must be
+        # the same on all ranks, of which one may just have started.
+        dist.distributed_c10d._world.group_count = 0
         # No device_id: DeviceMesh would split the group, and torch 2.8 and 2.9 cannot split a group with two backends.
         dist.init_process_group(
             backend, store=store, rank=runtime.rank, world_size=runtime.world_size, timeout=timeout

@@ -99,6 +99,13 @@ def test_a_death_during_a_recovery_begins_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("second", [(1, 0, "the groups"), (2, 3, "the groups")], ids=["replacement", "other rank"])
+def test_a_death_while_groups_are_formed_begins_another(tmp_path: Path, second: Death) -> None:
+    ranks = check(tmp_path, [(1, 3, "forward"), second], max_steps=6)
+    assert len(ranks.generations) == 2
+
+
+@pytest.mark.slow
 def test_a_frozen_rank_is_replaced(tmp_path: Path) -> None:
     deaths = [(3, 6, "forward"), (0, 12, "the vote")]
     check(tmp_path, deaths, number=signal.SIGSTOP, max_steps=16, hang_report_seconds=1, train_timeout_seconds=1)
