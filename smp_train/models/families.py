@@ -2,6 +2,9 @@
 
 Fields have the names of transformers 4 (``rope_theta``, ``rope_scaling``, ``rotary_pct``, ``partial_rotary_factor``);
 transformers 5 converts them to its ``rope_parameters`` itself.
+
+A model type outside `attention.KNOWN` has transformers' masks and no context parallelism; the loss of one outside
+`traits.PLAIN_HEADS` is not computed in chunks. Add a new family to each table whose condition it meets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Losses of the routers of a mixture of experts, and the load of its most used expert."""
+"""Losses of the routers of a mixture of experts, and the load of its most used expert.
+
+`smp_train.train_utils.train_step` adds the loss to the cross entropy.
+"""
 
 from __future__ import annotations
 
