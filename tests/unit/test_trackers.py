@@ -68,6 +68,9 @@ def warnings(monkeypatch, caplog):
 def test_a_tracker_gets_configuration_numbers_and_events_in_order(tmp_path, warnings):
     spy = Spy()
     written(tmp_path, {"lr": 0.1, "mesh": {"shard": 2}, "training_dir": "s3://a:planted@b/c?X-Sig=planted"}, one=spy)
+    name, goodput, step = spy.seen.pop(-3)
+    assert (name, step) == ("log", 3)
+    assert goodput["finish/goodput"] + goodput["finish/recovery_sec"] <= 1
     assert spy.seen == [
         ("start", {"lr": 0.1, "mesh.shard": 2, "training_dir": "s3://...@b/c?..."}),
         ("event", "start"),
