@@ -14,13 +14,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 from smp_train.distributed.environment import GENERATION, Runtime
-from smp_train.distributed.unblock import STUCK_SECONDS, main_thread_call, tcp_sockets, unblock
+from smp_train.distributed.unblock import STUCK_SECONDS, abort_nccl, main_thread_call, tcp_sockets, unblock
 
 KEYS = "recovery"
 """Prefix of the keys that ranks and supervisors share."""
@@ -135,12 +135,15 @@ class Member:
         """Whether this process replaces a dead rank of a run that trains."""
         return self.first > 1
 
-    def leave(self) -> None:
-        """Stop making collectives fail, before this process destroys its groups and joins the newest generation.
+    def leave(self, destroy_groups: Callable[[], object] = lambda: None) -> None:
+        """Destroy this process's groups, and stop making collectives fail until there is a newer generation.
 
         gloo would end the process if connections were shut while their group is destroyed.
         """
         with self._joining:
+            if self.superseded():
+                abort_nccl()  # a communicator's end could wait for the dead rank
+            destroy_groups()
             self.joined = self.newest
 
     def join(self, seconds: float) -> tuple[Any, str]:

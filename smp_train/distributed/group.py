@@ -85,38 +85,35 @@ def start(
         dist.distributed_c10d.default_pg_nccl_timeout = timeout
 
     def form() -> None:
-        store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
-        # Torch names a group by the number of groups before it, and counts one that it could not form. The name must be
-        # the same on all ranks, of which one may just have started.
-        dist.distributed_c10d._world.group_count = 0
-        # No device_id: DeviceMesh would split the group, and torch 2.8 and 2.9 cannot split a group with two backends.
-        dist.init_process_group(
-            backend, store=store, rank=runtime.rank, world_size=runtime.world_size, timeout=timeout
-        )
-        agree.host_group = None if mixed else dist.new_group(backend="gloo", timeout=timeout)
+        try:
+            store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
+            # Torch names a group by the number of groups before it, and counts one that it could not form. The name
+            # must be the same on all ranks, of which one may just have started.
+            dist.distributed_c10d._world.group_count = 0
+            # No device_id: DeviceMesh would split the group, and torch 2.8 and 2.9 cannot split one with two backends.
+            dist.init_process_group(
+                backend, store=store, rank=runtime.rank, world_size=runtime.world_size, timeout=timeout
+            )
+            agree.host_group = None if mixed else dist.new_group(backend="gloo", timeout=timeout)
+        except (RuntimeError, ValueError, OSError) as problem:
+            reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+            # The settings are fine if a node was slow or lost: another start may succeed.
+            kind = SmpTrainError if "address already in use" in reason.lower() else LostPeerError
+            raise kind(
+                f"rank {runtime.rank} of {runtime.world_size} on {runtime.hostname} could not form the process group "
+                f"at {runtime.master_addr}:{runtime.master_port} within {limit:g} s: {reason[:200]}; check that all "
+                f"ranks were started, that {runtime.master_addr} is reachable from here and the port is free there"
+            ) from problem
 
     global _form
     _form = form
-    waiting = f"Waiting for all {runtime.world_size} ranks"
-    try:
-        with Progress(waiting, shown=runtime.is_main and runtime.world_size > 1):
-            form()
-    except (RuntimeError, ValueError, OSError) as problem:
-        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-        # The settings are fine if a node was slow or lost: another start may succeed.
-        kind = SmpTrainError if "address already in use" in reason.lower() else LostPeerError
-        raise kind(
-            f"rank {runtime.rank} of {runtime.world_size} on {runtime.hostname} could not form the process group at "
-            f"{runtime.master_addr}:{runtime.master_port} within {limit:g} s: {reason[:200]}; check that all ranks "
-            f"were started, that {runtime.master_addr} is reachable from here, and that the port is free there"
-        ) from problem
+    with Progress(f"Waiting for all {runtime.world_size} ranks", shown=runtime.is_main and runtime.world_size > 1):
+        form()
     return device
 
 
 def form_again() -> None:
     """End the process group, and form it as `start` did, with the ranks of the newest generation."""
-    if generation.member is not None:
-        generation.member.leave()
     stop()
     _form()
 
@@ -261,4 +258,7 @@ def stop() -> None:
             # tensors. Nothing shows whether they are done, so give them time.
             time.sleep(0.2)
         with suppress(Exception):  # a peer may have left already
-            dist.destroy_process_group()
+            if generation.member is None:
+                dist.destroy_process_group()
+            else:
+                generation.member.leave(dist.destroy_process_group)

@@ -76,6 +76,8 @@ def prepare(*, one_queue: bool = False) -> None:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "0" if GENERATION in os.environ else "1")
+    if GENERATION in os.environ:  # torch's watchdog would end every process whose peer has died
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ.update(dict.fromkeys(ALLOCATOR, "expandable_segments:True"))
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")

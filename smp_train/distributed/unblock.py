@@ -37,11 +37,7 @@ def unblock(hosts: Collection[str] = ()) -> None:
     Args:
         hosts: Lost hosts. Their kernels close no connections, so this rank also shuts its connections to them.
     """
-    abort = threading.Thread(target=_abort_nccl, name="smp-train-abort", daemon=True)
-    abort.start()
-    abort.join(ABORT_SECONDS)
-    if abort.is_alive():
-        os._exit(1)
+    abort_nccl()
     store_port = int(os.environ.get("MASTER_PORT", 0))
     lost = {address for host in hosts for address in _addresses(host)}
     with ExitStack() as stack:
@@ -103,7 +99,16 @@ def _addresses(host: str) -> set[str]:
     return set()
 
 
-def _abort_nccl() -> None:
+def abort_nccl() -> None:
+    """Abort NCCL's communicators; end this process if that takes longer than `ABORT_SECONDS`."""
+    abort = threading.Thread(target=_abort_communicators, name="smp-train-abort", daemon=True)
+    abort.start()
+    abort.join(ABORT_SECONDS)
+    if abort.is_alive():
+        os._exit(1)
+
+
+def _abort_communicators() -> None:
     """Abort the communicators of all process groups, in one NCCL group, since one abort can wait for another."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized():
