@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from smp_train.distributed import heartbeat
 from smp_train.distributed.environment import GENERATION
 from smp_train.launch.coordinator import End, Event, Generation, Recovery
 from smp_train.launch.node import Node
@@ -54,6 +55,7 @@ class Recovering:
         for _, command in self.ranks.values():
             command.kill()
         self.recovery.flush()
+        heartbeat.unlink(heartbeat.lasting_name(self.node.master_addr, self.node.master_port, 0))
 
     def start(self, rank: int, generation: int) -> None:
         """Start the process of a rank that first joins ``generation``."""

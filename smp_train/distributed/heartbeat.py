@@ -126,6 +126,11 @@ def open_board(name: str, local_rank: int, local_world_size: int, rank: int, log
     return board
 
 
+def lasting_name(address: str, port: int, node_rank: int) -> str:
+    """Return the name of a node's file if dead ranks are replaced; the supervisor deletes it."""
+    return f"smp-train-{address}-{port}-{node_rank}"
+
+
 def unlink(name: str) -> None:
     """Delete the file, which every rank has mapped by now, so that it does not outlive the run."""
     with suppress(OSError):

@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -339,8 +338,9 @@ def watch(ranks: Runtime, logs: Path, *, report_seconds: float, end_seconds: flo
     met = group.meeting()
     if met is None:
         return
-    member = generation.member
-    name = f"smp-train-{member.run if member else met.prefix.rpartition('/')[2]}-{ranks.node_rank}"
+    name = f"smp-train-{met.prefix.rpartition('/')[2]}-{ranks.node_rank}"
+    if generation.member is not None:  # a replacement opens the file, too
+        name = heartbeat.lasting_name(ranks.master_addr, ranks.master_port, ranks.node_rank)
     boards: list[heartbeat.Board] = []
 
     def opened() -> bool:
@@ -349,10 +349,8 @@ def watch(ranks: Runtime, logs: Path, *, report_seconds: float, end_seconds: flo
         return bool(boards)
 
     everywhere = all(gather("opening the heartbeat", opened))
-    if member is None:
+    if generation.member is None:
         heartbeat.unlink(name)
-    else:  # the replacement of a rank opens the file, too
-        heartbeat.at_end.append(partial(heartbeat.unlink, name))
     if everywhere:
         Watcher(boards[0], ranks, report_seconds=report_seconds, end_seconds=end_seconds)
     else:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
+from smp_train.distributed import heartbeat
 from smp_train.distributed.environment import GENERATION
 from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
 from smp_train.launch.command import die_with_parent, node_name, replace_rank, say
@@ -178,7 +179,8 @@ class _Workers:
             if not self.spare and [*self.command[:2]] == [sys.executable, "-m"]:
                 self.spare = Spare(self.node.environment(0, self.environ))
         elif isinstance(message, Generation):
-            self._replace(message)
+            if not self.interrupted:
+                self._replace(message)
         elif isinstance(message, End):
             self.decided = True
             if message.why:
@@ -253,6 +255,8 @@ class _Workers:
             self.spare.end()
         if self.recovery:
             self.recovery.flush()
+            for node_rank in {rank // self.node.processes for rank in self.generations}:
+                heartbeat.unlink(heartbeat.lasting_name(self.node.master_addr, self.node.master_port, node_rank))
         self.drain()
 
     def drain(self) -> None:
