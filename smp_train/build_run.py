@@ -142,11 +142,10 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         metrics=metrics, throughput=open_throughput(ranks, device, spec, seq_len), stop=stop, audit=audit,
         resumed=resumed, inputs=resolved.inputs,
         spikes=Spikes(args.on_spike, args.spike_threshold, args.spike_window),
-        times=StepTimes(ranks, device) if args.telemetry == "full" else None, choice=choice, id=run_id(start, resumed),
+        times=StepTimes(ranks, device) if args.telemetry == "full" else None, choice=choice,
+        id=distributed.from_main(run_id(start, resumed)),
     )  # fmt: skip
-    with distributed.together("writing run.json"):
-        if ranks.is_main:
-            write_run(run, parameters)
+    distributed.on_main("writing run.json", lambda: write_run(run, parameters))
     memory.row("model and optimizer built")
     return run
 
@@ -190,9 +189,7 @@ def open_throughput(ranks: Runtime, device: torch.device, spec: ModelSpec, seq_l
 def open_run_folder(args: Arguments, ranks: Runtime) -> tuple[RunFolder, MetricsWriter]:
     """Create the run folder on rank 0, and open the log and the metrics in it; collective."""
     folder = RunFolder(args.run_dir)
-    with distributed.together("opening the run folder"):
-        if ranks.is_main:
-            folder.create()
+    distributed.on_main("opening the run folder", folder.create)
     with distributed.together("opening the log"):
         setup_logging(ranks.rank, log_dir=folder.logs, level="DEBUG" if args.debug else "INFO")
         metrics = MetricsWriter(folder.path, is_main=ranks.is_main)
@@ -320,7 +317,7 @@ def choose_schedule(args: Arguments, total_steps: int) -> Schedule:
 
 
 def run_id(start: Start, resumed: Checkpoint | None) -> str:
-    """Return the id in the run's own checkpoint, else a fresh one; rank 0's is used."""
+    """Return the id in the run's own checkpoint, else a fresh one, different on each rank."""
     before = resumed.meta.get("run") if resumed is not None and start.is_own else None
     return str(before["id"]) if isinstance(before, dict) and "id" in before else uuid.uuid4().hex[:8]
 

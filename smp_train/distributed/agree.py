@@ -36,7 +36,8 @@ def replay(results: Sequence[tuple[str, bytes]] | None) -> None:
     A process that replaces a dead rank starts in this way, because the other ranks do not start again. Not
     collective.
     """
-    global _replayed
+    global _replayed, recorded
+    recorded = None
     _replayed = None if results is None else deque(results)
 
 
