@@ -140,8 +140,13 @@ class StreamedData(Loader):
         return batches
 
     def skip_to(self, consumed: int) -> None:
-        """See `Loader.skip_to`; reads the records in between again."""
-        self._consumed = consumed
+        """See `Loader.skip_to`; reads the records in between again, so that `state` knows the cursors there."""
+        streams = {v: stream.skip_to(self._samples(v, consumed)) for v, stream in self._new_streams().items()}
+        ended = [stream.ended for stream in streams.values()]
+        self.exhausted = self.reading.epochs is not None and all(ended)
+        self._consumed, self._open = consumed, {}
+        self._cursors = self._cursors | {v: (stream.samples, stream.cursor) for v, stream in streams.items()}
+        self._before = consumed, self._cursors
 
     def identity(self) -> dict[str, Any]:
         """See `Loader.identity`."""

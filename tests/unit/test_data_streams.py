@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from smp_train.data import stream as streams_module
 from smp_train.data.bad_records import BadRecords
@@ -108,6 +109,19 @@ def test_all_ranks_know_the_same_cursors_to_the_end(corpus):
         (again,) = world(reading(corpus, **LAYOUTS["concat"], epochs=epochs), 1)
         again.check_state(saved)
         assert again.exhausted == ended
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_a_replaced_rank_skips_to_the_position_of_its_peers(corpus, epochs):
+    (rank,), (late,) = (world(reading(corpus, **LAYOUTS["concat"], epochs=epochs), 1, mb=3) for _ in range(2))
+    iterator = rank.batches()
+    for _ in range(3):
+        next(iterator)
+    late.skip_to(9)
+    assert state_of([late], 9) == state_of([rank], 9)
+    for ours, theirs in zip(next(iterator), next(late.batches(9)), strict=True):
+        assert torch.equal(ours.input_ids, theirs.input_ids)
+    iterator.close()
 
 
 def test_order_depends_on_seed_and_epoch(corpus):
