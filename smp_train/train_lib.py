@@ -53,7 +53,7 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
     """Train, or evaluate with --evaluate_only, and return the closed run. Raises `SmpTrainError`, as `main`."""
     run = start(resolved, ranks)
     try:
-        if run.replaces:
+        if recovery.replaces():
             join(run)
         else:
             resume(run)
@@ -147,7 +147,7 @@ def track(run: Run) -> None:
 
 def fit(run: Run) -> bool:
     """Train to the last step or until asked to stop; return whether the run was stopped; collective."""
-    if not run.replaces and not begin(run):
+    if not recovery.replaces() and not begin(run):
         return run.stopped
     run.read_from_here()
     profiler = Profiler(run.args, run.folder.path, run.runtime.rank, run.metrics.event)

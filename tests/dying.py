@@ -1,9 +1,9 @@
 """``python tests/dying.py train FLAGS``: smp-train, but ranks send themselves signals at marked points.
 
-`DEATHS` is a JSON list of [rank, step, phase, signal]: the rank that enters the phase in that step for the first time
-sends itself the signal. Marker files in the folder `MARKERS` remember which have happened. Besides the phases of
-`heartbeat` there is "the groups": all ranks of a generation after the first have met, and this one has yet to form its
-groups.
+`DEATHS` is a JSON list of [rank, step, phase, signal]: the rank that enters the phase in that step for the first time,
+or with "a save 3" for the third time, sends itself the signal, or fails if that is 0. Marker files in the folder
+`MARKERS` remember which have happened. Besides the phases of `heartbeat` there is "the groups": all ranks of a
+generation after the first have met, and this one has yet to form its groups.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,17 @@ def die_at(points: list[tuple[int, int, str, int]], markers: Path) -> None:
     from smp_train.distributed import generation, heartbeat
 
     enter, join, current = heartbeat.enter, generation.Member.join, 0
+    times = Counter[tuple[int, str]]()
 
     def reached(phase: str) -> None:
+        times[current, phase] += 1
+        names = (phase, f"{phase} {times[current, phase]}")
         for rank, at_step, name, number in points:
             marker = markers / f"{rank}-{at_step}-{name}"
-            if (str(rank), at_step, name) == (os.environ["RANK"], current, phase) and not marker.exists():
+            if (str(rank), at_step) == (os.environ["RANK"], current) and name in names and not marker.exists():
                 marker.touch()
+                if not number:
+                    raise ValueError("this rank fails")
                 os.kill(os.getpid(), number)
 
     def entered(phase: int, step: int | None = None) -> None:

@@ -25,9 +25,10 @@ def finish_pending_step(run: Run) -> bool:
     numbers = StepNumbers.read(pending.copy)
     if not numbers.exceeded:
         run.spikes.accept(pending.step, numbers.loss, numbers.grad_norm)
+    start = None if numbers.not_finite else run.spikes.diverges(numbers.loss)
     if pending.logged:
         write_log(run, pending, numbers)
-    if not numbers.not_finite and (start := run.spikes.diverges(numbers.loss)) is not None:
+    if start is not None:
         divergence.report_divergence(run, pending.step, numbers.loss, start)
     if not numbers.exceeded:
         return False

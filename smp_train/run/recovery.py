@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -24,11 +25,12 @@ from torch import Tensor
 
 from smp_train import distributed
 from smp_train.arguments import Arguments
+from smp_train.checkpoints.find import open_checkpoint
 from smp_train.distributed import ALL_RANKS, Runtime, agree, failures, generation, group, heartbeat
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.distributed.environment import GENERATION
 from smp_train.distributed.job import Job
-from smp_train.errors import ConfigError, LostPeerError, SmpTrainError
+from smp_train.errors import CheckpointError, ConfigError, LostPeerError, SmpTrainError
 from smp_train.models.hub_state import create_optimizer_state
 from smp_train.run.best import Best
 from smp_train.run.pending import finish_pending_step
@@ -107,7 +109,7 @@ def commit(run: Run, values: Tensor) -> None:
     try:
         dist.all_reduce(counted)
         *sums, ranks = counted.tolist()
-        if ranks != run.runtime.world_size:  # an aborted collective may return any value
+        if ranks != run.runtime.world_size or member.superseded():  # an aborted collective may return any value
             raise LostPeerError("the sum was aborted")
     except Exception as failure:
         if not interrupts(failure):
@@ -121,18 +123,13 @@ def commit(run: Run, values: Tensor) -> None:
     values.copy_(torch.tensor(sums, dtype=values.dtype))
 
 
-def leave_if_interrupted(run: Run) -> None:
-    """Raise `LeaveStep` after an update for which `commit` formed new groups: the ranks are not synchronized yet."""
-    if run.has_met:
-        raise LeaveStep
-
-
 def meet(run: Run) -> list[dict[str, Any]]:
     """Form the groups of the newest generation, bind the model to them, and return the `position` of each rank."""
+    heartbeat.enter(heartbeat.START)
     while True:
         try:
-            if run.checkpoints.abandon():  # the last update may have begun this save
-                run.saved_step = 0
+            if run.checkpoints.abandon():  # save again, if no update was made since
+                run.saved_step, run.unfinished = 0, True
             group.form_again()
             run.backend.rebind(run.model)
             return exchange(run)
@@ -197,8 +194,6 @@ def synchronize(run: Run, began: float) -> float:
             times, run.times = run.times, None
             finish_pending_step(run)
             run.times = times
-        if run.callback_failure is not None:
-            raise run.callback_failure
     positions = exchange(run)
     living = [rank for rank, each in enumerate(positions) if each["step"] >= 0]
     if len({positions[rank]["step"] for rank in living}) > 1:
@@ -228,17 +223,27 @@ def position(run: Run) -> dict[str, Any]:
 
 def adopt(run: Run, known: Mapping[str, Any]) -> None:
     """Take over ``known``, the `position` of the living rank that has done the least since the last update."""
-    if run.progress.step < 0:
-        run.train_data.skip_to(known["progress"]["consumed"])
+    lacks_position, run.progress = run.progress.step < 0, Position(**known["progress"])
+    if lacks_position:
+        skip_to_position(run, known["saved"][1])
         if run.runtime.is_main and known["record"] is not None:
             log_if_missing(run, known["record"])
-    run.progress = Position(**known["progress"])
     run.unfinished, run.stopped, run.validated = known["unfinished"], known["stopped"], known["validated"]
     run.best, run.losses = Best.of_meta({"best": known["best"]}), dict(known["losses"])
     run.spikes.restore(known["spikes"], run.train_data.global_batch)
     run.saved_step, run.saved_path = known["saved"]
     run.truncated, run.truncated_targets = known["truncated"]
     run.data_ended, run.checkpoints.asynchronous = known["data_ended"], known["asynchronous"]
+
+
+def skip_to_position(run: Run, checkpoint: str | None) -> None:
+    """Read data from the run's position on; streams first skip to the position of the newest ``checkpoint``."""
+    if checkpoint is not None and run.train_data.kind == "streamed":
+        with suppress(CheckpointError):  # then they read all records since the run's start again
+            if data := open_checkpoint(checkpoint).meta.get("data"):
+                run.train_data.check_state(data, allow_data_change=True)
+    run.train_data.skip_to(run.progress.consumed)
+    run.read_from_here()
 
 
 def log_if_missing(run: Run, record: dict[str, Any]) -> None:
@@ -268,12 +273,18 @@ def copy_state(run: Run, sources: Mapping[int, int]) -> None:
     same = {rank: source for rank, source in sources.items() if rank % part == run.runtime.rank % part}
     if not same:
         return
-    source, replicas_group = min(same.values()), run.backend.replica_group()
+    rank, source, replicas_group = run.runtime.rank, min(same.values()), run.backend.replica_group()
     create_optimizer_state(run.optimizer)
     moments = [run.optimizer.state[p] for group in run.optimizer.param_groups for p in group["params"]]
     for state in (run.model.state_dict(keep_vars=True), *moments):
         for _, value in sorted(state.items()):
-            dist.broadcast(local_tensor(value).detach(), source, group=replicas_group)
+            local = local_tensor(value).detach()
+            # An aborted broadcast may write anything: other living ranks keep their own state.
+            dist.broadcast(local if rank in (source, *same) else local.clone(), source, group=replicas_group)
+    if run.backend.topology.device.type == "cuda":
+        torch.cuda.synchronize()
+    if generation.member is not None and generation.member.superseded():
+        raise LostPeerError("the copy was aborted")
 
 
 def go_back(run: Run) -> None:
@@ -286,9 +297,11 @@ def go_back(run: Run) -> None:
     if checkpoint is None:
         raise give_up("no replica of its state lives, and there is no checkpoint yet")
     log.warning("No replica of the lost state lives: all go back to %s", checkpoint.path, extra=ALL_RANKS)
+    run.progress = Position(step=-1)  # if a rank dies meanwhile, this rank's state is none to copy from
     load(run, checkpoint)
     set_position(run, checkpoint)
     run.unfinished, run.stopped, run.validated = False, False, checkpoint.step
+    run.data_ended = run.train_data.exhausted
     run.read_from_here()
 
 

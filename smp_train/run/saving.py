@@ -96,7 +96,8 @@ def load_best(run: Run, path: str) -> None:
 def report_saves(run: Run) -> None:
     """Wait for the save in progress, log the committed checkpoints and call the callback; collective."""
     heartbeat.enter(heartbeat.SAVE)
-    task = f"Finishing the save of step {run.saved_step}, rank 0's part"
+    step, run.saved_step = run.saved_step, 0  # until the save is reported: if a rank dies here, it is repeated
+    task = f"Finishing the save of step {step}, rank 0's part"
     with Progress(task, unit="B", shown=run.runtime.is_main, moved=MOVED):
         finished = run.checkpoints.finish()
     for saved in finished:
@@ -107,6 +108,7 @@ def report_saves(run: Run) -> None:
         if saved.durable and run.args.checkpoint_type == "full":
             write_model(run, saved.path, os.path.join(saved.path, MODEL_FOLDER))
         call_back(run, "on_save", record)
+    run.saved_step = step
 
 
 def call_back(run: Run, event: str, record: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from smp_train.checkpoints.save import CheckpointManager
 from smp_train.data.batch import Batch
 from smp_train.data.indexed import ValidationData
 from smp_train.data.loader import Loader
-from smp_train.distributed import Runtime, generation, heartbeat
+from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import SmpTrainError
 from smp_train.learning_rates import Schedule
 from smp_train.models.resolve import ModelSpec
@@ -110,11 +110,6 @@ class Run:
     saved_step: int = 0
     """Step of the newest checkpoint that this run wrote or resumed from; step 0 is never saved."""
     saved_path: str | None = None
-
-    @property
-    def replaces(self) -> bool:
-        """Whether this process replaces a dead rank."""
-        return generation.member is not None and generation.member.replaces
 
     @property
     def args(self) -> Arguments:

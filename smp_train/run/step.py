@@ -62,7 +62,8 @@ def step(run: Run) -> bool:
         progress.step, progress.consumed - samples, progress.consumed, progress.tokens,
         logged, micro_batches, result, result.to_host(),
     )  # fmt: skip
-    recovery.leave_if_interrupted(run)
+    if run.has_met:  # `recovery.commit` has formed new groups, and the ranks are not synchronized yet
+        raise recovery.LeaveStep
     if logged and run.times is not None:
         run.times.gather()
     validates = args.validation_freq and progress.step % args.validation_freq == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,21 @@ def test_a_death_during_a_recovery_begins_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_last_save_is_repeated_if_a_rank_dies_in_it(tmp_path: Path) -> None:
+    """The third entry is the wait for the save's end."""
+    check(tmp_path, [(2, 4, "a save 3")], max_steps=4, checkpoint_type="async_sharded")
+
+
+@pytest.mark.slow
+def test_a_replaced_rank_0_keeps_the_runs_id(tmp_path: Path) -> None:
+    check(tmp_path, [(0, 2, "forward")], world=2, max_steps=3, number=0, **REPLICATED)
+    started = json.loads((tmp_path / "run" / "run.json").read_text())
+    (saved,) = (tmp_path / "checkpoints" / "run").glob("*-3steps*/meta.json")
+    assert json.loads(saved.read_text())["run"] == started["run"]
+    assert len((tmp_path / "run" / "attempts.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [(1, 0, "the groups"), (2, 3, "the groups")], ids=["replacement", "other rank"])
 def test_a_death_while_groups_are_formed_begins_another(tmp_path: Path, second: Death) -> None:
     ranks = check(tmp_path, [(1, 3, "forward"), second], max_steps=6)
@@ -158,7 +174,7 @@ def test_a_run_without_replica_and_checkpoint_ends(tmp_path: Path) -> None:
     (4, {**REPLICATED, **COMPILED, "tensor_parallel_degree": 2, "activation_checkpointing": "full"}),
     (4, {"gradient_accumulation_steps": 2, "sharding_strategy": "_hybrid_shard_zero2"}),
     (2, {**REPLICATED, "lora_rank": 2, "checkpoint_type": "sharded"}),
-    (2, {**REPLICATED, "streaming": 1, "use_synthetic_data": 0}),
+    (2, {**REPLICATED, "streaming": 1, "use_synthetic_data": 0, "checkpoint_freq": 2}),
 ], ids=["tensor", "context", "experts", "offloaded", "compiled", "compiled-tensor", "accumulated", "lora", "streamed"])
 def test_every_kind_of_run_recovers(tmp_path: Path, world: int, changes: dict[str, Any]) -> None:
     if "streaming" in changes:
