@@ -62,15 +62,20 @@ def recoveries(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", core([0, 1, 2, 3], lambda rank: rank == 0))
-def test_a_rank_that_dies_at_any_point_of_a_step_is_replaced(tmp_path: Path, victim: int) -> None:
-    check(tmp_path, [(victim, 3 + 2 * index, phase) for index, phase in enumerate(STEP)], max_steps=5 + 2 * len(STEP))
-    assert [each["replaced"] for each in recoveries(tmp_path)] == [[victim]] * len(STEP)
+@pytest.mark.parametrize(
+    ("victim", "phases"),
+    core([(0, ["backward", "the update"]), *((rank, STEP) for rank in range(4))], lambda case: case[1] != STEP),
+    ids=["two points", *map(str, range(4))],
+)
+def test_a_rank_that_dies_at_any_point_of_a_step_is_replaced(tmp_path: Path, victim: int, phases: list[str]) -> None:
+    deaths = [(victim, 3 + 2 * index, phase) for index, phase in enumerate(phases)]
+    check(tmp_path, deaths, max_steps=5 + 2 * len(phases))
+    assert [each["replaced"] for each in recoveries(tmp_path)] == [[victim]] * len(phases)
     assert all(each["seconds"] > 0.1 for each in recoveries(tmp_path))  # a replacement's start is part of it
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", core(["async_sharded", "sharded", "full"], lambda kind: kind == "async_sharded"))
+@pytest.mark.parametrize("kind", ["async_sharded", "sharded", "full"])
 def test_a_death_in_a_save_or_a_validation_loses_neither(tmp_path: Path, kind: str) -> None:
     write_shard(tmp_path / "data" / "rows.json", 64)
     deaths = [(0, 4, "a save"), (3, 6, "a validation"), (1, 8, "a save"), (0, 10, "a validation"), (2, 12, "a save")]
