@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_train import arguments, distributed, train_lib, train_utils
 from smp_train.build_run import build_run
-from smp_train.run import pending
+from smp_train.run import results
 from smp_train.run import step as run_step
 from smp_train.run.state import Run
 from smp_train.telemetry.metrics import read_metrics
@@ -108,7 +108,7 @@ def stepping(run: Run) -> Iterator[Callable[[], None]]:
 
     with train_utils.garbage_collected_together():
         yield one
-    pending.finish_pending_step(run)
+    results.finish_pending_step(run)
     run.batches.close()
 
 

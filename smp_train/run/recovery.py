@@ -33,7 +33,7 @@ from smp_train.distributed.job import Job
 from smp_train.errors import CheckpointError, ConfigError, LostPeerError, SmpTrainError
 from smp_train.models.hub_state import create_optimizer_state
 from smp_train.run.best import Best
-from smp_train.run.pending import finish_pending_step
+from smp_train.run.results import finish_pending_step
 from smp_train.run.resume import find_checkpoint, set_position
 from smp_train.run.saving import load
 from smp_train.run.start import Start, candidates_in

@@ -9,7 +9,7 @@ from smp_train import distributed, train_utils
 from smp_train.data.batch import Batch, collate
 from smp_train.distributed import generation, heartbeat
 from smp_train.run import recovery
-from smp_train.run.pending import finish_pending_step
+from smp_train.run.results import finish_pending_step
 from smp_train.run.saving import save_last
 from smp_train.run.state import Run
 from smp_train.telemetry.logging_utils import get_logger
