@@ -74,7 +74,7 @@ def generate_command() -> list[str]:
     """Let the trained model continue a line of Python; it takes no flag of the model."""
     return [
         str(BIN / "smp-train"), "generate", "--checkpoint", str(CHECKPOINTS),
-        "--prompt", PROMPT, "--num_tokens", "60", "--stream", "1",
+        "--prompt", PROMPT, "--num_tokens", "60",
     ]  # fmt: skip
 
 
