@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from smp_train import distributed
+from smp_train.arguments.flag import RULES
 from smp_train.arguments.verb_parser import VerbParser
 from smp_train.errors import ConfigError
 from smp_train.inference.open_model import DTYPES, SavedModel, open_model, sharded_model
@@ -40,14 +41,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value out of range."""
-        for flag, in_range, rule in (
-            ("num_tokens", self.num_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):
-            if not in_range:
-                raise ConfigError(f"--{flag} {getattr(self, flag)}: must be {rule}")
+        for name, rule in (("num_tokens", ">=1"), ("temperature", ">=0"), ("top_k", ">=0"), ("top_p", ">0 <=1")):
+            complaint, accepts = RULES[rule]
+            if not accepts(getattr(self, name)):
+                raise ConfigError(f"--{name} {getattr(self, name)}: {complaint}")
 
 
 def options() -> argparse.ArgumentParser:
@@ -223,61 +220,42 @@ def max_positions(config: Any) -> int:
 def continue_prompt(
     model: Any, tokenizer: Any, prompt: str, ids: Sequence[int], sampling: Sampling, *, printed: bool
 ) -> str:
-    """Return the continuation of ``ids``, on all ranks; collective. Only rank 0 needs the tokenizer.
+    """Return the continuation of ``ids`` by transformers' ``generate``, on all ranks; collective.
 
-    If ``printed``, rank 0 prints the continuation after ``prompt``, each word once it is complete; the speed to stderr.
+    Only rank 0 needs the tokenizer. If ``printed``, it prints the continuation after ``prompt``, each word once it is
+    complete, and the speed to stderr. Ranks of a sharded model draw the same tokens, as they use the same seed.
     """
-    end_tokens = distributed.on_main("reading the tokenizer", lambda: _end_tokens(model, tokenizer))
+    end_tokens, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    if end_tokens is None:
+        end_tokens = distributed.on_main("reading the tokenizer", lambda: tokenizer.eos_token_id)
+    if padding is None:
+        padding = end_tokens[0] if isinstance(end_tokens, list) else end_tokens or 0
+    draws = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     streamer = None
     if printed and distributed.rank() == 0:
         from transformers import TextStreamer
 
         print(prompt, end="", flush=True)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    began = time.perf_counter()
-    tokens = generate_tokens(model, ids, sampling, end_tokens, streamer)
-    seconds = time.perf_counter() - began
-    if streamer is not None:
-        sys.stdout.flush()
-        print(f"{len(tokens)} tokens in {seconds:.3g} s ({len(tokens) / seconds:.1f} tokens/s)", file=sys.stderr)
-    return distributed.on_main("generating", lambda: str(tokenizer.decode(tokens, skip_special_tokens=True)))
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a text, from generation_config.json or else from the tokenizer."""
-    tokens = model.generation_config.eos_token_id
-    if tokens is None:
-        tokens = tokenizer.eos_token_id
-    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
-
-
-def generate_tokens(
-    model: Any, ids: Sequence[int], sampling: Sampling, end_tokens: Sequence[int], streamer: Any = None
-) -> list[int]:
-    """Return the tokens that transformers' ``generate`` appends to ``ids``, up to an end token; collective.
-
-    Ranks of a sharded model draw the same tokens, as they use the same seed.
-    """
-    draws: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    if sampling.temperature > 0:
-        draws = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        draws["do_sample"] = True
     torch.manual_seed(sampling.seed)
-    prompt = torch.tensor([list(ids)], device=next(model.parameters()).device)
-    padding = model.generation_config.pad_token_id
-    if padding is None:
-        padding = end_tokens[0] if end_tokens else 0
+    inputs = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    began = time.perf_counter()
     with torch.no_grad():
         output = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
+            inputs,
+            attention_mask=torch.ones_like(inputs),
             max_new_tokens=min(sampling.num_tokens, max_positions(model.config) - len(ids)),
-            eos_token_id=list(end_tokens) or None,
+            eos_token_id=end_tokens,
             pad_token_id=padding,
             use_cache=True,
             synced_gpus=distributed.world_size() > 1,
             streamer=streamer,
-            **draws,
+            do_sample=sampling.temperature > 0,
+            **(draws if sampling.temperature > 0 else dict.fromkeys(draws)),
         )
     tokens: list[int] = output[0, len(ids) :].tolist()
-    return tokens
+    if streamer is not None:
+        seconds = time.perf_counter() - began
+        sys.stdout.flush()
+        print(f"{len(tokens)} tokens in {seconds:.3g} s ({len(tokens) / seconds:.1f} tokens/s)", file=sys.stderr)
+    return distributed.on_main("generating", lambda: str(tokenizer.decode(tokens, skip_special_tokens=True)))
