@@ -14,40 +14,33 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from smp_train.distributed import Runtime, detect, expand_hostlist
+from smp_train.distributed import Runtime, detect
 from smp_train.errors import one_line
-from smp_train.launch.command import say
+from smp_train.launch.command import node_name, say
 from smp_train.launch.node import Failure, Node
 from smp_train.launch.supervisor import supervise
 
 BAD_NODE = 75
 UNREACHABLE = 74
 """Exit code of a rank that could not reach rank 0, and so has no verdict."""
-HOSTS = "SMP_TRAIN_HOSTS"
-"""Variable with the names of the nodes in their order, for nodes that never report."""
 CPU_BYTES, GPU_BYTES = 1 << 22, 1 << 28
 SLACK_SECONDS = 3.0
 """How much later than its time limit a rank may report."""
-VERDICT_SECONDS = 30.0
-"""How long rank 0, which serves the store, waits until all ranks have read its verdict."""
-FAULT_SECONDS = 10.0
-"""How long rank 0 waits after a fault, when a broken node may never answer. This is less than a launcher waits for the
-faulty node to end (Slurm's KillWait: 30 s), so that the first node can still record the fault."""
-
-
-# --- on each node, before its processes start
+LEAVE_SECONDS = 10.0
+"""How long rank 0, which serves the store, waits until all ranks have read its verdict; after a fault a broken node may
+never answer. This is less than a launcher waits for a faulty node to end (Slurm's KillWait: 30 s), so that the first
+node can still record the fault."""
 
 
 def compare(
@@ -71,8 +64,7 @@ def compare(
         if len(counts) == len(hosts) or time.monotonic() >= deadline:
             break
         time.sleep(0.2)
-    silent = [host for host in hosts if host not in counts]
-    if silent:
+    if silent := [host for host in hosts if host not in counts]:
         return silent, f"no word from {', '.join(silent)} within {seconds:g} s: the task has not started there"
     frequency = Counter(counts.values())
     usual = max(frequency, key=lambda kind: (frequency[kind], kind))  # of two halves, the one with more GPUs
@@ -96,11 +88,9 @@ def run(
     file = logs / "preflight.json"
     command = [sys.executable, "-m", "smp_train.launch.network_check", "--seconds", str(seconds)]
     command += ["--verdict", str(file), "--backend", backend, "--efa", str(efa)]
-    hosts = environ.get("SLURM_STEP_NODELIST")
-    names = {HOSTS: ",".join(expand_hostlist(hosts))} if hosts else {}
     # Another port than training's, which may begin while rank 0 still serves this one.
     check_node = replace(node, master_port=node.master_port + 1)
-    code, failure = supervise(command, check_node, environ={**environ, **names}, log_dir=logs, say=lambda line: None)
+    code, failure = supervise(command, check_node, environ=environ, log_dir=logs, say=lambda line: None)
     if failure is None or (failure.code == BAD_NODE and node.node_rank > 0):
         return code, None
     if failure.code in (BAD_NODE, UNREACHABLE):
@@ -112,9 +102,6 @@ def run(
         failure = Failure(-1, ",".join(verdict.get("nodes", [])) or failure.node, BAD_NODE, cause)
     say(failure.line())
     return failure.code, failure
-
-
-# --- on each rank
 
 
 @dataclass(frozen=True)
@@ -174,57 +161,46 @@ class NetworkCheck:
     """The check of one rank. A test replaces `reduce`, the work of a step."""
 
     def __init__(self, runtime: Runtime, seconds: float, backend: str, device: Any) -> None:
-        self.runtime, self.seconds, self.backend, self.device = runtime, seconds, backend, device
-        self.store: Any = None
-
-    def run(self, report: Callable[[Verdict], None]) -> Verdict:
-        """Return the verdict, after rank 0 has passed it to ``report``; RuntimeError if rank 0 cannot be reached."""
+        """Connect to rank 0's store; RuntimeError if it cannot be reached in time."""
         import torch.distributed as dist
 
+        self.runtime, self.seconds, self.backend, self.device = runtime, seconds, backend, device
+        self.everyone = list(range(runtime.world_size))
         self.store = dist.TCPStore(
-            self.runtime.master_addr, self.runtime.master_port, self.runtime.world_size, self.runtime.is_main,
-            timedelta(seconds=self.seconds), wait_for_workers=False,
+            runtime.master_addr, runtime.master_port, runtime.world_size, runtime.is_main, timedelta(seconds=seconds),
+            wait_for_workers=False,
         )  # fmt: skip
-        self.store.set(f"here/{self.runtime.rank}", self.runtime.hostname)
-        everyone = list(range(self.runtime.world_size))
-        missing = self.missing([f"here/{rank}" for rank in everyone], self.seconds / 2)
+
+    def run(self) -> Verdict:
+        """Do all steps; return rank 0's verdict on rank 0, and an empty verdict on other ranks."""
+        absent = self.report("here", node_name(), self.seconds / 2)
         # Time limits begin when all ranks have arrived, so that they end together.
-        steps = [] if missing else [*self.node_steps(), [everyone]]
+        steps = [] if absent else [*self.node_steps(), [self.everyone]]
         for number, groups in enumerate(steps):
             self.step(f"step{number}", groups, self.seconds / 2 / len(steps))
-        if not self.runtime.is_main:
-            self.store.wait(["verdict"], timedelta(seconds=self.seconds + SLACK_SECONDS))
-            return Verdict(**json.loads(self.store.get("verdict")))
-        verdict = self.judge_steps(missing, steps)
-        # Report first: ranks leave once they have the verdict, and a launcher may then end rank 0's node.
-        report(verdict)
-        self.store.set("verdict", json.dumps(asdict(verdict)))
-        return verdict
+        return self.judge_steps(absent, steps) if self.runtime.is_main else Verdict([], "")
+
+    def report(self, name: str, text: str, seconds: float) -> list[int]:
+        """Publish this rank's ``text``; return the ranks that publish none within ``seconds``."""
+        self.store.set(f"{name}/{self.runtime.rank}", text)
+        keys = [f"{name}/{rank}" for rank in self.everyone]
+        try:
+            self.store.wait(keys, timedelta(seconds=seconds))
+        except RuntimeError:
+            return [rank for rank in self.everyone if not self.store.check([keys[rank]])]
+        return []
+
+    def reported(self, name: str, rank: int) -> str:
+        """Return the text that a rank has published, "" without one."""
+        key = f"{name}/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def node_steps(self) -> list[list[list[int]]]:
         """Return the groups of ranks of each step: all ranks of each node, then the first ranks of pairs of nodes."""
         size = self.runtime.local_world_size
-        firsts = range(0, self.runtime.world_size, size)
-        of_nodes = [list(range(first, first + size)) for first in firsts if size > 1]
+        of_nodes = [self.everyone[first : first + size] for first in self.everyone[::size] if size > 1]
         pairs_of_nodes = [[[node * size for node in pair] for pair in pairs] for pairs in links(self.runtime.num_nodes)]
         return [of_nodes, *pairs_of_nodes]
-
-    def judge_steps(self, missing: list[int], steps: list[list[list[int]]]) -> Verdict:
-        """Return rank 0's verdict from the reports of all ranks."""
-        size = self.runtime.local_world_size
-        failed = [
-            [[rank // size for rank in ranks] for ranks in groups if self.rate(f"step{number}", ranks) is None]
-            for number, groups in enumerate(steps)
-        ]
-        alone = [nodes[0] for nodes in failed[0]] if failed else []
-        pairs = [(first, second) for step in failed[1:-1] for first, second in step]
-        verdict = judge(self._names(), sorted({rank // size for rank in missing}), alone, pairs)
-        if verdict.message:
-            return verdict
-        if failed[-1]:
-            return Verdict([], "every node reaches its neighbours, but an all-reduce over all of them does not end")
-        (everyone,) = steps[-1]
-        return Verdict([], "", self.rate(f"step{len(steps) - 1}", everyone) or 0.0)
 
     def step(self, name: str, groups: list[list[int]], seconds: float) -> None:
         """All-reduce over this rank's group, report its rate, and wait for the reports of all ranks."""
@@ -244,14 +220,7 @@ class NetworkCheck:
             thread.join(seconds)
         for problem in problems:  # later problems add nothing, and may come after the verdict
             say(f"preflight: [{self.runtime.hostname}] {name}: {problem}")
-        self.store.set(f"{name}/{self.runtime.rank}", str(rates[0]) if rates else "")
-        self.missing([f"{name}/{rank}" for rank in range(self.runtime.world_size)], seconds + SLACK_SECONDS)
-
-    def rate(self, name: str, ranks: list[int]) -> float | None:
-        """Return the rate that the first of ``ranks`` reported for a step, None if one of the ranks failed."""
-        keys = [f"{name}/{rank}" for rank in ranks]
-        rates = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
-        return float(rates[0]) if all(rates) else None
+        self.report(name, "".join(map(str, rates)), seconds + SLACK_SECONDS)
 
     def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
         """All-reduce over ``ranks`` twice, in a new group; return the rate of the second one in GB/s."""
@@ -281,31 +250,33 @@ class NetworkCheck:
             raise RuntimeError(f"the sum of {len(ranks)} ones came out as {float(data[0]):g}")
         return size * 2 * (len(ranks) - 1) / len(ranks) / max(seconds, 1e-9) / 1e9
 
-    def missing(self, keys: list[str], seconds: float) -> list[int]:
-        """Wait for keys of the store; return the indices of the keys that were not set in time."""
-        try:
-            self.store.wait(keys, timedelta(seconds=max(seconds, 0.1)))
-        except RuntimeError:
-            return [number for number, key in enumerate(keys) if not self.store.check([key])]
-        return []
+    def judge_steps(self, absent: list[int], steps: list[list[list[int]]]) -> Verdict:
+        """Return rank 0's verdict from the reports of all ranks."""
+        size = self.runtime.local_world_size
+        names = [self.reported("here", first) or f"node-{first // size}" for first in self.everyone[::size]]
+        alone, *pairs, everyone = [
+            [[rank // size for rank in ranks] for ranks in groups
+             if not all(self.reported(f"step{number}", rank) for rank in ranks)]
+            for number, groups in enumerate(steps)
+        ] or ([], [])  # fmt: skip
+        failed_pairs = [(first, second) for step in pairs for first, second in step]
+        verdict = judge(names, sorted({rank // size for rank in absent}), [nodes[0] for nodes in alone], failed_pairs)
+        if verdict.message:
+            return verdict
+        if everyone:
+            return Verdict([], "every node reaches its neighbours, but an all-reduce over all of them does not end")
+        return Verdict([], "", float(self.reported(f"step{len(steps) - 1}", 0)))
 
-    def _names(self) -> list[str]:
-        """Return the nodes' names: reported ones, else the launcher's."""
-        nodes = self.runtime.num_nodes
-        from_launcher = os.environ.get(HOSTS, "").split(",")
-        names = from_launcher if len(from_launcher) == nodes else [f"node-{node}" for node in range(nodes)]
-        for node in range(nodes):
-            key = f"here/{node * self.runtime.local_world_size}"
-            if self.store.check([key]):
-                names[node] = self.store.get(key).decode()
-        return names
-
-    def leave(self, seconds: float) -> None:
-        """Let rank 0, which serves the store, wait ``seconds`` at most until all ranks have left."""
+    def share(self, verdict: Verdict) -> Verdict:
+        """Send rank 0's verdict to all ranks and return it; rank 0 waits until they have it, for a while."""
+        if self.runtime.is_main:
+            self.store.set("verdict", json.dumps(asdict(verdict)))
+        else:
+            self.store.wait(["verdict"], timedelta(seconds=self.seconds + SLACK_SECONDS))
+            verdict = Verdict(**json.loads(self.store.get("verdict")))
         with suppress(RuntimeError):
-            self.store.set(f"bye/{self.runtime.rank}", "")
-            if self.runtime.is_main:
-                self.missing([f"bye/{rank}" for rank in range(self.runtime.world_size)], seconds)
+            self.report("bye", "", LEAVE_SECONDS if self.runtime.is_main else 0.1)
+        return verdict
 
 
 def transport(log: str) -> str:
@@ -334,7 +305,7 @@ def describe(verdict: Verdict, runtime: Runtime, device: str, log: str, efa: int
     return lines
 
 
-def main(argv: Sequence[str] | None = None, make: Callable[..., NetworkCheck] = NetworkCheck) -> int:
+def main(argv: Sequence[str] | None = None, make: type[NetworkCheck] = NetworkCheck) -> int:
     """Run this rank's part; 0: all reach each other, 75: rank 0 named a fault, 74: rank 0 was not reached."""
     parser = argparse.ArgumentParser(prog="python -m smp_train.launch.network_check", allow_abbrev=False)
     parser.add_argument("--seconds", type=float, required=True, help="time limit of the whole check")
@@ -355,32 +326,26 @@ def main(argv: Sequence[str] | None = None, make: Callable[..., NetworkCheck] = 
     if gpus and options.verdict and runtime.is_main and logs_little:
         log = options.verdict.parent / "preflight-nccl.log"
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
-
-    def report(verdict: Verdict) -> None:
-        text = log.read_text(errors="replace") if log and log.exists() else ""
-        for line in describe(verdict, runtime, device.type, text, options.efa):
-            say(line)
-        with suppress(OSError):  # the lines above have the verdict too
-            if options.verdict:
-                options.verdict.write_text(json.dumps(asdict(verdict)) + "\n", encoding="utf-8")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 serves the ranks that have not read it
-
-    check = make(runtime, options.seconds, "nccl" if gpus else "gloo", device)
     try:
-        verdict = check.run(report)
+        check = make(runtime, options.seconds, "nccl" if gpus else "gloo", device)
+        verdict = check.run()
+        if runtime.is_main:  # before the ranks leave with the verdict: a launcher may then end rank 0's node
+            text = log.read_text(errors="replace") if log and log.exists() else ""
+            for line in describe(verdict, runtime, device.type, text, options.efa):
+                say(line)
+            with suppress(OSError):  # the lines above have the verdict too
+                if options.verdict:
+                    options.verdict.write_text(json.dumps(asdict(verdict)) + "\n", encoding="utf-8")
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 serves the ranks that have not read it
+        verdict = check.share(verdict)
     except RuntimeError as problem:
         if runtime.local_rank == 0:
-            address, reason = (runtime.master_addr, runtime.master_port), one_line(problem)[:160]
-            try:  # torch's store reports only that the time is up
-                socket.create_connection(address, timeout=1).close()
-            except OSError as refused:
-                reason = refused.strerror or str(refused)
             say(
-                f"error: preflight: {runtime.hostname} does not reach {address[0]}:{address[1]} within "
-                f"{options.seconds:g} s ({reason}): look whether the run starts there, and at the security group"
+                f"error: preflight: {runtime.hostname} does not reach {runtime.master_addr}:{runtime.master_port} "
+                f"within {options.seconds:g} s ({one_line(problem)[:160]}): look whether the run starts there, and at "
+                "the security group"
             )
         return UNREACHABLE
-    check.leave(FAULT_SECONDS if verdict.message else VERDICT_SECONDS)
     return BAD_NODE if verdict.message else 0
 
 

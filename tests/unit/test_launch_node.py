@@ -581,7 +581,7 @@ def test_preflight_names_the_node_at_fault(
 
     def supervise(command: list[str], place: Node, environ: dict[str, str], **_: Any) -> tuple[int, Failure | None]:
         assert command[-2:] == ["--efa", "32"]
-        assert (place.master_port, environ["SMP_TRAIN_HOSTS"]) == (20088, "n1,n3"), "a port of its own"
+        assert place.master_port == 20088, "a port of its own"
         if verdict is not None:
             (tmp_path / "preflight.json").write_text(json.dumps(verdict) if verdict else "")
         return code, Failure(node, "here", code, cause) if code else None
