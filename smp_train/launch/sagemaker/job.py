@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
 from smp_train.launch.flags import as_arguments, inline_files
 from smp_train.launch.images import check_image
-from smp_train.launch.instances import Instance, Machines, find
+from smp_train.launch.instances import Machines, find
 from smp_train.launch.options import LaunchParser
 from smp_train.launch.spec import check_run, read_env, refuse_recovery
 
@@ -39,6 +40,14 @@ ECR_IMAGE = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<name>[^:@]+)(:(?P<tag>[\w.-]+))?"
 )
 DAY = 24 * 3600
+S3 = (r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", "s3://bucket/prefix, with the name of a bucket")
+FORMS = (
+    ("role", r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+", "the ARN of a role, arn:aws:iam::123456789012:role/NAME"),
+    *((name, *S3) for name in ("train", "test", "checkpoints", "output")),
+    ("input_mode", "FastFile|File", "FastFile or File"),
+    ("fsx", "fs-[0-9a-f]{8,}:/[A-Za-z0-9_-]+(/.*)?", "fs-0123456789abcdef0:/mountname/folder"),
+)
+"""Options with a pattern, and its description."""
 
 
 def parser() -> LaunchParser:
@@ -74,7 +83,7 @@ class Job:
     options: argparse.Namespace
     """Options of the launcher; defaults of checkpoints and max_wait are filled in."""
     base_name: str
-    instance: Instance
+    machines: Machines
     hyperparameters: dict[str, Any]
     resolved: Resolved
     environment: dict[str, str]
@@ -82,12 +91,7 @@ class Job:
     @property
     def instance_type(self) -> str:
         """SageMaker's name of the instance type."""
-        return f"ml.{self.instance.name}"
-
-    @property
-    def machines(self) -> Machines:
-        """The machines of the run."""
-        return Machines(self.instance, self.options.instance_count, self.instance.gpus)
+        return f"ml.{self.options.instance_type.removeprefix('ml.')}"
 
     @property
     def smp(self) -> bool:
@@ -128,9 +132,7 @@ class Job:
         It is the run's folder, because SageMaker downloads the whole prefix at each start.
         """
         args, prefix = self.resolved.args, self.options.checkpoints
-        folders = [
-            os.path.normpath(f"{folder}/{args.run_name}") for folder in args.checkpoint_dir if in_channel(folder)
-        ]
+        folders = [os.path.normpath(f"{one}/{args.run_name}") for one in args.checkpoint_dir if in_channel(one)]
         local = os.path.commonpath(folders or [CHECKPOINTS])
         return {"S3Uri": prefix.rstrip("/") + local.removeprefix(CHECKPOINTS), "LocalPath": local} if prefix else {}
 
@@ -142,13 +144,12 @@ class Job:
 
     def image_uri(self, region: str) -> str:
         """Return the image: the user's, or AWS' for the backend. SageMaker pulls from the job's region only."""
-        image = self.options.image
-        match = ECR_IMAGE.fullmatch(image or "")
-        if match and match["region"] != region:
-            raise ConfigError(
-                f"--image {image}: is in {match['region']} and the job in {region}; push it to a repository there"
-            )
-        if image:
+        if image := self.options.image:
+            match = ECR_IMAGE.fullmatch(image)
+            if match and match["region"] != region:
+                raise ConfigError(
+                    f"--image {image}: is in {match['region']} and the job in {region}; push it to a repository there"
+                )
             return str(image)
         image = SMP_IMAGE if self.smp else TORCH_IMAGE
         name = image.partition(":")[0]
@@ -164,18 +165,19 @@ class Job:
 
 def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     """Return training flags as hyperparameters by name; numbers are numbers, lists are lists."""
+    flags = {flag.name: flag.value for flag in read_command_line(arguments)}
     return {
-        flag.name: [_plain(item) for item in flag.value] if isinstance(flag.value, list) else _plain(flag.value)
-        for flag in read_command_line(arguments)
+        name: [_plain(str(item)) for item in value] if isinstance(value, list) else _plain(str(value))
+        for name, value in flags.items()
     }
 
 
-def _plain(text: Any) -> Any:
-    try:
-        value = json.loads(str(text))
-    except ValueError:
-        return str(text)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(text)
+def _plain(text: str) -> Any:
+    with suppress(ValueError):
+        value = json.loads(text)
+        if type(value) in (int, float):
+            return value
+    return text
 
 
 def default_output(role: str | None, region: str | None, session: Any = None) -> str | None:
@@ -229,38 +231,40 @@ def build(settings: Sequence[str] | Mapping[str, Any], *, copy_to: str | None = 
     """
     checked = _read_options(options)
     hyper = dict(settings) if isinstance(settings, Mapping) else hyperparameters(settings)
-    flags = [flag for name, value in hyper.items() for flag in as_arguments(name, value)]
     if {"config", "smp_config"} & {canonical(name) for name in hyper}:
-        flags = inline_files(flags)
-        hyper = hyperparameters(flags)
+        hyper = hyperparameters(inline_files(_arguments(hyper)))
     if not checked.instance_type:
         raise ConfigError("--instance_type is missing, such as ml.p5.48xlarge")
     instance = find(checked.instance_type)
+    machines = Machines(instance, checked.instance_count, instance.gpus)
     environ = {"SM_TRAINING_ENV": "{}", "SM_OUTPUT_DATA_DIR": "/opt/ml/output/data"}
     channels = [name for name in ("train", "test") if getattr(checked, name)]
-    environ |= {f"SM_CHANNEL_{name.upper()}": f"/opt/ml/input/data/{name}" for name in channels}
-    resolved = parse(flags, environ)
-    if not resolved.args.run_name:
-        hyper = {**hyper, "run_name": resolved.args.label}
-        flags.append(f"--run_name={resolved.args.label}")
-        resolved = parse(flags, environ)
-    folder, checked.checkpoints = _checkpoint_folders(resolved, checked, copy_to)
+    environ |= {f"SM_CHANNEL_{name.upper()}": f"{INPUT}/{name}" for name in channels}
+    given = parse(_arguments(hyper), environ)
+    if not given.args.run_name:
+        hyper = {**hyper, "run_name": given.args.label}
+    folder, checked.checkpoints = _checkpoint_folders(given, checked, copy_to)
     if folder:
         hyper = {name: value for name, value in hyper.items() if NAMES[canonical(name)].name != "checkpoint_dir"}
         hyper["checkpoint_dir"] = [folder]
-        resolved = parse([flag for name, value in hyper.items() for flag in as_arguments(name, value)], environ)
+    resolved = parse(_arguments(hyper), environ)
     refuse_recovery(resolved, "SageMaker's toolkit")
-    check_run(resolved, checked.image, Machines(instance, checked.instance_count, instance.gpus))
+    check_run(resolved, checked.image, machines)
     if resolved.args.backend == "smp":
         # These settings are passed as SMP's own parameter set, which SMP reads itself.
         hyper = {name: value for name, value in hyper.items() if canonical(name) != "mp_parameters"}
     checked.max_wait = checked.max_wait or (checked.max_run + DAY if checked.spot else None)
     name = re.sub(r"[^A-Za-z0-9]+", "-", checked.job_name or resolved.args.run_name).strip("-")
     base_name = name[:43].rstrip("-") or "smp-train"  # SageMaker allows 63 characters, and 20 are for the time
-    job = Job(checked, base_name, instance, hyper, resolved, read_env(checked.env))
+    job = Job(checked, base_name, machines, hyper, resolved, read_env(checked.env))
+    check_image(instance, checked.image or job.image_uri("us-west-2"), resolved.args.backend)
     for problem in _problems(job, checked):
         raise ConfigError(problem)
     return job
+
+
+def _arguments(hyper: Mapping[str, Any]) -> list[str]:
+    return [flag for name, value in hyper.items() for flag in as_arguments(name, value)]
 
 
 def _checkpoint_folders(
@@ -288,32 +292,20 @@ def in_channel(folder: str) -> bool:
 
 def _problems(job: Job, options: argparse.Namespace) -> Iterator[str]:
     """Yield a message for each setting that SageMaker would refuse, or that would lose checkpoints."""
-    args, count = job.resolved.args, options.instance_count
-    if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+", options.role or ""):
-        problem = f"--role {options.role!r}: is not" if options.role else "--role is missing:"
-        yield f"{problem} the ARN of a role, arn:aws:iam::123456789012:role/NAME"
-    for name in ("train", "test", "checkpoints", "output"):
-        uri = getattr(options, name)
-        if uri and not re.match(r"s3://[^/]", uri):
-            yield f"--{name} {uri}: is not s3://bucket/prefix"
-        bucket = (uri or "").removeprefix("s3://").partition("/")[0]
-        if uri and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
-            yield (
-                f"--{name} {uri}: {bucket} is not the name of a bucket, which has 3 to 63 small letters, digits, "
-                "dots and dashes"
-            )
-    check_image(job.instance, options.image or job.image_uri("us-west-2"), args.backend)
-    if options.input_mode not in ("FastFile", "File"):
-        yield f"--input_mode {options.input_mode}: is not FastFile or File"
-    if options.fsx and not re.fullmatch(r"fs-[0-9a-f]{8,}:/[A-Za-z0-9_-]+(/.*)?", options.fsx):
-        yield f"--fsx {options.fsx}: is not fs-0123456789abcdef0:/mountname/folder"
+    args, count, spot, wait = job.resolved.args, options.instance_count, options.spot, options.max_wait
+    if not options.role:
+        yield "--role is missing: the ARN of a role, arn:aws:iam::123456789012:role/NAME"
+    for name, pattern, form in FORMS:
+        value = getattr(options, name)
+        if value and not re.fullmatch(pattern, value):
+            yield f"--{name} {value}: is not {form}"
     if options.fsx and not (options.subnets and options.security_groups):
         yield "--fsx needs --subnets and --security_groups of the file system's VPC"
     on_fsx = all(map(job.on_fsx, args.checkpoint_dir))
     if on_fsx and not options.fsx:
         yield f"--checkpoint_dir {args.checkpoint_dir[0]} is on FSx: give --fsx FILE-SYSTEM-ID:/mountname/folder"
     for folder in job.lost_checkpoints:
-        if options.spot or not folder.startswith(SCRATCH):
+        if spot or not folder.startswith(SCRATCH):
             yield (
                 f"--checkpoint_dir {folder}: is lost with the instance; leave it out ({CHECKPOINTS}, which SageMaker "
                 "copies to --checkpoints), or give s3://bucket/prefix or a folder on --fsx"
@@ -324,16 +316,14 @@ def _problems(job: Job, options: argparse.Namespace) -> Iterator[str]:
             f"{count} instances share no disk, and a checkpoint is written by all of them: give "
             "--checkpoints s3://bucket/prefix, or --fsx"
         )
-    if options.spot and not (options.checkpoints or is_shared):
+    if spot and not (options.checkpoints or is_shared):
         yield "--spot without --checkpoints starts from the beginning after every interruption; give --checkpoints"
-    if options.spot and options.keep_alive:
+    if spot and options.keep_alive:
         yield "--keep_alive: SageMaker has no warm pools of spot instances; give --spot or --keep_alive"
-    if options.max_wait is not None and not options.spot:
+    if wait and not spot:
         yield "--max_wait is for --spot; --max_run limits the training"
-    if options.max_wait is not None and options.max_wait < options.max_run:
-        yield f"--max_wait {options.max_wait} is below --max_run {options.max_run}; it counts waiting and training"
-    if options.keep_alive is not None and options.keep_alive > 21600:
-        yield f"--keep_alive {options.keep_alive}: is above 21600 seconds"
+    if wait and wait < options.max_run:
+        yield f"--max_wait {wait} is below --max_run {options.max_run}; it counts waiting and training"
     for channel, name in ((options.train, "training_dir"), (options.test, "test_dir")):
         if channel and job.resolved.given(name):
             yield f"--{name} and its channel both say where data is; give one of them"
