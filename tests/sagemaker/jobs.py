@@ -7,14 +7,11 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import boto3
-import pytest
 
-from smp_train.errors import ConfigError
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
 from tests.training import SAMPLE, TINY
 
@@ -43,13 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "smp": {},
     "channel": {},
 }  # fmt: skip
-BEYOND: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no instance": ({}, {"instance_count": 0}, "--instance_count '0'"),
-    "long value": ({"tensorboard_dir": "x" * 3000}, {}, "HyperParameters.tensorboard_dir: 300"),
-    "long variable": ({}, {"env": {"LONG": "x" * 600}}, "Environment.LONG: 600 characters"),
-    "many retries": ({}, {"retries": 31}, "MaximumRetryAttempts: 31"),
-}
-"""What SageMaker would refuse: (flags, options, what is said)."""
 ENVIRON = {
     "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": REGION,
     "AWS_EC2_METADATA_DISABLED": "true", "SAGEMAKER_SUPPRESS_V2_WARNING": "1", "SAGEMAKER_VALIDATE_ROLE": "false",
@@ -76,17 +66,6 @@ def command(**changes: str) -> list[str]:
     """Return a command line of the launcher, with other options."""
     words = [word for name, value in {**OPTIONS, **changes}.items() for word in (f"--{name}", value)]
     return ["launch", "sagemaker", *words, *FLAGS]
-
-
-def refuse_beyond_limits(start: Callable[..., Any], kind: str, folder: Path) -> None:
-    """Check that an SDK's adaptor refuses one of `BEYOND` before anything is uploaded or staged."""
-    words, options, said = BEYOND[kind]
-    before = boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"]
-    with pytest.raises(ConfigError) as refused:
-        start(words, source_dir=folder, **{**OPTIONS, **options})
-    assert said in str(refused.value)
-    assert boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"] == before
-    assert not list(folder.iterdir())
 
 
 def check_request(sent: dict[str, Any], kind: str) -> None:

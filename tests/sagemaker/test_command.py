@@ -15,7 +15,7 @@ from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
 from smp_train.launch.sagemaker import account
 from tests.sagemaker.conftest import PLANNED
-from tests.sagemaker.jobs import FLAGS, OPTIONS, REGION, command
+from tests.sagemaker.jobs import FLAGS, OPTIONS, command
 
 
 def test_command_submits(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,12 +63,6 @@ def test_image_is_looked_up(aws: None, capsys: pytest.CaptureFixture[str]) -> No
             {"image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/smp-train:1"},
             "is in eu-west-1 and the job in us-west-2; push it to a repository there",
         ),
-        ({"env": "LONG=" + "x" * 600}, "Environment.LONG: 600 characters, SageMaker's maximum is 512"),
-        (
-            {"tensorboard_dir": "x" * 2600},
-            "HyperParameters.tensorboard_dir: 2604 characters, SageMaker's maximum is 2500",
-        ),
-        ({"retries": "31"}, "MaximumRetryAttempts: 31, SageMaker's maximum is 30"),
     ],
 )
 def test_refused_before_it_is_submitted(
@@ -133,11 +127,3 @@ def test_quota(aws: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert cli.main(command()) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "CreateTrainingJob: ResourceLimitExceeded: The account-level service limit is 0 Instances; ask for" in said
-
-
-def test_limits_of_the_number_of_metrics() -> None:
-    job = sagemaker.build(FLAGS, **OPTIONS)
-    request = sagemaker.request(job, region=REGION, name="x", code="s3://bucket/code")
-    request["AlgorithmSpecification"]["MetricDefinitions"] *= 9
-    with pytest.raises(ConfigError, match=r"MetricDefinitions: 90 entries, SageMaker's maximum is 40"):
-        sagemaker.check_limits(request)

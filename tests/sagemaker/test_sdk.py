@@ -21,7 +21,7 @@ import sagemaker as sdk
 
 from smp_train.launch import sagemaker
 from tests.sagemaker import jobs
-from tests.sagemaker.jobs import BEYOND, FLAGS, KINDS, OPTIONS, REGION, flags
+from tests.sagemaker.jobs import FLAGS, KINDS, OPTIONS, REGION, flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,11 +48,6 @@ def test_estimator_and_plain_request_are_the_same(aws: None, kind: str) -> None:
     )
     assert ours == sent
     jobs.check_request(sent, kind)
-
-
-@pytest.mark.parametrize("kind", BEYOND)
-def test_beyond_limits_is_refused_before_anything_is_sent(aws: None, kind: str, tmp_path: Path) -> None:
-    jobs.refuse_beyond_limits(sagemaker.estimator, kind, tmp_path)
 
 
 def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:

@@ -18,7 +18,7 @@ from sagemaker.core.helper.session_helper import Session
 from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
 from tests.sagemaker import jobs
-from tests.sagemaker.jobs import BEYOND, KINDS, OPTIONS, REGION, flags
+from tests.sagemaker.jobs import KINDS, OPTIONS, REGION, flags
 
 
 def train(words: Any, **options: Any) -> dict[str, Any]:
@@ -81,11 +81,6 @@ def test_model_trainer_and_plain_request_describe_the_same_job(aws: None, kind: 
     )
     assert comparable(sent) == comparable(plain)
     jobs.check_request(sent, kind)
-
-
-@pytest.mark.parametrize("kind", BEYOND)
-def test_beyond_limits_is_refused_before_anything_is_sent(aws: None, kind: str, tmp_path: Path) -> None:
-    jobs.refuse_beyond_limits(sagemaker.model_trainer, kind, tmp_path)
 
 
 def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:

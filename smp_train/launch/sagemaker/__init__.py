@@ -21,14 +21,11 @@ from smp_train.launch.flags import start_line
 from smp_train.launch.options import split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
 from smp_train.launch.sagemaker.job import FSX, Job, build, default_output, parser
-from smp_train.launch.sagemaker.request import archive, check_limits, request, stage
+from smp_train.launch.sagemaker.request import archive, request, stage
 from smp_train.launch.sagemaker.sdk import estimator, inputs, model_trainer
 from smp_train.launch.spec import warn
 
-__all__ = [
-    "FSX", "Job", "archive", "build", "check_limits", "estimator", "inputs", "model_trainer", "parser", "request",
-    "stage",
-]  # fmt: skip
+__all__ = ["FSX", "Job", "archive", "build", "estimator", "inputs", "model_trainer", "parser", "request", "stage"]
 
 STOP_SECONDS = 120
 """Seconds between SIGTERM and the end of a container, at --max_run and at a spot interruption."""
@@ -67,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     warnings += check_account(job, session)
     warnings += planned.check(job.resolved, training, job.machines)  # last, as it takes longest
     warn(warnings)
-    say(f"{options.instance_count} x {job.instance_type}: role, data and limits are in order")
+    say(f"{options.instance_count} x {job.instance_type}: role and data are in order")
     if options.check:
         return 0
     submit(body, session, code)

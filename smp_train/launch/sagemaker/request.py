@@ -1,14 +1,13 @@
-"""The CreateTrainingJob request of a job, SageMaker's limits on it, and the source archive for the container."""
+"""The CreateTrainingJob request of a job, and the source archive for the container."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import json
-import re
 import shutil
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,7 @@ def request(
     ``encode`` writes a hyperparameter as text, by default as SageMaker's SDK v2 does.
 
     Raises:
-        ConfigError: checkpoints would be lost with the instance, or the request exceeds one of SageMaker's limits, if
-            botocore is installed.
+        ConfigError: checkpoints would be lost with the instance.
     """
     options = job.options
     if any(map(in_channel, job.resolved.args.checkpoint_dir)) and not options.checkpoints:
@@ -64,7 +62,7 @@ def request(
         toolkit |= _without_empty(mp_parameters=job.mp_parameters)
     hyper = {name: encode(value) for name, value in job.hyperparameters.items()}
     hyper |= {name: json.dumps(value) for name, value in toolkit.items()}
-    body = _without_empty(
+    return _without_empty(
         TrainingJobName=name,
         RoleArn=options.role,
         AlgorithmSpecification={
@@ -91,8 +89,6 @@ def request(
         RetryStrategy=_without_empty(MaximumRetryAttempts=options.retries),
         ProfilerConfig={"DisableProfiler": True},
     )  # fmt: skip
-    check_limits(body)
-    return body
 
 
 def _without_empty(**members: Any) -> dict[str, Any]:
@@ -115,48 +111,6 @@ def _channels(job: Job) -> list[dict[str, Any]]:
         }  # fmt: skip
         channels.append({"ChannelName": job.fsx_channel, "DataSource": {"FileSystemDataSource": source}})
     return channels
-
-
-def check_limits(body: Mapping[str, Any]) -> None:
-    """Compare a request with SageMaker's service model; `ConfigError` names the first member that exceeds a limit."""
-    try:
-        import botocore.session
-    except ModuleNotFoundError:
-        return
-    model = botocore.session.get_session().get_service_model("sagemaker")
-    _check_shape(model.operation_model("CreateTrainingJob").input_shape, body, "")
-
-
-def _check_shape(shape: Any, value: Any, path: str) -> None:
-    limits = shape.metadata
-    is_number = isinstance(value, int | float)
-    size = value if is_number else len(value)
-    unit = "" if is_number else " characters" if isinstance(value, str) else " entries"
-    for bound, wrong in (("min", size < limits.get("min", size)), ("max", size > limits.get("max", size))):
-        if wrong and not isinstance(value, bool):
-            raise ConfigError(f"{path}: {size}{unit}, SageMaker's {bound}imum is {limits[bound]}")
-    if isinstance(value, str):
-        pattern = limits.get("pattern")
-        # Python's re has no classes of Unicode, which tags have.
-        if pattern and "\\p{" not in pattern and not re.fullmatch(pattern, value):
-            raise ConfigError(f"{path} {value[:80]!r}: does not match SageMaker's {pattern}")
-        if limits.get("enum") and value not in limits["enum"]:
-            raise ConfigError(f"{path} {value!r}: SageMaker does not have it")
-    if shape.type_name == "structure":
-        for name in value:
-            if name not in shape.members:
-                raise ConfigError(f"{path}.{name}: SageMaker does not have it")
-            _check_shape(shape.members[name], value[name], f"{path}.{name}".lstrip("."))
-        missing = [name for name in shape.required_members if name not in value]
-        if missing:
-            raise ConfigError(f"{path or 'the request'}: missing {', '.join(missing)}")
-    elif shape.type_name == "list":
-        for index, item in enumerate(value):
-            _check_shape(shape.member, item, f"{path}[{index}]")
-    elif shape.type_name == "map":
-        for key, item in value.items():
-            _check_shape(shape.key, key, f"{path} key {key}")
-            _check_shape(shape.value, item, f"{path}.{key}")
 
 
 def stage(folder: Path) -> Path:
