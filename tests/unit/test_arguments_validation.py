@@ -87,7 +87,7 @@ COMBINATIONS = {
     "--finetune 1 --hf_model m --finetune_checkpoint_load_dir d --pretrained_checkpoint_file f": "choose the weights",
     "--finetune 1 --pretrained_checkpoint_file f --finetune_checkpoint_load_dir d": "choose the weights",
     "--finetune 1 --pretrained_model_name n --hf_model m": "both choose the model",
-    **{f"--{name} s3://bucket/x": f"--{name} s3://bucket/x: " for name, flag in flags().items() if flag.must == "folder"},
+    **{f"--{flag.name} s3://b/x": f"--{flag.name} s3://b/x: " for flag in flags().values() if flag.must == "folder"},
 }
 
 DATA = {

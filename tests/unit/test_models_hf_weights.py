@@ -1,7 +1,6 @@
 """Weights that transformers saved, read by us: the same logits as transformers' own loading gives."""
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,23 +175,12 @@ def peak(folder: str, weights: str) -> tuple[int, int, int]:
     """Return (memory taken while loading, this rank's part, the largest tensor), in bytes."""
     dist.init_process_group("gloo")
     model = built(folder)
-    for _, layer in decoder_layers(model):
+    for layer in [*(layer for _, layer in decoder_layers(model)), model]:
         fully_shard(layer)
-    fully_shard(model)
     largest = max(p.numel() for p in model.parameters()) * 4
-    done = threading.Event()
     seen = [anonymous_memory()]
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            seen.append(anonymous_memory())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
     materialise(model, "cpu")
-    load_pretrained(model, weights)
-    done.set()
-    watcher.join()
+    load_pretrained(model, weights, lambda done, total: seen.append(anonymous_memory()))
     held = sum(p.to_local().numel() * 4 for p in model.parameters())
     dist.destroy_process_group()
     return max(seen) - seen[0], held, largest

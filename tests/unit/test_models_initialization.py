@@ -187,19 +187,15 @@ def test_initializations_that_need_the_whole_tensor_are_refused() -> None:
 
 
 def build_the_largest() -> tuple[float, int]:
-    """Return the seconds of this process that building the largest models takes, and the bytes by which it grows."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.process_time()  # others may use the machine
-    for family, size, layers in (("llama_v3", "405b", 126), ("mixtral", "8x7b", 32), ("gpt_neox", "20b", 44)):
-        model = build_meta(resolve(Arguments(model_type=family, model_size=size)))
-        found = decoder_layers(model)
-        assert len(found) == layers
-        assert all(dict(model.named_modules())[name] is layer for name, layer in found)
+    """Return the seconds of this process that building the largest model takes, and the bytes by which it grows."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    model = build_meta(resolve(Arguments(model_type="llama_v3", model_size="405b")))
+    assert len(decoder_layers(model)) == 126
     return time.process_time() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
 @pytest.mark.slow
-def test_the_largest_models_take_seconds_and_no_memory() -> None:
+def test_the_largest_model_takes_seconds_and_no_memory() -> None:
     ((seconds, taken),) = run(build_the_largest, 1)  # a process whose peak is its own
     assert seconds < 60  # one or two, where a machine is not slow
     assert taken < 300 << 20

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,55 +35,43 @@ def rope(config: Any) -> dict[str, Any]:
     return share | {"rope_theta": config.rope_theta} | (config.rope_scaling or {"rope_type": "default"})
 
 
-def test_flags_override_a_preset() -> None:
-    for size in ("7b", "7B", "llama_v2-7b"):
-        found = spec(model_type="llama_v2", model_size=size)
-        assert (found.name, found.model_type, found.pretrained) == ("llama_v2-7b", "llama_v2", None)
-        config = found.config
-        assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (4096, 11008, 32)
-        assert config.max_position_embeddings == 4096
-    assert spec(model_size="350M").name == "scratch-350m"  # a rung of the ladder
-    assert spec(model_type="scratch", model_size="13B").config.hidden_size == 5120
-    config = spec(model_type="llama_v2", model_size="7b", num_layers=2, vocab_size=50432).config
-    assert (config.num_hidden_layers, config.vocab_size, config.hidden_size) == (2, 50432, 4096)
-    for width, positions in ((2048, 4096), (8192, 8192)):  # a longer context raises the positions, a shorter does not
-        config = spec(model_type="llama_v2", model_size="7b", max_context_width=width).config
-        assert config.max_position_embeddings == positions
+SEVEN = {"model_type": "llama_v2", "model_size": "7b"}
+SMALL = {"hidden_width": 64, "num_layers": 1, "vocab_size": 64}
+OF_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "max_position_embeddings": 4096}
+FIELDS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    # flags, the model's name, fields of its configuration
+    (SEVEN, "llama_v2-7b", OF_7B),
+    ({**SEVEN, "model_size": "7B"}, "llama_v2-7b", OF_7B),
+    ({**SEVEN, "model_size": "llama_v2-7b"}, "llama_v2-7b", OF_7B),
+    ({"model_size": "350M"}, "scratch-350m", {}),  # a rung of the ladder
+    ({"model_type": "scratch", "model_size": "13B"}, "scratch-13b", {"hidden_size": 5120}),
+    ({**SEVEN, "num_layers": 2, "vocab_size": 50432}, "llama_v2-7b", {"num_hidden_layers": 2, "vocab_size": 50432}),
+    # a longer context raises the positions, a shorter one does not
+    ({**SEVEN, "max_context_width": 2048}, "llama_v2-7b", {"max_position_embeddings": 4096}),
+    ({**SEVEN, "max_context_width": 8192}, "llama_v2-7b", {"max_position_embeddings": 8192}),
+    # key-value heads follow --num_heads if the preset has equal numbers
+    ({**SEVEN, **SMALL, "num_heads": 4}, "llama_v2-7b", {"num_key_value_heads": 4}),
+    ({**SEVEN, **SMALL, "num_heads": 4, "num_key_value_heads": 2}, "llama_v2-7b", {"num_key_value_heads": 2}),
+    ({"model_type": "llama_v3", "model_size": "8b", **SMALL, "num_heads": 16}, "llama_v3-8b",
+     {"num_key_value_heads": 8}),
+    # Llama's own feed-forward width, up to 13B
+    ({"model_type": "llama_v2", "hidden_width": 5120, "num_heads": 40}, "llama_v2", {"intermediate_size": 13824}),
+    # the original systems' defaults
+    ({}, "gpt_neox", {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50432,
+                      "max_position_embeddings": 2048, "intermediate_size": 3072}),
+]  # fmt: skip
 
 
-def test_key_value_heads_follow_num_heads_if_the_preset_has_equal_numbers() -> None:
-    def key_value_heads(**flags: Any) -> int:
-        return spec(hidden_width=64, num_layers=1, vocab_size=64, **flags).config.num_key_value_heads
-
-    assert key_value_heads(model_type="llama_v2", model_size="7b", num_heads=4) == 4
-    assert key_value_heads(model_type="llama_v2", model_size="7b", num_heads=4, num_key_value_heads=2) == 2
-    assert key_value_heads(model_type="llama_v3", model_size="8b", num_heads=16) == 8
-    args = Arguments(model_type="llama_v2", model_size="7b", num_heads=4)
-    assert settled_flags(args)["num_key_value_heads"] == (4, "follows from --num_heads")
-    preset = Arguments(model_type="llama_v2", model_size="7b", num_heads=None)
-    assert settled_flags(preset)["num_key_value_heads"] == (32, "preset llama_v2-7b")
+@pytest.mark.parametrize(("flags", "name", "fields"), FIELDS)
+def test_flags_describe_a_model(flags: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
+    found = spec(**flags)
+    assert (found.name, found.pretrained) == (name, None)
+    assert {field: getattr(found.config, field) for field in fields} == fields
 
 
-def test_the_original_systems_defaults() -> None:
-    config = spec().config
-    assert config.model_type == "gpt_neox"
-    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (768, 12, 12)
-    assert (config.vocab_size, config.max_position_embeddings, config.intermediate_size) == (50432, 2048, 3072)
-
-
-@pytest.mark.parametrize(
-    ("size", "width", "kv", "hidden", "layers", "heads"),
-    [("7b", 11008, 32, 4096, 32, 32), ("13b", 13824, 40, 5120, 40, 40), ("70b", 28672, 8, 8192, 80, 64)],
-)
-def test_the_widths_of_the_fsdp_sample_equal_the_preset(
-    size: str, width: int, kv: int, hidden: int, layers: int, heads: int
-) -> None:
-    widths = {"model_type": "llama_v2", "hidden_width": hidden, "num_heads": heads}
-    all_of_them = {"num_layers": layers, "num_key_value_heads": kv, "intermediate_size": width}
-    given = spec(**widths, **all_of_them, max_context_width=4096).config.to_dict()
-    assert given == spec(model_type="llama_v2", model_size=size).config.to_dict()
-    if size != "70b":  # the feed-forward width that is not given is Llama's own up to 13B
-        assert spec(**widths).config.intermediate_size == width
+def test_the_source_of_each_value_is_known_before_a_model_is_built() -> None:
+    assert settled_flags(Arguments(**SEVEN, num_heads=4))["num_key_value_heads"] == (4, "follows from --num_heads")
+    assert settled_flags(Arguments(**SEVEN))["num_key_value_heads"] == (32, "preset llama_v2-7b")
 
 
 def test_rope_parameters_reach_the_configuration() -> None:
@@ -170,16 +159,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("flags", "words"), BAD, ids=[words for _, words in BAD])
 def test_contradicting_flags_are_refused_in_one_line(flags: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        spec(**flags)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_widths_are_refused_before_a_model_is_built() -> None:
-    for flags in ({"hidden_width": 65}, {"model_type": "mixtral", "num_experts_per_tok": 9}):
-        with pytest.raises(ConfigError, match=r"--hidden_width 65|--num_local_experts 8"):
-            settled_flags(Arguments(**flags))
+    """And, unless a Hugging Face model is read, before a model is built."""
+    of_hub = "hf_pretrained_model_name_or_dir" in flags
+    for ask in [resolve] if of_hub else [resolve, settled_flags]:
+        with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+            ask(Arguments(**flags))
+        assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_a_usable_configuration_is_refused(tmp_path: Path) -> None:
@@ -202,8 +187,6 @@ def test_flags_that_scripts_always_pass_are_logged_if_they_have_no_effect(caplog
 def test_a_hub_model_has_its_chat_template_and_generation_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub
-
     from smp_train.checkpoints.hf.card import hub_name
     from smp_train.models.tokenizer import open_tokenizer, tokenizer_folder
 
@@ -214,16 +197,12 @@ def test_a_hub_model_has_its_chat_template_and_generation_settings(
     (hub / "model.safetensors").touch()
 
     def download(name: str, *, allow_patterns: list[str]) -> str:
-        cache.mkdir(parents=True)
-        for path in hub.iterdir():
-            if any(path.match(pattern) for pattern in allow_patterns):
-                shutil.copy(path, cache)
-        return str(cache)
+        unwanted = [path.name for path in hub.iterdir() if not any(map(path.match, allow_patterns))]
+        return str(shutil.copytree(hub, cache, ignore=shutil.ignore_patterns(*unwanted)))
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     spec = resolve(Arguments(hf_pretrained_model_name_or_dir="org/tiny"))
-    assert spec.pretrained == str(cache)
-    assert hub_name(spec.pretrained) == "org/tiny"
+    assert (spec.pretrained, hub_name(spec.pretrained or "")) == (str(cache), "org/tiny")
     assert spec.generation == {"eos_token_id": [1, 2]}
     with open_tokenizer(tokenizer_folder(spec.pretrained) or "") as tokenizer:
         assert tokenizer.chat_template == PLAIN

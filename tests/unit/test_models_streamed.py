@@ -95,36 +95,29 @@ def test_files_in_s3_that_cannot_be_read_are_named(there: str, server, tmp_path:
     model = built(f"{there}/m")
     materialise(model, "cpu")
     weights, whole = "m/model.safetensors", (tmp_path / "model.safetensors").read_bytes()
-
-    def refused(location: str = f"{there}/m") -> str:
-        with pytest.raises((CheckpointError, ConfigError)) as failure:
+    for location in ("s3://nowhere-at-all/m", f"{there}/elsewhere"):
+        with pytest.raises((CheckpointError, ConfigError), match=location):
             load_pretrained(model, location)
-        return str(failure.value)
-
-    assert "s3://nowhere-at-all" in refused("s3://nowhere-at-all/m")
-    assert "has no weights" in refused(f"{there}/elsewhere")
     with pytest.raises(ConfigError, match=f"{there}/elsewhere"):
         resolve(Arguments(hf_pretrained_model_name_or_dir=f"{there}/elsewhere"))
-    server.faults[weights].extend(["short", "reset", "SlowDown"])  # faults that pass are not even noticed
-    load_pretrained(model, f"{there}/m")
-    gets = []
-
-    def replace(method: str, path: str) -> None:
-        if method == "GET" and weights in path:
-            gets.append(path)
-            if len(gets) == 2:
-                upload(f"{there}/m", {"model.safetensors": whole[:-4] + b"abcd"})
-
-    server.on_request = replace
-    assert "was replaced while it was being read (412)" in refused()
-    server.on_request = lambda method, path: None
     for wrong, why in (
         (whole[:-4], "shorter than its header says"),
         (b"\xff" * 99, "its header would be"),
         (pickled(tmp_path).read_bytes(), f"{there}/{weights} cannot be read as safetensors"),
     ):
         upload(f"{there}/m", {"model.safetensors": wrong})
-        assert why in refused()
+        with pytest.raises(CheckpointError, match=why):
+            load_pretrained(model, f"{there}/m")
+    requests = iter((False, True))  # the second one meets another version
+
+    def replace(method: str, path: str) -> None:
+        if method == "GET" and weights in path and next(requests, False):
+            upload(f"{there}/m", {"model.safetensors": whole[:-4] + b"abcd"})
+
+    upload(f"{there}/m", {"model.safetensors": whole})
+    server.on_request = replace
+    with pytest.raises(CheckpointError, match="was replaced while it was being read"):
+        load_pretrained(model, f"{there}/m")
 
 
 def test_a_tokenizer_is_copied_without_the_weights(there: str, monkeypatch) -> None:
@@ -137,5 +130,4 @@ def test_a_tokenizer_is_copied_without_the_weights(there: str, monkeypatch) -> N
 def test_places_have_the_parts_of_paths() -> None:
     path = S3Path("s3://b/x//y/")
     assert (str(path), path.name, str(path.parent), str(path / "z")) == ("s3://b/x/y", "y", "s3://b/x", "s3://b/x/y/z")
-    assert str(path.parent.parent) == str(path.parent.parent.parent) == "s3://b"
-    assert not S3Path("s3://b").name
+    assert (str(path.parent.parent.parent), S3Path("s3://b").name) == ("s3://b", "")
