@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,14 +11,12 @@ import torch
 from torch import nn
 
 from smp_train.checkpoints import format as format_module
-from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.find import best_of, open_checkpoint, open_verified
 from smp_train.checkpoints.folder import open_folder
 from smp_train.checkpoints.format import FORMAT, Marker
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.errors import CheckpointError
 from smp_train.launch import flags as launch_flags
-from smp_train.models.hub_names import canonical_name
 from smp_train.models.hub_state import create_optimizer_state, gather_state
 from tests.checkpoint_files import (
     check,
@@ -177,19 +173,14 @@ def test_a_damaged_newest_one_is_marked_and_the_older_one_used(place, caplog, ch
     assert loaded(place) == 7
 
 
-def test_a_marked_one_is_not_read_again_until_the_mark_is_deleted(place, monkeypatch):
+def test_a_marked_one_is_not_used_until_the_mark_is_deleted(place):
     save(place, 3, 6)
-    harm(place, "llama_v2-6steps", ".distcp", flipped)
-    verified, verify = [], Checkpoint.verify
-    monkeypatch.setattr(Checkpoint, "verify", lambda self, *args: (verified.append(self.step), verify(self, *args))[1])
-    assert loaded(place) == 3
-    assert verified == [6, 3]
-    assert loaded(place) == 3
-    assert verified == [6, 3, 3], "DAMAGED says it already"
+    for _ in range(2):  # harmed, marked, and repaired
+        harm(place, "llama_v2-6steps", ".distcp", flipped)
+        assert loaded(place) == 3
     said = r"__0_0.distcp has CRC-32.* \(file DAMAGED; delete it if the checkpoint has been repaired\)"
     with pytest.raises(CheckpointError, match=said):
         open_verified(f"{place}/llama_v2-6steps")
-    harm(place, "llama_v2-6steps", ".distcp", flipped)
     open_folder(place).storage.delete("llama_v2-6steps/DAMAGED")
     assert loaded(place) == 6
 
@@ -212,7 +203,7 @@ def test_a_format_of_the_future_is_refused_and_is_no_damage(tmp_path, monkeypatc
 
 
 def test_the_highest_generation_then_the_highest_step_is_the_newest(place):
-    """Neither names nor clocks order checkpoints."""
+    """Neither names nor clocks order checkpoints: a run that goes back is not overtaken by what it left."""
     save(place, 30, generation=1)
     save(place, 8, generation=3)
     save(place, 20, 5, generation=2)
@@ -221,6 +212,14 @@ def test_the_highest_generation_then_the_highest_step_is_the_newest(place):
     assert (loaded(place), open_verified(place).step) == (8, 8)
     parent, name = split(place)
     assert newest_step(parent, name) == 8
+    before = contents(place)
+    saver = manager(place, keep=9, generation=3)
+    saver.next_generation()
+    for step in (5, 9):
+        saver.save(step, state(step), {"tokens": step * 10})
+        assert loaded(place) == step
+    assert committed(place) == ["llama_v2-9steps", "llama_v2-5steps-2", *order]
+    assert contents(place).items() >= before.items(), "nothing is replaced"
 
 
 def test_a_folder_that_was_renamed_to_another_step_is_ordered_by_its_marker(tmp_path):
@@ -228,21 +227,6 @@ def test_a_folder_that_was_renamed_to_another_step_is_ordered_by_its_marker(tmp_
     (tmp_path / "llama_v2-3steps").rename(tmp_path / "llama_v2-99steps")
     assert loaded(tmp_path) == 6
     assert open_verified(tmp_path / "llama_v2-99steps").step == 3
-
-
-def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(place):
-    save(place, 10, 20, 30)
-    left = {name: data for name, data in contents(place).items() if "30steps" in name}
-    saver = manager(place, keep=9, generation=2)
-    assert loaded(place) == 30, "nothing has been written yet"
-    saver.save(21, state(21), {"tokens": 210})
-    assert loaded(place) == 21
-    saver.next_generation()
-    saver.save(20, state(20), {"tokens": 200})
-    assert (committed(place)[0], loaded(place)) == ("llama_v2-20steps-2", 20)
-    saver.save(40, state(40), {"tokens": 400})
-    assert loaded(place) == 40, "its own later ones count"
-    assert {name: data for name, data in contents(place).items() if "30steps" in name} == left
 
 
 def test_retention_keeps_the_newest_and_never_deletes_those_of_later_generations(place):
@@ -311,16 +295,6 @@ def test_each_folder_has_its_own_policy(tmp_path):
     assert listed(tmp_path / "b" / "run") == ["m-13steps"]
 
 
-# --- folders that cannot be used
-
-
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/checkpoints"])
-def test_a_folder_that_cannot_be_written_is_found_at_start(tmp_path, place):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match="--checkpoint_dir"):
-        manager(tmp_path / place / "run").check_folders()
-
-
 # --- loading
 
 
@@ -352,14 +326,7 @@ class Evil:
         return print, ("code from a checkpoint ran",)
 
 
-def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
-    save(tmp_path, 1)
-    folder = open_folder(tmp_path)
-    marker = Marker.from_bytes(folder.read("llama_v2-1steps", "COMMITTED"))
-    record = folder.put("llama_v2-1steps", ".metadata", pickle.dumps(Evil()))
-    folder.commit("llama_v2-1steps", replace(marker, files={**marker.files, ".metadata": record}))
-    with pytest.raises(CheckpointError, match=r"builtins\.print"):
-        open_verified(tmp_path).load(state())
+def test_an_object_in_a_checkpoint_cannot_run_code(tmp_path, capsys):
     manager(tmp_path).save(2, {"extra": {"x": Evil()}}, {})
     capsys.readouterr()
     with pytest.raises(CheckpointError, match="no code of a file is run"):
@@ -368,10 +335,8 @@ def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
 
 
 def test_wrapper_prefixes_are_not_part_of_names():
-    name = "model.layers.0._orig_mod._checkpoint_wrapped_module.mlp.weight"
-    assert canonical_name(name) == "model.layers.0.mlp.weight"
-    wrapped = torch.compile(nn.Linear(2, 2))
-    assert set(gather_state(wrapped)["model"]) == {"weight", "bias"}
+    wrapped = nn.ModuleDict({"layer": nn.ModuleDict({"_checkpoint_wrapped_module": torch.compile(nn.Linear(2, 2))})})
+    assert set(gather_state(wrapped)["model"]) == {"layer.weight", "layer.bias"}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -395,27 +360,19 @@ def test_creating_optimizer_state_changes_no_later_step(fused):
         assert all(torch.equal(values[key], others[key]) for key in values)
 
 
-def test_a_parameter_that_never_had_a_gradient_is_saved_and_loaded(tmp_path):
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+def test_a_parameter_without_a_gradient_is_saved_and_hyper_parameters_are_not(tmp_path):
+    def build(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
-        return model, torch.optim.AdamW(model.parameters())
+        return model, torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=rate)
 
-    model, optimizer = build()
+    model, optimizer = build(0.5)
     model["used"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
     manager(tmp_path).save(1, gather_state(model, optimizer), {})
-    other, fresh = build()
+    other, fresh = build(0.25)
     found = gather_state(other, fresh)
     open_verified(tmp_path).load(found)
     assert found["optim"]["state"]["used.weight"]["step"] == 1
     assert found["optim"]["state"]["idle.weight"]["step"] == 0
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_hyper_parameters_stay_those_of_the_run(tmp_path):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.5)
-    manager(tmp_path).save(1, gather_state(model, optimizer), {})
-    fresh = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.25)
-    open_verified(tmp_path).load(gather_state(model, fresh))
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["weight_decay"]) == (0.25, 0.25)

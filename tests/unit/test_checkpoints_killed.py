@@ -23,7 +23,6 @@ from tests.checkpoint_files import (
     harm,
     keys,
     loaded,
-    manager,
     owning,
     resumed,
     save,
@@ -158,9 +157,3 @@ def test_a_kill_at_any_operation_of_a_start_leaves_a_run_that_can_be_started(tmp
             assert loaded(place) == 7
             after += 1
         assert operations > 6
-
-
-def test_the_manager_of_a_killed_process_is_not_this_one(tmp_path: Path) -> None:
-    """The child really ends: what it had in hand is not written by its parent."""
-    assert operations_until_killed(lambda: manager(tmp_path / "run").save(3, state(3), {"tokens": 30}), 5) is None
-    assert committed(tmp_path / "run") == []

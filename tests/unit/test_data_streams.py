@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,56 +10,33 @@ import torch
 
 from smp_train.data import stream as streams_module
 from smp_train.data.bad_records import BadRecords
-from smp_train.data.files import DataFile, FileSet
-from smp_train.data.kinds import Kind
-from smp_train.data.source import IGNORED, Problem, Row
+from smp_train.data.files import DataFile, FileSet, list_files
+from smp_train.data.kinds import TEXTS, TOKENS
+from smp_train.data.rows import Recipe
 from smp_train.data.stream import Reading, assign_parts, stream_count
 from smp_train.data.streamed import StreamedData, first_samples
 from smp_train.errors import DataError
-from tests.streams import positions_of, state_of
+from tests.shards import write_shard
+from tests.streams import state_of
 
 LENGTH = 24
 RECORDS = 200
 
 
-class Letters:
-    """Makes a row of each record: its characters and an end token; in place of a tokenizer."""
-
-    identity = "letters"
-
-    def rows(self, records):
-        return [self.row(json.loads(record)["text"]) for record in records]
-
-    def row(self, text):
-        if text == "bad":
-            return Problem("bad record; mend it")
-        if not text:
-            return None
-        ids = np.array([*text.encode(), 0], dtype=np.uint32)
-        labels = np.where(np.arange(ids.size) < text.count("?"), IGNORED, ids.astype(np.int32)) if "?" in text else None
-        return Row(ids, labels)
+ROWS = [[1 + (number + place) % 499 for place in range(2 + number * 7 % 46)] for number in range(RECORDS)]
 
 
-def document(number: int) -> str:
-    return f"<{number}>" + f"w{number}x" * (number * 7 % 23)
-
-
-def write(folder: Path, texts: dict[str, list[str]]) -> FileSet:
-    folder.mkdir(exist_ok=True)
-    files = []
-    for name, found in texts.items():
-        content = "".join(json.dumps({"text": text}) + "\n" for text in found)
-        (folder / name).write_text(content)
-        files.append(DataFile(str(folder / name), name, len(content), "1", "lines"))
-    return FileSet(str(folder), tuple(files), Kind("text", ("text",)))
+def write(folder: Path, rows: dict[str, list]) -> FileSet:
+    for name, rows_of_file in rows.items():
+        write_shard(folder / name, rows_of_file)
+    return list_files(str(folder))
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> FileSet:
-    """Return the files of 200 records in three files of different sizes."""
-    bounds = {"a.jsonl": (0, 60), "b.jsonl": (60, 75), "c.jsonl": (75, RECORDS)}
-    texts = {name: [document(n) for n in range(*bound)] for name, bound in bounds.items()}
-    return write(tmp_path_factory.mktemp("corpus"), texts)
+    """Return the files of 200 rows in three files of different sizes."""
+    files = {"a.jsonl": ROWS[:60], "b.jsonl": ROWS[60:75], "c.jsonl": ROWS[75:]}
+    return write(tmp_path_factory.mktemp("corpus"), files)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +47,7 @@ def small_blocks(monkeypatch):
 
 def reading(corpus: FileSet, **changes) -> Reading:
     bad = BadRecords(changes.pop("skip", None))
-    return Reading([corpus], [Letters()], **{"seq_len": LENGTH, "seed": 1, "bad": bad, **changes})
+    return Reading([corpus], [Recipe(TOKENS, 500).open()], **{"seq_len": LENGTH, "seed": 1, "bad": bad, **changes})
 
 
 def world(how: Reading, size: int, *, mb: int = 1, acc: int = 1, streams: int = 4, prefetch: int = 0):
@@ -81,34 +57,6 @@ def world(how: Reading, size: int, *, mb: int = 1, acc: int = 1, streams: int = 
 
 
 LAYOUTS = {"concat": {"short": "concat", "long": "split"}, "pad": {"short": "pad", "long": "truncate"}}
-
-
-def texts(corpus):
-    """Return the tokens of each record by name."""
-    maker = Letters()
-    return {
-        f"{file.name}:{number}": maker.row(json.loads(line)["text"]).input_ids.tolist()
-        for file in corpus.files
-        for number, line in enumerate(Path(file.path).read_text().splitlines(), 1)
-    }
-
-
-def test_all_ranks_know_the_same_cursors_to_the_end(corpus):
-    """Three ranks share four streams, so that several ranks read the same stream."""
-    how = reading(corpus, **LAYOUTS["concat"], epochs=1)
-    several, (alone,) = world(how, 3), world(how, 1, mb=3)
-    iterators, other = [rank.batches() for rank in several], alone.batches()
-    consumed = 0
-    while not alone.exhausted:
-        positions_of(several, iterators, consumed)
-        next(other)
-        consumed += 3
-        saved = state_of(several, consumed)
-        assert saved == state_of([alone], consumed)
-    for epochs, ended in ((1, True), (2, False)):  # resumed at its end, a run has nothing left to do
-        (again,) = world(reading(corpus, **LAYOUTS["concat"], epochs=epochs), 1)
-        again.check_state(saved)
-        assert again.exhausted == ended
 
 
 @pytest.mark.parametrize("epochs", [None, 2])
@@ -196,7 +144,7 @@ def test_streams_follow_the_data_alone(count, size, name, kind, streams):
 
 @pytest.mark.parametrize(("count", "streams"), [(1, 16), (5, 4), (5, 16), (40, 16)])
 def test_parts_of_files_make_them_whole(count, streams):
-    assigned = assign_parts([FileSet("x", tuple(files(count, 1000)), Kind("text", ("text",)))], streams)
+    assigned = assign_parts([FileSet("x", tuple(files(count, 1000)), TEXTS)], streams)
     assert len(list(filter(None, assigned))) == streams
     parts: dict[tuple[str, int], list[int]] = {}
     for part in (part for of_stream in assigned for part in of_stream):
@@ -207,22 +155,18 @@ def test_parts_of_files_make_them_whole(count, streams):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_stream_without_a_record_is_refused(tmp_path, prefetch):
-    few = write(tmp_path / "few", {"a.jsonl": ["only one"]})
-    (rank,) = world(reading(few), 1, mb=4, prefetch=prefetch)
-    with pytest.raises(DataError, match=r"a\.jsonl: .*--streaming 0"):
-        next(rank.batches())
-    blank = write(tmp_path / "blank", {"a.jsonl": [""] * 40})
-    (rank,) = world(reading(blank), 1, streams=1, prefetch=prefetch)
-    with pytest.raises(DataError, match=r"a\.jsonl: .*--streaming 0"):
-        rank.check()
+    few = write(tmp_path, {"a.jsonl": ROWS[:1]})
+    for step in (lambda rank: next(rank.batches()), lambda rank: rank.check()):
+        (rank,) = world(reading(few), 1, mb=4, prefetch=prefetch)
+        with pytest.raises(DataError, match=r"a\.jsonl: .*--streaming 0"):
+            step(rank)
 
 
 @pytest.mark.parametrize(("bad_records", "records", "stops"), [(3, 12, True), (1, 1100, False), (30, 1100, True)])
 def test_more_bad_records_than_allowed_stop_the_run(tmp_path, bad_records, records, stops):
     """The first stops it without --bad_rows skip, and then before the model is built if it is in the first block."""
-    texts = [document(n) for n in range(records)]
-    bad = write(tmp_path, {"a.jsonl": ["bad"] * bad_records + texts})
-    with pytest.raises(DataError, match=r"a\.jsonl:\d+: bad record; mend it"):
+    bad = write(tmp_path, {"a.jsonl": [[-1, 1]] * bad_records + [[1, 2]] * records})
+    with pytest.raises(DataError, match=r"a\.jsonl:\d+: token id -1"):
         world(reading(bad), 1, streams=1)[0].check()
     how = reading(bad, skip=0.001, epochs=1)
     (rank,) = world(how, 1, streams=1)
@@ -230,14 +174,18 @@ def test_more_bad_records_than_allowed_stop_the_run(tmp_path, bad_records, recor
         with pytest.raises(DataError, match="--max_bad"):
             list(rank.batches())
         return
-    iterator, samples = rank.batches(), 0
+    iterator = rank.batches()
     while not rank.exhausted:
-        samples += sum(name.count(":") for batch in next(iterator) for name in batch.samples)
+        next(iterator)
     assert how.bad.count == bad_records
 
 
 def test_rows_cut_to_nothing_and_rows_that_lose_answers(tmp_path):
-    prompts = write(tmp_path, {"a.jsonl": ["?" * 20 + "answer", "?" * 23 + "long answer", "short"]})
+    def row(without_loss: int, with_loss: int) -> tuple[list[int], ...]:
+        ones = [1] * (without_loss + with_loss)
+        return ones, ones, [-100] * without_loss + [1] * with_loss
+
+    prompts = write(tmp_path / "prompts", {"a.jsonl": [row(20, 7), row(23, 12), row(0, 6)]})
     (rank,) = world(reading(prompts, **LAYOUTS["pad"], shuffled=False), 1, mb=1, streams=1)
     iterator = rank.batches()
     (batch,) = next(iterator)
@@ -245,7 +193,7 @@ def test_rows_cut_to_nothing_and_rows_that_lose_answers(tmp_path):
     assert batch.samples == ["a.jsonl:1[0:24]"]
     (batch,) = next(iterator)
     assert (batch.truncated, batch.truncated_targets) == (1, 11)
-    nothing = write(tmp_path / "nothing", {"a.jsonl": ["fine", "?" * 24 + "too late"]})
+    nothing = write(tmp_path / "nothing", {"a.jsonl": [row(0, 5), row(24, 9)]})
     (rank,) = world(reading(nothing, **LAYOUTS["pad"]), 1, streams=1)
     with pytest.raises(DataError, match=r"a\.jsonl:2: none of its first 24 tokens carries loss.*--max_context_width"):
         rank.check()
@@ -256,7 +204,7 @@ def test_rows_cut_to_nothing_and_rows_that_lose_answers(tmp_path):
 
 def test_validation_is_the_beginning_in_stored_order(corpus):
     how = reading(corpus, shuffled=False, epochs=1)
-    ids = [token for tokens in texts(corpus).values() for token in tokens]
+    ids = [token for row in ROWS for token in row]
     for most, count in ((5, 5), (10**6, -(-len(ids) // LENGTH))):
         samples = first_samples(how, most)
         assert len(samples) == count

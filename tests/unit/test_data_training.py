@@ -51,14 +51,6 @@ def data(size, *, seed=1, shuffle="global", mb=2, acc=1, rank=0, world=1, broken
     )  # fmt: skip
 
 
-def test_resume_anywhere():
-    start = 2**33
-    stream = data(17, mb=2, acc=2, prefetch=8).batches(start)
-    expected = Order(17, 1).rows(np.arange(start, start + 40))[1].tolist()
-    assert [int(row[0]) for _ in range(10) for batch in next(stream) for row in batch.input_ids] == expected
-    stream.close()
-
-
 def test_no_thread_outlives_its_stream():
     before = set(threading.enumerate())  # there may be some of other tests
 

@@ -367,10 +367,9 @@ def test_a_start_that_fails_leaves_no_folder_of_its_own(parent, tmp_path):
 
 RESTARTS = {
     "Slurm": (SLURM, {**SLURM, "SLURM_RESTART_COUNT": "1"}),
-    "SageMaker": ({"TRAINING_JOB_NAME": "x"}, {"TRAINING_JOB_NAME": "x"}),
-    "Kubernetes": ({"SMP_TRAIN_JOB": "ns/x"}, {"SMP_TRAIN_JOB": "ns/x"}),
     "torchrun": ({"TORCHELASTIC_RUN_ID": "x"}, {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "1"}),
 }
+"""Which jobs are restarts of which: `test_checkpoints_owner.py`."""
 
 
 @pytest.mark.parametrize("flagged", [False, True])
@@ -401,22 +400,13 @@ def test_a_restart_of_the_same_job_resumes_its_run(parent, scheduler, given, fla
     assert "waiting up to" not in caplog.text
 
 
-OTHERS = {
-    "two steps of an allocation": (SLURM, SLURM),
-    "another job": (SLURM, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}),
-    "another training job": ({"TRAINING_JOB_NAME": "x"}, {"TRAINING_JOB_NAME": "y"}),
-    "by hand": ({}, {}),
-}
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_another_job_without_the_flag_is_a_new_run(parent, case):
-    first, second = OTHERS[case]
-    assert began(parent, first, saves=4) == Began(OURS)
-    assert began(parent, second) == Began(f"{OURS}-2")
-    assert began(parent, first, run_name="mine", saves=4) == Began("mine")
+def test_another_job_without_the_flag_is_a_new_run(parent):
+    other = {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}
+    assert began(parent, SLURM, saves=4) == Began(OURS)
+    assert began(parent, other) == Began(f"{OURS}-2")
+    assert began(parent, SLURM, run_name="mine", saves=4) == Began("mine")
     with pytest.raises(ConfigError, match="is taken by a run at step 4"):
-        start(parent, second, run_name="mine")
+        start(parent, other, run_name="mine")
 
 
 # --- going back
