@@ -112,14 +112,14 @@ def test_names_stay_as_they_are() -> None:
     assert [name for name, _ in model.named_parameters()] == names
 
 
+def chosen(asked: bool | None, device: str = "cpu", *, backend: str = "inductor", training: bool = True) -> bool:
+    return compile.enabled(asked, device=torch.device(device), backend=backend, training=training)
+
+
 def test_an_unknown_compiler_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--torch_compile_backend fastest: this torch (?!.*TESTING_ONLY).*inductor"):
         chosen(True, backend="fastest")
     assert chosen(True)
-
-
-def chosen(asked: bool | None, device: str = "cpu", *, backend: str = "inductor", training: bool = True) -> bool:
-    return compile.enabled(asked, device=torch.device(device), backend=backend, training=training)
 
 
 def test_compilation_is_on_by_default_where_a_gpu_and_its_compilers_are(
@@ -275,15 +275,14 @@ def test_two_backward_passes_through_one_graph() -> None:
 
 def test_a_forward_pass_that_fails_leaves_nothing_behind() -> None:
     model, engine = offloaded(4, 1, lane=LateLane())
-    expected = step(Stack(4))
-    broken = model.layers[2].out
+    out = model.layers[2].out
     model.layers[2].out = nn.Linear(3, 3)
     with pytest.raises(RuntimeError):
         step(model)
     gc.collect()
     assert engine.pool.in_use == 0
-    model.layers[2].out = broken
-    assert_same(step(model), expected)
+    model.layers[2].out = out
+    assert_same(step(model), step(Stack(4)))
 
 
 def test_a_storage_written_to_after_a_part_of_it_was_saved() -> None:
@@ -356,45 +355,26 @@ def test_layers_may_be_compiled_often_and_the_limit_is_logged_once(
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-def torchao(monkeypatch: pytest.MonkeyPatch, convert: Any = None) -> None:
-    """Install a torchao with the function ``convert``, or none, and a GPU of the Hopper generation."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    package = None if convert is None else types.ModuleType("torchao.float8")
-    if package is not None:
-        package.convert_to_float8_training = convert  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchao", package and types.ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.float8", package)
-
-
 def test_fp8_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match=r"--fp8 1 .* CPU"):
-        float8.check(CPU)
-
     def broken(module: nn.Module, **options: Any) -> None:
         raise OSError("undefined symbol: _ZN3c104impl")
 
-    for convert in (None, broken, lambda module: None):  # not installed, built for another torch, another interface
-        torchao(monkeypatch, convert)
-        with pytest.raises(ConfigError, match=r"--fp8 1: torchao .*pip install torchao") as refusal:
-            float8.check(gpu)
-        assert len(str(refusal.value).splitlines()) == 1
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    needs_torchao = r"--fp8 1: torchao .*pip install torchao"
+    built_for_another_torch = types.SimpleNamespace(convert_to_float8_training=broken)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
-    with pytest.raises(ConfigError, match=r"NVIDIA L4 .*8\.9.* --bf16 1"):
-        float8.check(gpu)
+    for device, capability, torchao, reason in (
+        ("cpu", None, None, "--fp8 1 .* CPU"), ("cuda", (8, 9), None, r"NVIDIA L4 .*8\.9.* --bf16 1"),
+        ("cuda", (9, 0), None, needs_torchao), ("cuda", (9, 0), built_for_another_torch, needs_torchao),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setitem(sys.modules, "torchao", torchao)
+        monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
+        with pytest.raises(ConfigError, match=reason) as refusal:
+            float8.check(torch.device(device, 0))
+        assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_fp8_converts_linear_layers_that_16_divides(monkeypatch: pytest.MonkeyPatch) -> None:
-    converted = []
-
-    def convert(module: nn.Module, *, module_filter_fn: Any) -> None:
-        converted.extend(name for name, part in module.named_modules() if module_filter_fn(part, name))
-
-    torchao(monkeypatch, convert)
-    float8.check(torch.device("cuda", 0))
-    converted.clear()
+def test_fp8_converts_linear_layers_that_16_divides() -> None:
     layer = nn.ModuleDict({"up": nn.Linear(32, 64), "gate": nn.Linear(32, 9), "norm": nn.LayerNorm(32),
                            "down": nn.Linear(24, 32), "table": nn.Embedding(32, 32)})  # fmt: skip
-    assert float8.apply([layer, layer]) == 2
-    assert converted == ["up", "up"]
+    assert [name for name, part in layer.items() if float8.convertible(part)] == ["up"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -59,9 +60,8 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("package", ["torch", "transformers"])
 @pytest.mark.parametrize(("words", "code"), [(("train", "--backend", "smp"), 0), (("train",), 2), (("plan",), 2)])
 def test_releases_too_old_for_the_native_backend_are_refused_before_torch_is_imported(
-    package: str, words: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    package: str, words: tuple[str, ...], code: int, monkeypatch: Any, capsys: Any
+) -> None:
     from smp_train.distributed import host
 
     monkeypatch.setitem(host.OLDEST, package, "99.1")
@@ -137,14 +137,10 @@ def test_verbs_get_their_words_and_train_what_was_parsed(monkeypatch: pytest.Mon
     assert (resolved.args.max_steps, runtime.launcher, runtime.world_size) == (7, "python", 1)
 
 
-def test_missing_package_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(cli.VERBS, "report", cli.Verb("stand-in", "matplotlib_that_is_not_there.pyplot"))
+def test_missing_package_says_what_to_install(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(cli.VERBS, "report", cli.Verb("stand-in", "a_package_that_is_not_there.module"))
     assert cli.main(["report"]) == 2
-    err = capsys.readouterr().err
-    assert "needs the package matplotlib_that_is_not_there" in err
-    assert "pip install" in err
+    assert re.search("needs the package a_package_that_is_not_there.*pip install", capsys.readouterr().err)
 
 
 def test_nothing_advises_to_install_this_package_from_an_index() -> None:
@@ -178,11 +174,3 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert rows["run_name"] == ["-", "default: model type and number of parameters, such as llama_v2-6.7b"]
     assert (rows["run_dir"][1][:24], rows["checkpoint_dir"][0]) == ("default: runs/<run_name>", "checkpoints")
     assert list(tmp_path.iterdir()) == []
-    # Nothing that needs torch is imported on the way there.
-    check = (
-        "import sys; from smp_train.cli import main; "
-        "assert main(['train', '--print_config']) == main(['train', '--help']) == 0; "
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
-    clean = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, timeout=240)
-    assert clean.returncode == 0, clean.stderr.decode()

@@ -1,8 +1,6 @@
 """``smp-train data``: reports on good data and bad data, and on runs that used data once or not."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -63,14 +61,6 @@ def test_verify_reads_text_and_chats(tmp_path, capsys):
         cli.main(["verify", text])
     assert cli.main(["verify", text, *made]) == 3
     assert "text.jsonl:2: " in capsys.readouterr().out
-
-
-def test_data_verbs_import_no_torch():
-    """Nor what takes long to import."""
-    code = "import sys; from smp_train.data import cli; from smp_train.data.prepare import cli; " + (
-        "cli; print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 def sequence(steps, batch=4, size=ROWS):

@@ -13,6 +13,13 @@ from smp_train.run.spikes import IN_A_ROW, LEAST, TO_ONE_CHECKPOINT, Spikes, bou
 from smp_train.train_utils import NO_LIMITS
 
 
+def resumed(spikes: Spikes, batch: int = 8) -> Spikes:
+    """Return what goes on from the state in a checkpoint."""
+    other = Spikes(spikes.policy, spikes.threshold, spikes.window)
+    other.restore(json.loads(json.dumps(spikes.state(8))), batch)
+    return other
+
+
 def test_the_bound_is_robust() -> None:
     draw = random.Random(1)
     values = [draw.gauss(3.0, 0.1) for _ in range(1000)]
@@ -44,13 +51,11 @@ DIVERGES = (7.64, 8.89, 23.67, 18.35, 31.68, 55.09, 71.77, 110.1, 173.5, 169.4)
 
 
 def test_a_rise_above_the_first_losses_is_found_once_and_in_time() -> None:
-    spikes, other = Spikes(), Spikes()
-    found = [(step, spikes.diverges(loss)) for step, loss in enumerate(DIVERGES, 1)]
-    assert [(step, start) for step, start in found if start is not None] == [(7, 8.89)]
-    for loss in DIVERGES[:6]:
-        other.diverges(loss)
-    spikes.restore(json.loads(json.dumps(other.state(8))), 8)
-    assert spikes.diverges(DIVERGES[6]) == 8.89
+    spikes, found = Spikes(), {}
+    for step, loss in enumerate(DIVERGES, 1):
+        found[step] = spikes.diverges(loss)
+        spikes = resumed(spikes)
+    assert found == {**dict.fromkeys(found), 7: 8.89}
 
 
 def test_a_healthy_run_of_5000_steps_raises_no_alarm() -> None:
@@ -67,47 +72,31 @@ def test_a_healthy_run_of_5000_steps_raises_no_alarm() -> None:
 
 
 def test_what_a_checkpoint_keeps_decides_alike() -> None:
-    one, other = Spikes("skip", window=5), Spikes("skip", window=5)
+    one = Spikes("skip", window=5)
     for step in range(1, 20):
         one.accept(step, 3 + 1 / 3 / step, 0.1 * step)
     one.skip_one(20)
     one.skip(18, 21)
     one.skip_one(30)
-    other.restore(json.loads(json.dumps(one.state(8))), 8)
-    assert other.skipped == one.skipped == [[18, 21], [30, 30]]
-    assert [other.limits(step) for step in (20, 21)] == [one.limits(step) for step in (20, 21)]
-    one.skip_one(31)  # the second in a row
-    other.restore(json.loads(json.dumps(one.state(8))), 8)
-    for step in range(32, 30 + IN_A_ROW):
-        other.skip_one(step)
-    with pytest.raises(SmpTrainError):
-        other.skip_one(30 + IN_A_ROW)
-    other.restore(one.state(8), 4)  # numbers of steps of another size
+    assert resumed(one).skipped == one.skipped == [[18, 21], [30, 30]]
+    assert [resumed(one).limits(step) for step in (20, 21)] == [one.limits(step) for step in (20, 21)]
+    other = resumed(one, batch=4)  # numbers of steps of another size
     assert other.limits(21) == NO_LIMITS
     assert other.skipped == one.skipped
     other.restore(None, 8)
     assert other.limits(20) == NO_LIMITS
-    for step in range(TO_ONE_CHECKPOINT):
-        one.count_rollback(50 + step, to=12)
-    other.restore(json.loads(json.dumps(one.state(8))), 8)
-    with pytest.raises(SmpTrainError, match="checkpoint of step 12"):
-        other.count_rollback(60, to=12)
 
 
 def test_too_many_end_the_run() -> None:
     spikes = Spikes("skip")
-    for step in range(1, IN_A_ROW + 1):
+    for step in (*range(1, IN_A_ROW + 1), *range(IN_A_ROW + 2, 2 * IN_A_ROW + 2)):
         spikes.skip_one(step)
-    spikes.skip_one(IN_A_ROW + 2)
-    for step in range(10, 10 + IN_A_ROW):
-        spikes.skip_one(step)
-    with pytest.raises(SmpTrainError, match=r"step 15: .*--spike_threshold"):
-        spikes.skip_one(10 + IN_A_ROW)
-    for step in range(TO_ONE_CHECKPOINT):
-        spikes.count_rollback(20 + step, to=12)
-    spikes.count_rollback(30, to=24)
-    for step in range(TO_ONE_CHECKPOINT - 1):
-        spikes.count_rollback(31 + step, to=24)
+        spikes = resumed(spikes)
+    with pytest.raises(SmpTrainError, match=rf"step {2 * IN_A_ROW + 2}: .*--spike_threshold"):
+        spikes.skip_one(2 * IN_A_ROW + 2)
+    for to in [12] * TO_ONE_CHECKPOINT + [24] * TO_ONE_CHECKPOINT:
+        spikes.count_rollback(20, to=to)
+        spikes = resumed(spikes)
     with pytest.raises(SmpTrainError, match="checkpoint of step 24"):
         spikes.count_rollback(40, to=24)
 
