@@ -27,7 +27,6 @@ from smp_train.launch.srun_step import Job, check_start, make_folders, srun_comm
 from smp_train.launch.starts import SENT, Starts
 
 REQUEUED = 128 + signal.SIGTERM
-NOT_SHARED = re.compile(r"execve\(\)|No module named '?smp_train|pyxis: .*(No such file|does not exist)")
 FAILURE = re.compile(r"LAUNCH-FAIL node=(?P<node>\S+) rank=(?P<rank>\S+) rc=(?P<rc>\d+) cause=(?P<cause>\S+)")
 OVERDUE_SECONDS = 300.0
 SECONDARY = ("lost-peer", "aborted")
@@ -107,7 +106,6 @@ class Start:
     def run(self, command: list[str]) -> int:
         """Run the step to its end, forwarding requests to stop; return srun's exit code."""
         os.environ["SMP_TRAIN_KEEP_STOP"] = "1"  # from here on, STOP is meant for this start
-        self.outputs = {path: file_size(path) for path in self.job_values(r"^ *Std(?:Out|Err)=(.+)$")}
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
@@ -208,29 +206,7 @@ class Start:
         failures = [match for file in files for match in FAILURE.finditer(read_text(file))]
         # A crash loop comes first. Ranks that lost touch with another rank do not know the cause: they come last.
         failures.sort(key=lambda match: (match["cause"] != "crash-loop", match["cause"] in SECONDARY))
-        if failures:
-            return failures[0], [match["node"] for match in failures]
-        # A run that was asked to stop has not failed, even if an earlier step of it has.
-        return (None if self.asked else self.failure_in_output()), []
-
-    def failure_in_output(self) -> Any:
-        """Return the failure of a node that could not write a file, from the job's output.
-
-        A node without the shared file system cannot start the agent. If a file is missing there but exists on this
-        host, that node is to blame; after any other end every node may be.
-        """
-        text = "\n".join(read_text(path, size_before) for path, size_before in self.outputs.items())
-        earlier = "\n".join(map(read_text, glob.glob(f"{glob.escape(self.logs)}.*/failed-*")))
-        for match in FAILURE.finditer(text):
-            if match[0] not in earlier:
-                return match
-        ends = re.findall(r"srun: error: ([^ ,[]+): task \d+: Exited with exit code (\d+)", text)
-        if not ends:
-            return None
-        node, code = ends[0]
-        this_host = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-        cause = "node" if NOT_SHARED.search(text) and (this_host, code) not in ends else "error"
-        return FAILURE.search(f"LAUNCH-FAIL node={node} rank=-1 rc={code} cause={cause}")
+        return failures[0] if failures else None, [match["node"] for match in failures]
 
     def silent_nodes(self, reporting_nodes: list[str]) -> str:
         """Return a text that names nodes without a report, if most nodes reported, and nodes that Slurm has lost."""

@@ -323,27 +323,6 @@ def test_what_fails_ends(rig: Rig, tmp_path: Path) -> None:
     assert "putting the job back into the queue" not in text
 
 
-def test_node_without_the_shared_file_system_is_left_out(rig: Rig, tmp_path: Path) -> None:
-    """Nothing of smp-train runs there, and nothing can be written: srun's word for it is all there is."""
-    python = tmp_path / "bin/python"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    rig.hide(python.parent, "n2")
-    job, log = submit(rig, CONDA, tmp_path, words(max_steps=10**6), PYTHON=str(python))
-
-    def other_nodes() -> bool:
-        return bool(rig.state(job)) and len(starts(tmp_path)) > 0 and "n[1,3]" in starts(tmp_path)[-1]["nodes"]
-
-    rig.wait(other_nodes, "other nodes")
-    rig.run("scancel", job)
-    assert rig.wait_for_end(job, log) == "CANCELLED"
-    text = log.read_text()
-    assert "first failure of this start: LAUNCH-FAIL node=n2 rank=-1 rc=2 cause=node" in text
-    assert "the job stays off n2 from now on" in text
-    rig.wait(lambda: rig.idle() == rig.nodes, "the job to be gone")
-
-
 def at(rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be on the head node, in ``folder``."""
     for name in ("SLURM_CONF", "RIG", "PYXIS_DOUBLE_IMAGE_PATHS"):

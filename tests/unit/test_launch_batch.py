@@ -32,10 +32,8 @@ source "$CLUSTER/step"
 """
 # Slurm ends what runs of a job as it requeues it; this double reaches the script's whole process group.
 SCONTROL = """#!/bin/bash
-source "$CLUSTER/early" "scontrol $1 $2"
 case "$1 $2" in
-  "show job") echo "   JobState=$STATE Restarts=0 SubmitTime=$SUBMITTED ExcNodeList=$EXCLUDED"
-    printf '   %s\n' "StdErr=$CLUSTER/errors" "StdIn=/dev/null" "StdOut=$CLUSTER/output" ;;
+  "show job") echo "   JobState=$STATE Restarts=0 SubmitTime=$SUBMITTED ExcNodeList=$EXCLUDED" ;;
   "show hostnames") tr , '\\n' <<<"$3" ;;
   "show "*) ;;
   *) echo "scontrol $*" >>"$CLUSTER/calls" ;;
@@ -306,12 +304,10 @@ def test_a_request_of_slurms_is_not_left_to_the_next_start(cluster: Cluster) -> 
     assert len(cluster.calls("srun")) == 2
 
 
-@pytest.mark.parametrize("early", ["scontrol show job", "srun --help"])
-def test_a_job_that_gives_way_as_soon_as_it_starts_comes_back(cluster: Cluster, early: str) -> None:
+def test_a_job_that_gives_way_as_soon_as_it_starts_comes_back(cluster: Cluster) -> None:
     """Slurm's signal may come before srun is there to be told."""
     stopped = 'cat "$RUN/STOP" >"$CLUSTER/seen"; rm "$RUN/STOP"; echo now >"$RUN/STOPPED"'
-    cluster.environ["HYPERPOD_PATH"] = ""  # for Slurm to be asked where the script is
-    code, said = cluster.start(stopped, EARLY=early, script=CONDA)
+    code, said = cluster.start(stopped, EARLY="srun --help", script=CONDA)
     assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"]), said
     assert "asked to stop by USR1" in said
     assert (cluster.folder / "seen").read_text() == "USR1\n"
@@ -413,53 +409,6 @@ def test_help_starts_and_asks_for_nothing(cluster: Cluster, script: str, job: st
     assert (done.returncode, done.stderr, "SBATCH" in done.stdout) == (0, "", False)
     assert all(word in done.stdout for word in words), done.stdout
     assert not (cluster.folder / "calls").exists()
-
-
-@pytest.mark.parametrize(
-    ("told", "line", "excluded"),
-    [
-        ("1: smp-train: LAUNCH-FAIL node=n2 rank=-1 rc=75 cause=node\n", "node=n2 rank=-1 rc=75 cause=node", True),
-        (
-            "slurmstepd: error: execve(): /fsx/.venv/bin/python: No such file or directory\n"
-            "srun: error: n2: task 1: Exited with exit code 2\nsrun: error: n1: task 0: Terminated\n",
-            "node=n2 rank=-1 rc=2 cause=node", True,
-        ),
-        (
-            "1: /fsx/.venv/bin/python: No module named smp_train.launch\n"
-            "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Exited with exit code 143\n",
-            "node=n2 rank=-1 rc=1 cause=node", True,
-        ),
-        ("srun: error: n2: task 1: Exited with exit code 1\n", "node=n2 rank=-1 rc=1 cause=error", False),
-        ("srun: error: n[1-2]: tasks 0-1: Exited with exit code 1\n", "", False),
-        (
-            "slurmstepd: error: execve(): /bin/bash: No such file or directory\n"
-            "srun: error: n1: task 0: Exited with exit code 2\nsrun: error: n2: task 1: Exited with exit code 2\n",
-            "node=n1 rank=-1 rc=2 cause=error", False,
-        ),
-    ],
-    ids=["no folder", "no interpreter", "no package", "whatever", "all", "all, one by one"],
-)  # fmt: skip
-def test_a_node_without_the_shared_file_system_is_named(
-    cluster: Cluster, told: str, line: str, excluded: bool
-) -> None:
-    (cluster.folder / "output").write_text("srun: error: n9: task 1: Exited with exit code 9\n")  # of a start before
-    (cluster.folder / "told").write_text(told)
-    cluster.environ |= {"NODES": "n1\nn2\nn3", "SLURMD_NODENAME": "n1"}
-    stream = "errors" if excluded else "output"  # a job's errors may go to a file of their own
-    code, said = cluster.start(f'cat "$CLUSTER/told" >>"$CLUSTER/{stream}"; exit 2')
-    assert code == 143
-    assert (f"first failure of this start: LAUNCH-FAIL {line}\n" in said) is bool(line), said
-    assert cluster.calls("scontrol") == ["requeue 77", *(["update JobId=77 ExcNodeList=n2"] if excluded else [])]
-
-
-def test_a_run_that_stops_in_order_blames_no_node_of_an_earlier_step(cluster: Cluster) -> None:
-    step = 'echo "1: smp-train: LAUNCH-FAIL node=n2 rank=-1 rc=75 cause=node" >>"$CLUSTER/output"; kill -USR1 $PPID; '
-    step += 'until [ -s "$RUN/STOP" ]; do :; done; rm "$RUN/STOP"; echo now >"$RUN/STOPPED"'
-    code, said = cluster.start(step, NODES="n1\nn2\nn3")
-    assert code == 143
-    assert "asked to stop by USR1" in said
-    assert "LAUNCH-FAIL" not in said
-    assert cluster.calls("scontrol") == ["requeue 77"]
 
 
 def test_the_clusters_own_logs_are_mounted_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,11 +152,6 @@ class Rig:
         self.processes[node].wait()
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
-    def hide(self, folder: Path, node: str) -> None:
-        """Have a node see nothing in ``folder``, as one that has not mounted it."""
-        inside = ["nsenter", "--mount", "--target", str(self.processes[node].pid)]
-        subprocess.run([*inside, "mount", "-t", "tmpfs", "none", folder], check=True, timeout=60)
-
     def idle(self) -> int:
         """Return the number of idle nodes; 0 also where Slurm does not answer."""
         said = self.run("sinfo", "-h", "-p", "dev", "-t", "idle", "-o", "%D", check=False).strip()
