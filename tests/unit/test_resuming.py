@@ -428,6 +428,10 @@ def test_an_own_older_checkpoint_opens_a_generation(parent):
     assert began(parent, **command) == back, "another job that names it goes back again"
     assert committed(f"{parent}/{OURS}")[0] == "llama_v2-12steps"
     assert len(names(f"{parent}/{OURS}")) == 4, "nothing is deleted or renamed for it"
+    with killed():
+        save(parent, start(parent, SLURM, **command), 11)
+        again = start(parent, {**SLURM, "SLURM_RESTART_COUNT": "1"}, **command)
+    assert (again.went_back, again.newest.step) == (False, 11), "the restart of a job that went back goes on"
 
 
 def test_two_starts_of_a_derived_name_at_once_have_two_runs_or_one_error(parent, monkeypatch):
