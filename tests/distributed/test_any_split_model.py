@@ -1,4 +1,4 @@
-"""Models that the package does not know by name, split by tensors and by sequences: right, or refused by name."""
+"""Models that the package does not know by name, sharded and split in every way: right, or refused by name."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "decoder_sparse_step": 2},
     "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "olmoe": {**EXPERTS, "num_experts": 4},
+    "bloom": {},  # no max_position_embeddings: its positions are biases of attention
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "layerdrop": 0.0},
+    "gemma": {"num_key_value_heads": 1, "tie_word_embeddings": True},
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     # name: what splits it, its configuration, what the refusal says
@@ -44,7 +47,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3": ("expert", {}, "this model has no experts"),
     "lfm2": ("context", {"layer_types": ["conv", "full_attention"]}, "a lfm2 is not known"),
 }  # fmt: skip
-DEGREES = {"one": {}} | {kind: {f"{kind}_parallel_degree": 2} for kind in ("tensor", "context", "expert")}
+DEGREES: dict[str, dict[str, Any]] = {
+    "one": {}, "shards": {}, **{kind: {f"{kind}_parallel_degree": 2} for kind in ("tensor", "context", "expert")}
+}  # fmt: skip
 ON_FOUR: dict[str, dict[str, Any]] = {
     "expert 4": {"expert_parallel_degree": 4}, "expert and replicas": {"hybrid_shard_degree": 1},
     "expert and tensor": {"tensor_parallel_degree": 2}, "expert and context": {"context_parallel_degree": 2},
@@ -53,6 +58,7 @@ DEGREES |= {name: {"expert_parallel_degree": 2, **degrees} for name, degrees in 
 SPLIT = [
     *((family, mesh) for family in ("gemma2", "qwen2", "qwen3", "qwen3_moe") for mesh in ("tensor", "context")),
     *((family, "expert") for family in ("qwen3_moe", "qwen2_moe", "olmoe")),
+    *((family, "shards") for family in ("bloom", "opt", "qwen2", "gemma")),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,9 @@ def checkpoint(folder: Path, step: int) -> Path:
         (4, {"hybrid_shard_degree": 2}),
         # Of four ranks, two hold no expert.
         (4, {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}),
+        (4, {"model_type": "mixtral", "num_local_experts": 2, "expert_parallel_degree": 2}),
     ],
-    ids=["1", "2", "2x2", "experts"],
+    ids=["1", "2", "2x2", "experts", "ep2-fsdp2"],
 )
 def test_resume_is_bit_exact(world: int, changes: dict, tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -53,37 +55,33 @@ def test_resume_is_bit_exact(world: int, changes: dict, tmp_path: Path) -> None:
         assert kept == [f"llama_v2-{step}steps" for step in (3, 4, 5, 6)]
 
 
-MESHES = {
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"train_batch_size": 4}),
     "fsdp4": (4, {"train_batch_size": 1}),
     "tp2-fsdp2": (4, {"tensor_parallel_degree": 2, "train_batch_size": 2}),
     "cp2-fsdp2": (4, {"context_parallel_degree": 2, "train_batch_size": 2}),
+    "ep4": (4, {"expert_parallel_degree": 4, "train_batch_size": 1}),
+    "ep2-tp2": (4, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "train_batch_size": 2}),
 }
-
-
 MOVED = {"lr_decay_iters": 6, "checkpoint_freq": 3, "num_kept_checkpoints": 10, "data_audit": 1}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of one process that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    world, changes = MESHES["one"]
-    harness.run(train, world, flags(folder, **MOVED, **changes, max_steps=6))
-    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("tp2-fsdp2", "fsdp4"), ("fsdp4", "tp2-fsdp2"), pytest.param("cp2-fsdp2", "one", marks=pytest.mark.core)],
-)
-def test_resume_on_another_mesh(first: str, second: str, undisturbed: Path, tmp_path: Path) -> None:
+    [
+        ("tp2-fsdp2", "fsdp4"), ("fsdp4", "tp2-fsdp2"), pytest.param("cp2-fsdp2", "one", marks=pytest.mark.core),
+        ("ep2-tp2", "ep4"), ("ep4", "one"),
+    ],
+)  # fmt: skip
+def test_resume_on_another_mesh(first: str, second: str, tmp_path: Path) -> None:
     need(first, second)
-    for name, last in ((first, 3), (second, 6)):
+    model = {"model_type": "mixtral", "num_local_experts": 4, "attn_pdrop": 0} if first.startswith("ep") else {}
+    undisturbed = tmp_path / "undisturbed"
+    for folder, name, last in ((undisturbed, "one", 6), (tmp_path, first, 3), (tmp_path, second, 6)):
         world, changes = MESHES[name]
-        resumable = {"resume_from_checkpoint": tmp_path / "checkpoints", "max_steps": last}
-        harness.run(train, world, flags(tmp_path, **MOVED, **changes, **resumable))
+        resumable = {"resume_from_checkpoint": folder / "checkpoints", "max_steps": last}
+        harness.run(train, world, flags(folder, **MOVED, **model, **changes, **resumable))
     ours, theirs = ([(r["step"], r["consumed"]) for r in steps(folder)] for folder in (tmp_path, undisturbed))
     assert ours == theirs
     alike(numbers(tmp_path), numbers(undisturbed))

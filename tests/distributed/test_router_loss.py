@@ -111,19 +111,3 @@ def test_metrics_and_compiled_layers(tmp_path: Path) -> None:
     for other in others:
         for ours, theirs in zip(other, one, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"model_type": "llama_v2", "num_local_experts": None, **SMP}, "--moe 1: a llama has no experts"),
-        ({**SMP, "moe_load_balancing": None}, "--moe_load_balancing sinkhorn: .*aux_loss or none"),
-        ({**SMP, "use_torch_compile": 1, "activation_checkpointing": "selective:op"}, "needs --use_torch_compile 0"),
-    ],
-    ids=["dense", "sinkhorn", "selective:op"],
-)
-def test_refused_by_name(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
-    mixtral = {"model_type": "mixtral", "num_local_experts": 4}
-    with pytest.raises(harness.RankFailed, match=says):
-        harness.run(train, 1, flags(tmp_path, **{**mixtral, **changes}))
