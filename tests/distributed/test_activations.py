@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from tests import harness
-from tests.activations import STEPS, run_variants, train
-from tests.training import alike
+from tests.training import alike, built, group
 
+STEPS = 3
+DEEP = {"num_layers": 4, "max_context_width": 24, "train_batch_size": 2}
 DROPOUT = {"model_type": "gpt2", "num_key_value_heads": None, "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
 MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "bf16": 1}
 """In the type in which older versions of transformers can trace it."""
+FALCON = {"model_type": "falcon", "num_key_value_heads": None}
+"""Changes a kept result in place, so it is checkpointed by operation only where it is compiled."""
 COMPILED = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
 OFFLOADED = {"sm_activation_offloading": 1, "activation_loading_horizon": 1}
 MODES = ("none", "full", "selective:op", "selective:2")
@@ -21,6 +24,46 @@ MODES = ("none", "full", "selective:op", "selective:2")
 
 def named(mode: str, **changes: Any) -> dict[str, Any]:
     return {"activation_checkpointing": mode, **changes}
+
+
+def run_variants(variants: dict[str, dict[str, Any]], watch: Any = None) -> dict[str, list[tuple[float, float]]]:
+    """Return, on every rank, (this rank's loss, gradient norm) of each step of each variant."""
+    with group() as (ranks, device):
+        return {name: train(ranks, device, changes, name, watch) for name, changes in variants.items()}
+
+
+def train(
+    ranks: Any, device: Any, changes: dict[str, Any], name: str = "", watch: Any = None, first: int = 0
+) -> list[tuple[float, float]]:
+    """Train one variant from step ``first`` on; ``watch(name, step, model, backend, optimizer)`` is called before the
+    first step, as step 0, and after each.
+    """
+    import torch
+
+    from smp_train import train_utils
+    from smp_train.data.batch import Batch
+
+    args, backend, spec = built(ranks, device, **{**DEEP, **changes})
+    model = backend.build(backend.check(spec, seq_len=args.max_context_width), seed=args.seed)
+    optimizer = train_utils.build_optimizer(args, backend, model)
+    generator = torch.Generator().manual_seed(7 + ranks.rank)
+    watch = watch or (lambda *_: None)
+    watch(name, 0, model, backend, optimizer)
+    results = []
+    for step in range(STEPS):
+        micro_batches = []
+        for _ in range(args.gradient_accumulation_steps):
+            tokens = torch.randint(0, 256, (args.train_batch_size, args.max_context_width), generator=generator)
+            micro_batches.append(Batch(input_ids=tokens, labels=tokens))
+        if step < first:
+            continue
+        train_utils.seed_step(args.seed, step, ranks.rank)
+        result = train_utils.train_step(
+            backend, model, optimizer, micro_batches, tokens=torch.tensor(100), lr=args.lr, max_grad_norm=1.0
+        )
+        results.append((result.loss.item(), result.grad_norm.item()))
+        watch(name, step + 1, model, backend, optimizer)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -39,35 +82,12 @@ def test_checkpointing_and_offloading_change_no_bit(model: str, world: int) -> N
         assert of_rank == dict.fromkeys(variants, reference)
 
 
-FALCON = {"model_type": "falcon", "num_key_value_heads": None}
-
-
-@pytest.mark.slow
-def test_falcon_changes_a_kept_result_in_place() -> None:
-    variants = {"falcon": {**FALCON, **named("selective:op")}}
-    by_name = "ConfigError: --activation_checkpointing selective:op: a falcon changes the result of a matrix product"
-    with pytest.raises(harness.RankFailed, match=by_name):
-        harness.run(run_variants, 1, variants)
-    found_out = "ConfigError: --activation_checkpointing selective:op: this model changes the result of aten.mm"
-    with pytest.raises(harness.RankFailed, match=found_out):
-        harness.run(run_as_if_unknown, 1, variants)
-    compiled = {"plain": FALCON, "compiled": {**FALCON, **named("selective:op", **COMPILED)}}
-    (found,) = harness.run(run_variants, 1, compiled)
-    assert found["compiled"] == found["plain"]
-
-
-def run_as_if_unknown(variants: dict[str, Any]) -> Any:
-    from smp_train.parallel import activation_checkpointing as activations
-
-    activations.CHANGE_IN_PLACE = frozenset()
-    return run_variants(variants)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_one_compilation_serves_all_layers_and_steps(world: int) -> None:
     """All models in one group of processes: the compiler takes longer to import than to compile for one."""
-    chosen = [("llama", {}, MODES), ("dropout", DROPOUT, ("selective:op",)), ("mixture", MIXTURE, ("full",))]
+    chosen = [("llama", {}, MODES), ("dropout", DROPOUT, ("selective:op",)), ("mixture", MIXTURE, ("full",)),
+              ("falcon", FALCON, ("selective:op",))]  # fmt: skip
     variants: dict[str, dict[str, Any]] = {}
     for model, base, modes in chosen if world == 1 else [("llama", {}, ("full",))]:
         variants[f"{model} plain"] = {**base, **named("none")}
@@ -115,13 +135,10 @@ def test_parameters_in_host_memory(world: int, tmp_path: Path) -> None:
 
 def host_parameters(folder: str) -> tuple[list, list, list]:
     """Train without and with CPUOffloadPolicy (on a CPU a detour, with clipping), saving and loading in the latter."""
-    from smp_train import distributed
     from smp_train.backends.native import NativeBackend
     from smp_train.checkpoints.find import open_verified
     from smp_train.checkpoints.save import CheckpointManager, Policy
 
-    ranks = distributed.detect()
-    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
     init = NativeBackend.__init__
 
     def offloading(self: Any, *args: Any) -> None:
@@ -130,8 +147,6 @@ def host_parameters(folder: str) -> tuple[list, list, list]:
         self.cpu_offload = True
 
     changes = {"gradient_accumulation_steps": 2, "cpu_offload": 1, "forward_prefetch": 0}
-    plain = train(ranks, device, {**changes, "forward_prefetch": 1})
-    NativeBackend.__init__ = offloading  # type: ignore[method-assign]
     manager = CheckpointManager([Policy(folder, 1, 9)], run_name="run", model_type="tiny")
 
     def save(name: str, step: int, model: Any, backend: Any, optimizer: Any) -> None:
@@ -142,9 +157,11 @@ def host_parameters(folder: str) -> tuple[list, list, list]:
         if step == 0:
             backend.load_state(model, optimizer, open_verified(folder).load)
 
-    offloaded = train(ranks, device, changes, watch=save)
-    resumed = [train(ranks, device, changes, watch=load, first=1)]
-    NativeBackend.__init__ = init  # type: ignore[method-assign]
-    resumed.append(train(ranks, device, changes, watch=load, first=1))
-    distributed.stop()
+    with group() as (ranks, device):
+        plain = train(ranks, device, {**changes, "forward_prefetch": 1})
+        NativeBackend.__init__ = offloading  # type: ignore[method-assign]
+        offloaded = train(ranks, device, changes, watch=save)
+        resumed = [train(ranks, device, changes, watch=load, first=1)]
+        NativeBackend.__init__ = init  # type: ignore[method-assign]
+        resumed.append(train(ranks, device, changes, watch=load, first=1))
     return plain, offloaded, resumed

@@ -11,12 +11,12 @@ from tests.tiers import core
 from tests.training import built, group
 
 SPLIT = {
-    "model_type": "gpt_neox", "num_key_value_heads": None, "intermediate_size": None, "tensor_parallel_degree": 2,
-    "resid_pdrop": 0.5, "attn_pdrop": 0.5, "hidden_width": 64, "max_context_width": 32,
+    "model_type": "gpt_neox", "num_key_value_heads": None, "intermediate_size": None, "resid_pdrop": 0.5,
+    "attn_pdrop": 0.5, "hidden_width": 64, "max_context_width": 32,
 }  # fmt: skip
 
 
-def masks(setting: str) -> dict[str, Any]:
+def masks(setting: str, degree: int = 2) -> dict[str, Any]:
     """Take two micro-batches forward and backward; return where each kind of dropout left zeros, on this rank."""
     import torch
 
@@ -24,7 +24,9 @@ def masks(setting: str) -> dict[str, Any]:
     from smp_train.data.batch import Batch
 
     with group() as (ranks, device):
-        args, backend, spec = built(ranks, device, **SPLIT, activation_checkpointing=setting)
+        args, backend, spec = built(
+            ranks, device, **SPLIT, tensor_parallel_degree=degree, activation_checkpointing=setting
+        )
         model: Any = backend.build(backend.check(spec, seq_len=args.max_context_width), seed=args.seed)
         seen: dict[str, list[Any]] = {"embedding": [], "layer": []}
         model.gpt_neox.emb_dropout.register_forward_hook(lambda module, args, out: seen["embedding"].append(out == 0))
@@ -41,7 +43,9 @@ def masks(setting: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", core(["none", "full"], lambda setting: setting == "full"))
 def test_tensor_ranks_drop_alike_what_they_share_and_independently_what_they_split(setting: str) -> None:
+    (alone,) = harness.run(masks, 1, setting, 1)
     one, other = harness.run(masks, 2, setting)
+    assert bool((alone["embedding"][0] == one["embedding"][0]).all()), "of whole sequences, as one process has them"
     for ours, theirs in zip(one["embedding"], other["embedding"], strict=True):
         assert bool((ours == theirs).all()), "every rank has the whole embedding"
     assert not bool((one["embedding"][0] == one["embedding"][1]).all()), "micro-batches differ"

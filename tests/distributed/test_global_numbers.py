@@ -1,17 +1,14 @@
-"""Numbers that are one for all ranks: updates of clipped parts, dropout. Others: test_backend, test_same_numbers."""
+"""Updates of parameters of which each rank has its own part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from tests import harness
-from tests.training import flags, steps, train
 
 
 def updates_of_uneven_parts() -> bool:
@@ -59,18 +56,3 @@ def updates_of_uneven_parts() -> bool:
 
 def test_updates_of_each_part_are_those_of_the_whole() -> None:
     assert harness.run(updates_of_uneven_parts, 4) == [True] * 4
-
-
-@pytest.mark.slow
-def test_dropout_is_shared_inside_a_tensor_group(tmp_path: Path) -> None:
-    """Tensor peers work on the same tokens: with unlike masks their partial sums would belong to no model.
-
-    The embedding's dropout is on whole sequences, so its mask is also that of one process.
-    """
-    options = {"model_type": "phi", "rotary_pct": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0, "train_batch_size": 2}
-    harness.run(train, 1, flags(tmp_path / "one", **options))
-    harness.run(train, 2, flags(tmp_path / "split", **options, tensor_parallel_degree=2))
-    harness.run(train, 1, flags(tmp_path / "none", **{**options, "embd_pdrop": 0}))
-    one, split, none = (steps(tmp_path / name) for name in ("one", "split", "none"))
-    assert [r["loss"] for r in split] == pytest.approx([r["loss"] for r in one], rel=1e-5)
-    assert one[0]["loss"] != pytest.approx(none[0]["loss"], rel=1e-4)

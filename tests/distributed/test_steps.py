@@ -15,9 +15,8 @@ from tests import harness
 from tests.shards import write_shard
 from tests.smp import smp, train_on_smp
 from tests.training import flags, records, steps, train
+from tests.waits import Waits
 
-WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::unique_dim")
-"""Operations with a result on the host, or of a size to be known there: on a GPU, a wait for all that is queued."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {}, "none": {"activation_checkpointing": "none", "gradient_accumulation_steps": 2},
     "selective:op": {"activation_checkpointing": "selective:op"},
@@ -34,7 +33,7 @@ def watched(
     import gc
 
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from torch.utils._python_dispatch import _disable_current_modes
 
     from smp_train import train_lib
     from smp_train.data.batch import Batch
@@ -48,26 +47,16 @@ def watched(
 
     Batch.counted_tokens = on_the_host  # type: ignore[method-assign]
 
-    class Noting(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.waits: list[str] = []
-
-        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if operation._schema.name in WAITS:
-                self.waits.append(operation._schema.name)
-            return operation(*args, **(kwargs or {}))
-
     found: dict[str, list[tuple[list[str], int]]] = {}
     step, run_step.ASYNCHRONOUS_DEVICES = train_lib.step, {"cpu"}
 
     def noting(*args: Any) -> Any:
         gc.collect()
-        with Noting() as noted:
+        with Waits() as waits:
             result = step(*args)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        found[name].append((noted.waits, sum(isinstance(item, torch.Tensor) for item in gc.garbage)))
+        found[name].append((waits.seen, sum(isinstance(item, torch.Tensor) for item in gc.garbage)))
         gc.set_debug(0)
         gc.garbage.clear()
         return result
@@ -207,3 +196,15 @@ def test_garbage_is_collected_after_every_fiftieth_step_and_at_no_other_time() -
             gc.callbacks.remove(note)
     assert collected == [50, 100]
     assert gc.isenabled()
+
+
+def test_metrics_have_the_slowest_rank_and_the_shares_of_time(tmp_path: Path) -> None:
+    """The rule by which a rank is named: unit/test_step_times.py."""
+    harness.run(train, 2, flags(tmp_path / "all", max_steps=4, logging_freq=2))
+    assert [record["step"] for record in steps(tmp_path / "all")] == [2, 4]
+    for record in steps(tmp_path / "all"):
+        assert {"slowest_rank", "slowest_host", "slowest_phase", "slowest_sec"} <= record.keys()
+        assert 0.99 < sum(record["time_shares"].values()) < 1.01
+        assert 0 < record["communication_share"] < 1
+    harness.run(train, 1, flags(tmp_path / "minimal", max_steps=1, telemetry="minimal"))
+    assert "time_shares" not in steps(tmp_path / "minimal")[0]
