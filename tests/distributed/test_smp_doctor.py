@@ -64,8 +64,6 @@ DEVIATIONS: dict[str, tuple[int, list[str], dict[str, str], str]] = {
     "weights of rank 0 ignored": (
         2, TENSOR, {**LOSSES, **NORMS, "export": "fail", **dict.fromkeys(NAMES, "fail")}, "lm_head.weight",
     ),
-    "experts without coefficients": (2, MIXTRAL, {"router losses": "warn"}, "moe_z_loss_coeff"),
-    "no float32 gradients": (2, PLAIN, {"float32 gradients": "warn"}, "NotImplementedError"),
     "one backend in the group": (2, PLAIN, {"process group": "warn"}, "cpu:gloo,cuda:gloo"),
     "export not translated": (2, TENSOR, {"translated export": "warn"}, "lm_head.weight"),
     "no reset": (2, PLAIN, {"run": "fail"}, "reset"),

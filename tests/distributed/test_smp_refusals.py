@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,13 +153,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "compilation": ({"use_torch_compile": 1}, "--use_torch_compile 1 with --backend smp"),
     "selective:op": ({"activation_checkpointing": "selective:op"}, "SMP checkpoints whole layers"),
     "offloading alone": ({"sm_activation_offloading": 1, "activation_checkpointing": "none"}, "needs checkpointing"),
+    "no library": ({}, r"no torch\.sagemaker"),
+    "old torch": ({}, r"SMP before 2\.6"),
 }  # fmt: skip
 
 
-def refusal_by(command_line: list[str], change: str) -> str:
-    if change != "no library":
+def refusal_by(command_line: list[str], case: str) -> str:
+    if case != "no library":
         install()
-    if change == "old torch":
+    if case == "old torch":
         torch.__version__ = "2.3.1"
     return refusal_of(command_line, installed=False)
 
@@ -168,15 +169,7 @@ def refusal_by(command_line: list[str], change: str) -> str:
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_settings(case: str, tmp_path: Path) -> None:
     changes, message = REFUSED[case]
-    (refusal,) = harness.run(refusal_by, 1, smp(tmp_path, **changes), "")
-    assert re.search(message, refusal), refusal
-
-
-@pytest.mark.parametrize(
-    ("change", "message"), [("no library", r"no torch\.sagemaker"), ("old torch", r"SMP before 2\.6")]
-)
-def test_missing_and_older_releases_of_smp_are_refused(change: str, message: str, tmp_path: Path) -> None:
-    (refusal,) = harness.run(refusal_by, 1, smp(tmp_path), change)
+    (refusal,) = harness.run(refusal_by, 1, smp(tmp_path, **changes), case)
     assert re.search(message, refusal), refusal
 
 
@@ -216,15 +209,10 @@ class Logits(torch.nn.Module):
         return {"logits": torch.zeros(*input_ids.shape, 4)}
 
 
-ALONE = Topology(torch.device("cpu"), dp_rank=0, dp_size=1, tp_rank=0, tp_size=1, cp_rank=0, cp_size=1, mesh={})
-
-
-def test_logits_of_a_part_of_the_vocabulary_are_not_used() -> None:
-    assert smp_choices.whole_logits(Logits(), ALONE, 16, 4)
-    assert not smp_choices.whole_logits(Logits(), ALONE, 16, 8)
-    assert "[1, 16, 4], not [1, 16, 8]" in smp_choices.refusals["whole logits"]
+def test_logits_of_a_part_of_the_vocabulary_are_refused_with_context_parallelism() -> None:
+    topology = Topology(torch.device("cpu"), dp_rank=0, dp_size=1, tp_rank=0, tp_size=1, cp_rank=0, cp_size=2, mesh={})
     with pytest.raises(ConfigError, match="--context_parallel_degree 2"):
-        smp_choices.whole_logits(Logits(), replace(ALONE, cp_size=2), 16, 8)
+        smp_choices.whole_logits(Logits(), topology, 16, 8)
 
 
 def test_rotary_caches_that_are_no_buffers_are_moved() -> None:

@@ -110,35 +110,6 @@ def _ignored_weights(model: nn.Module) -> None:
 # --- what is refused or missing ---------------------------------------------------------------------
 
 
-def _no_router_losses() -> None:
-    from torch.sagemaker.moe import moe_config
-
-    def make(config: Any) -> Any:
-        def refusing(**options: Any) -> Any:
-            if "moe_z_loss_coeff" in options:
-                raise TypeError("unexpected keyword argument 'moe_z_loss_coeff'")
-            return config(**options)
-
-        return refusing
-
-    _replace(moe_config, "MoEConfig", make)
-
-
-def _no_float32_gradients() -> None:
-    import torch.distributed.fsdp as fsdp
-
-    def make(init: Any) -> Any:
-        def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
-            precision = kwargs.get("mixed_precision")
-            if precision is not None and precision.reduce_dtype != torch.bfloat16:
-                raise NotImplementedError("gradients are reduced in bfloat16")
-            init(self, *args, **kwargs)
-
-        return refusing
-
-    _replace(fsdp.FullyShardedDataParallel, "__init__", make)
-
-
 def _mixed_group_refused() -> None:
     """Start in a group of two backends, both gloo here, which SMP refuses."""
     import torch.sagemaker as tsm
@@ -181,8 +152,6 @@ PLANTED: dict[str, Callable[[], None]] = {
     "split logits": lambda: _forward(_split),
     "summed gradients": _summed_gradients,
     "weights of rank 0 ignored": lambda: _transformed(_ignored_weights),
-    "experts without coefficients": _no_router_losses,
-    "no float32 gradients": _no_float32_gradients,
     "one backend in the group": _mixed_group_refused,
     "export not translated": _not_translated,
     "no reset": _no_reset,
