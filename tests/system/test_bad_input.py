@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.chats import PLAIN, write_lines, write_tokenizer
 from tests.system.command import warm, write_shard
 from tests.training import flags
 
@@ -39,21 +38,11 @@ def on(data: Path, **changes: Any) -> dict[str, Any]:
     return {"use_synthetic_data": None, "training_dir": data, **changes}
 
 
-def damaged(name: str, text: str, mode: str = "w") -> Mistake:
-    """Return a mistake: one of the shards has this text, or has it in addition."""
-
-    def make(folder: Path) -> dict[str, Any]:
-        data = shards(folder)
-        with (data / name).open(mode) as file:
-            file.write(text)
-        return on(data)
-
-    return make
-
-
-def empty_folder(folder: Path) -> dict[str, Any]:
-    (folder / "data").mkdir()
-    return on(folder / "data")
+def broken_line(folder: Path) -> dict[str, Any]:
+    data = shards(folder)
+    with (data / "part-1.jsonl").open("a") as file:
+        file.write('{"input_ids": [1, 2, 3], "attention_mask": [1, 1, \n')
+    return on(data)
 
 
 def missing_shard(folder: Path) -> dict[str, Any]:
@@ -62,17 +51,6 @@ def missing_shard(folder: Path) -> dict[str, Any]:
     (folder / "_manifest.json").write_text(json.dumps({"seq_len": 16, "splits": {"data": {"shards": listed}}}))
     (data / "part-1.jsonl").unlink()
     return on(data)
-
-
-def on_chats(template: str | None, *chat: dict[str, str]) -> Mistake:
-    """Return a mistake: a chat, with a tokenizer that has a template or none."""
-
-    def make(folder: Path) -> dict[str, Any]:
-        write_tokenizer(folder / "tokenizer", template)
-        place = write_lines(folder / "chats.jsonl", [{"messages": chat}])
-        return {"use_synthetic_data": None, "dataset": place, "tokenizer": folder / "tokenizer", "vocab_size": 300}
-
-    return make
 
 
 def below_a_file(flag: str, name: str) -> Mistake:
@@ -85,27 +63,14 @@ def below_a_file(flag: str, name: str) -> Mistake:
     return make
 
 
-broken_line = damaged("part-1.jsonl", '{"input_ids": [1, 2, 3], "attention_mask": [1, 1, \n', "a")
 LOOKED_AT: dict[str, tuple[Mistake, int, str]] = {
     "missing folder": (
         lambda folder: on(folder / "nowhere"), DATA, r"FOLDER/nowhere: no such file or folder; check --training_dir",
-    ),
-    "empty folder": (empty_folder, DATA, r"FOLDER/data: no file that matches \*\.json "),
-    "empty shard": (
-        damaged("part-1.jsonl", ""), DATA,
-        r"FOLDER/data/part-1\.jsonl: is empty \(0 bytes\); write it again or remove it",
     ),
     "broken line": (
         broken_line, DATA, r"FOLDER/data/part-1\.jsonl:9: broken JSON .*; one whole object per line is needed",
     ),
     "missing shard": (missing_shard, DATA, r"FOLDER/data: .*part-1\.jsonl is missing"),
-    "chats without a template": (
-        on_chats(None), CONFIG, r"--tokenizer FOLDER/tokenizer: has no chat template.* --chat_template",
-    ),
-    "chat without an answer": (
-        on_chats(PLAIN, {"role": "user", "content": "a"}), DATA,
-        r"FOLDER/chats\.jsonl:1: no turn of the assistant: .* --bad_rows skip",
-    ),
     "unwritable checkpoints": (
         below_a_file("checkpoint_dir", "checkpoints"), CHECKPOINT, r"FOLDER/file/checkpoints.* --checkpoint_dir",
     ),
@@ -117,7 +82,6 @@ LOOKED_AT: dict[str, tuple[Mistake, int, str]] = {
         lambda folder: {"resume_from_checkpoint": folder / "elsewhere"}, CHECKPOINT,
         r"FOLDER/elsewhere does not exist; give a folder of runs, .* or one checkpoint",
     ),
-    "unknown family": (lambda folder: {"model_type": "lama_v2"}, CONFIG, r"lama_v2.*did you mean llama_v2"),
     "no such model": (
         lambda folder: {"hf_pretrained_model_name_or_dir": "./nowhere"}, CONFIG, r"\./nowhere does not exist",
     ),

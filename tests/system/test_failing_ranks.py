@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness import as_torchrun
-from tests.system.command import Command, Ranks, torchrun, warm, write_shard
+from tests.system.command import Command, Ranks, torchrun, write_shard
 from tests.training import flags
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -87,21 +87,6 @@ def test_arguments(changes: dict[str, Any], message: str, tmp_path: Path) -> Non
     assert second == first.replace("rank 0", "rank 1")  # nobody has ended it
 
 
-def test_a_missing_folder(tmp_path: Path) -> None:
-    lines = refused(tmp_path, DATA, 3, **data(tmp_path, training_dir=tmp_path / "nowhere"))
-    assert len(lines) <= 2, "of rank 0 and the rank that fails"
-    assert all("nowhere: no such file or folder" in line for line in lines)
-
-
-def test_a_damaged_checkpoint(tmp_path: Path) -> None:
-    with warm(tmp_path, "train", *flags(tmp_path, max_steps=1)) as command:
-        assert command.code() == 0, command.err
-    checkpoint = tmp_path / "checkpoints" / "run" / "llama_v2-1steps"
-    next(checkpoint.glob("*.distcp")).write_bytes(b"")
-    lines = refused(tmp_path, CHECKPOINT, resume_from_checkpoint=checkpoint)
-    assert all(f"checkpoint {checkpoint} is damaged" in line for line in lines)
-
-
 def test_a_bad_shard_that_only_one_rank_converts(tmp_path: Path) -> None:
     changes = data(tmp_path)
     # The larger shard is rank 0's to convert.
@@ -127,18 +112,11 @@ def tokens_of(folder: Path, shard: str) -> Path:
     return found.with_suffix(".tok")
 
 
-@pytest.mark.parametrize("what", [pytest.param("training", marks=pytest.mark.core), "validation"])
-def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
-    changes = data(tmp_path)
-    if what == "validation":
-        # The same two shards, of which rank 1 reads the second; the training data has a cache of its own.
-        changes |= {"test_dir": tmp_path / "held_out", "validation_freq": 1, "fast_validation": 0, "val_batch_size": 4}
-        for number in range(2):
-            write_shard(tmp_path / "held_out" / f"part-{number}.jsonl", 4, first=4 * number)
-    with Ranks(tmp_path, 2, "train", *flags(tmp_path, **changes), launcher=as_torchrun) as ranks:
+@pytest.mark.core
+def test_data_that_vanishes_under_one_rank(tmp_path: Path) -> None:
+    with Ranks(tmp_path, 2, "train", *flags(tmp_path, **data(tmp_path)), launcher=as_torchrun) as ranks:
         running(ranks[0], tmp_path)
-        folder = tmp_path / ("data" if what == "training" else "held_out")
-        cache = tokens_of(folder, "part-1.jsonl")
+        cache = tokens_of(tmp_path / "data", "part-1.jsonl")
         cache.write_bytes(b"")
         assert ranks.codes(GONE_SECONDS) == [DATA, DATA]
         lines = [line for rank in ranks.ranks for line in rank.complaints]
