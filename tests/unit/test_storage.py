@@ -240,12 +240,6 @@ def test_a_version_that_was_replaced_or_is_shorter_is_an_error(in_s3):
         in_s3.read_range("f", 1, 3, entry.etag)
 
 
-def test_a_server_that_ignores_conditions(in_s3, server, monkeypatch):
-    monkeypatch.setattr(server, "conditions", False)
-    assert in_s3.put_if_absent("lock", b"first")
-    assert not in_s3.put_if_absent("lock", b"second")
-
-
 def test_few_requests_and_parts_are_held(in_s3, server, monkeypatch):
     in_small_parts(monkeypatch)
     in_s3.put("f", bytes(100))
@@ -277,12 +271,7 @@ def test_few_requests_and_parts_are_held(in_s3, server, monkeypatch):
     go.set()
     writes.join()
     assert in_s3.entry("g").size == (client.AT_ONCE + 1) << 16
-
-
-def test_parts_grow_with_the_object():
-    """S3 takes 10,000 parts: a rank may hold more than 10,000 times the usual part."""
-    assert s3.part_bytes(1000) == s3.PART_BYTES
-    assert s3.part_bytes(s3.PART_BYTES * 30_000) * 10_000 >= s3.PART_BYTES * 30_000
+    assert s3.part_bytes(s3.PART_BYTES * 30_000) * 10_000 >= s3.PART_BYTES * 30_000, "S3 takes 10,000 parts"
 
 
 def test_an_endpoint_that_does_not_answer_is_warned_about_at_the_first_try(in_s3, monkeypatch, caplog):
