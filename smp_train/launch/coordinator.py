@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from smp_train.distributed.group import RENDEZVOUS_SECONDS
+from smp_train.distributed.job import KUBERNETES_JOB
 from smp_train.errors import LOST_PEER
 from smp_train.launch.command import node_name, say
 from smp_train.launch.node import Failure, Node
@@ -39,6 +40,8 @@ SILENT_SECONDS = 30.0
 AT_ONE_STEP = 3
 """After this many recoveries without progress, the next death ends the run."""
 LOST_NODE = 75
+POD_IP = "POD_IP"
+"""Set by our Kubernetes manifests: other pods do not know a pod's host name."""
 
 
 class Event(NamedTuple):
@@ -94,6 +97,12 @@ class Warm(NamedTuple):
     """A message to a supervisor: this is a good time to start a warm process."""
 
 
+class Joined(NamedTuple):
+    """A message to a supervisor: its node's number. A supervisor that was started again is a new spare node."""
+
+    node: int
+
+
 class Beat(NamedTuple):
     """A heartbeat of a node's supervisor: its host, and its name in Slurm."""
 
@@ -117,6 +126,8 @@ class Members:
     """Step after each recovery since the last progress; None for an unfinished recovery."""
     used: set[int] = field(default_factory=set)
     """Nodes that have, or had, ranks."""
+    awaited: set[int] = field(default_factory=set)
+    """Lost nodes whose ranks wait for a node in the current generation."""
 
     @staticmethod
     def first(node: Node) -> Members:
@@ -143,48 +154,56 @@ class Members:
             self.steps = [step] if progress else [*self.steps, step]
         return self.steps.count(step) < AT_ONE_STEP
 
-    def join(self, generation: Generation) -> None:
+    def join(self, generation: Generation, lost: Collection[int] = ()) -> None:
         """Make the replacements of a generation current, in place of their predecessors."""
         self.generation = generation.number
         self.nodes |= generation.nodes
         self.used |= {*generation.nodes.values()}
         self.joined |= dict.fromkeys(generation.replaced, generation.number)
+        self.awaited = {*lost} & {*self.nodes.values()}
 
 
 def decide(
     members: Members, deaths: Sequence[Event], lost: Collection[int], beats: Mapping[int, Beat], *, training: bool,
-    refused: str, step: int | None,
-) -> Generation | End:  # fmt: skip
+    refused: str, step: int | None, patience: float = 0.0, silence: float = NODE_SECONDS,
+) -> Generation | End | None:  # fmt: skip
     """Return the next generation, or the end of the run, after ``deaths`` of members and losses of nodes.
 
     ``beats`` are the last heartbeats of all nodes. ``refused`` is a rank's reason why nothing can be recovered, or "".
-    ``step`` is where training went on after the last recovery; None if that recovery has not ended.
+    ``step`` is where training went on after the last recovery; None if that recovery has not ended. Without a spare
+    node, the generation leaves the ranks of lost nodes there, until a node returns or is started again; the other ranks
+    wait. It is the run's end when the longest ``silence`` of a lost node exceeds ``patience``. Returns None meanwhile.
     """
     homeless = members.on(lost)
-    dead = sorted({*homeless, *(event.rank for event in deaths)})
     mistake = next((event for event in deaths if event.code in (2, 3, 4)), None)
     spares = sorted(beats.keys() - members.used - {*lost})
-    takers = dict(zip(sorted({members.nodes[rank] for rank in homeless}), spares, strict=False))
+    takers = dict(zip(gone := sorted({members.nodes[rank] for rank in homeless}), spares, strict=False))
+    new = {event.rank for event in deaths} | {rank for rank in homeless if members.nodes[rank] not in members.awaited}
+    dead = sorted(new | {rank for rank in homeless if members.nodes[rank] in takers})
     obstacles = {
         "training has not begun": not training,
         "it would fail again": mistake is not None,
         "the run was asked to stop": any(event.asked for event in deaths),
         "other ranks have finished": bool(members.finished),
         refused: bool(refused),
-        "no rank is left": len(dead) == len(members.nodes),
-        "no spare node is left": any(members.nodes[rank] not in takers for rank in homeless),
+        "no rank is left": len(new.union(homeless)) == len(members.nodes),
+        "no spare node is left": len(takers) < len(gone) and silence > patience,
     }
     why = next((why for why, holds in obstacles.items() if holds), "")
-    if not why and not members.recovered(step):
+    if not why and new and not members.recovered(step):
         why = f"{AT_ONE_STEP} recoveries brought no progress"
     if why and (first := mistake or next(iter(deaths), None)) is not None:
         return End(Failure(first.rank, first.host, first.code, first.cause), why)
     if why:
         return End(Failure(homeless[0], beats[members.nodes[homeless[0]]].name, LOST_NODE, "node"), why)
+    if not dead:
+        return None
     reasons = [event.description() for event in deaths if event.rank not in homeless]
-    reasons += [f"node {node} ({beats[node].name}) gave no sign of life for {NODE_SECONDS:g} s" for node in takers]
+    reasons += [f"node {node} ({beats[node].name}) gave no sign of life for {NODE_SECONDS:g} s" for node in gone]
+    if len(takers) < len(gone):
+        reasons.append(f"waiting up to {patience:g} s for a node to be started again")
     # In tests several nodes share a host; a host is lost only if all of its nodes are.
-    hosts = {beats[node].host for node in takers} - {beat.host for node, beat in beats.items() if node not in lost}
+    hosts = {beats[node].host for node in gone} - {beat.host for node, beat in beats.items() if node not in lost}
     nodes = {rank: takers.get(members.nodes[rank], members.nodes[rank]) for rank in dead}
     return Generation(members.generation + 1, dead, "; ".join(reasons), sorted(filter(None, hosts)), nodes)
 
@@ -208,26 +227,31 @@ class Coordinator:
     def run(self) -> None:
         """Answer deaths and losses of nodes until the run has ended and all supervisors have read that."""
         looked = time.monotonic()
+        asked = False
         while True:
             time.sleep(POLL_SECONDS)
             if events := self._events():
                 time.sleep(COLLECT_SECONDS)
                 events += self._events()
+            asked |= any(event.asked for event in events)
             deaths = self.members.ended(events)
             if time.monotonic() - looked > BEAT_SECONDS:
                 looked = time.monotonic()
                 self._look()
             lost = {node for node, silent in self.silence.items() if silent > NODE_SECONDS}
+            self.members.awaited &= lost
             answer: Generation | End | None = None
             if deaths or (lost and self.members.on(lost)):
                 answer = self._answer(deaths, lost)
             elif len(self.members.finished) == len(self.members.nodes):
-                answer = End(None)
+                # Kubernetes starts a pod again unless its exit code is 0.
+                again = asked and KUBERNETES_JOB in os.environ
+                answer = End(Failure(0, node_name(), 143, "stopped") if again else None)
             if isinstance(answer, End):
                 self.store.set("end", json.dumps([asdict(answer.failure) if answer.failure else None, answer.why]))
                 break
             if answer is not None:
-                self.members.join(answer)
+                self.members.join(answer, lost)
                 self.store.delete_key("step")
                 self.store.set(f"generation/{answer.number}", answer.text())
         self._look()
@@ -236,14 +260,15 @@ class Coordinator:
         while self.store.add("left", 0) < len(living) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
-    def _answer(self, deaths: Sequence[Event], lost: Collection[int]) -> Generation | End:
+    def _answer(self, deaths: Sequence[Event], lost: Collection[int]) -> Generation | End | None:
         def value(key: str) -> str:
             return self.store.get(key).decode() if self.store.check([key]) else ""
 
         training, step = self.store.check(["training"]), value("step")
+        silence = max((self.silence[self.members.nodes[rank]] for rank in self.members.on(lost)), default=0.0)
         return decide(
             self.members, deaths, lost, self.beats, training=training, refused=value("refused"),
-            step=int(step) if step else None,
+            step=int(step) if step else None, patience=self.node.patience, silence=silence,
         )  # fmt: skip
 
     def _events(self) -> list[Event]:
@@ -257,7 +282,7 @@ class Coordinator:
     def _look(self) -> None:
         """Read the heartbeats. Each call counts as `BEAT_SECONDS` of silence: this process may have been suspended."""
         training = self.store.check(["training"])
-        for number in range(self.node.nodes + self.node.spares):
+        for number in range(self.node.nodes + self.node.spares + self.store.add("restarted", 0)):
             beat = self.beats.get(number, Beat("", f"node-{number}", 0.0))
             if self.store.check([f"node/{number}"]):
                 beat = Beat(*json.loads(self.store.get(f"node/{number}")))
@@ -266,6 +291,9 @@ class Coordinator:
             new = number == 0 or beat != self.beats.get(number)
             self.silence[number] = 0.0 if new else self.silence[number] + BEAT_SECONDS
             self.beats[number] = beat
+
+
+Message = Generation | End | Warm | Joined
 
 
 class Recovery:
@@ -278,7 +306,7 @@ class Recovery:
         self.coordinator: Coordinator | None = None
         self.threads: list[threading.Thread] = []
 
-    def start(self, receive: Callable[[Generation | End | Warm], None]) -> None:
+    def start(self, receive: Callable[[Message], None]) -> None:
         """Connect in a thread, which calls ``receive`` with the coordinator's decisions."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is a page of C++ frames
         self._in_thread(lambda: self._run(receive))
@@ -319,7 +347,7 @@ class Recovery:
         address, limit = (self.node.master_addr, self.node.master_port), timedelta(seconds=RENDEZVOUS_SECONDS)
         return dist.PrefixStore(PREFIX, dist.TCPStore(*address, None, False, limit, wait_for_workers=False))
 
-    def _run(self, receive: Callable[[Generation | End | Warm], None]) -> None:
+    def _run(self, receive: Callable[[Message], None]) -> None:
         import torch.distributed  # noqa: F401
 
         gc.freeze()  # at exit, Python would search all objects of torch for garbage
@@ -333,7 +361,7 @@ class Recovery:
                 say(f"error: {' '.join(str(problem).split())[:300]}; set MASTER_PORT to a port that is free here")
             receive(self.lost())
 
-    def _coordinate(self, receive: Callable[[Generation | End | Warm], None]) -> None:
+    def _coordinate(self, receive: Callable[[Message], None]) -> None:
         assert self.coordinator is not None
         try:
             self.coordinator.run()
@@ -341,13 +369,17 @@ class Recovery:
             say(f"error: the coordinator failed: {type(problem).__name__}: {' '.join(str(problem).split())[:300]}")
             receive(self.lost())
 
-    def _follow(self, receive: Callable[[Generation | End | Warm], None]) -> None:
+    def _follow(self, receive: Callable[[Message], None]) -> None:
         """Send heartbeats, and pass on each generation and the end of the run."""
         import torch.distributed as dist
 
-        store, generation, warmed = self._connect(), 1, 0
+        store, number, generation, warmed = self._connect(), self.node.node_rank, 1, 0
+        if store.add(f"starts/{number}", 1) > 1:
+            number = self.node.nodes + self.node.spares + store.add("restarted", 1) - 1
+        receive(Joined(number))
+        host = os.environ.get(POD_IP) or socket.gethostname()
         while True:
-            store.set(f"node/{self.node.node_rank}", json.dumps(Beat(socket.gethostname(), node_name(), time.time())))
+            store.set(f"node/{number}", json.dumps(Beat(host, node_name(), time.time())))
             if store.check(["end"]):
                 failure, why = json.loads(store.get("end"))
                 store.add("left", 1)

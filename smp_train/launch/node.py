@@ -30,6 +30,8 @@ class Node:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     spares: int = 0
+    patience: float = 0.0
+    """Seconds that a lost node may take to return, or to be started again, if no spare node is left."""
 
     def environment(self, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of any rank of the run: ``environ`` with torchrun's variables for ``rank``."""

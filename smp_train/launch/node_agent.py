@@ -42,6 +42,9 @@ HISTORY = "launches.jsonl"
 USR1_SECONDS = 300
 """How long before the time limit Slurm signals the batch scripts."""
 ADAPTERS = Path("/sys/class/infiniband")
+PATIENCE_SECONDS = 300.0
+"""How long a lost node without a spare one is awaited, where not Slurm starts the job again, but a person or Kubernetes
+starts the node's agent."""
 NSYS = "SMP_TRAIN_UNDER_NSYS"
 """Set in the environment of an agent that nsys started."""
 
@@ -108,7 +111,7 @@ def find_node(environ: Mapping[str, str], processes: int, spares: int = 0) -> No
     rank = number("NODE_RANK", 0)
     if rank >= nodes + spares:
         raise ConfigError(f"NODE_RANK={rank} is not from 0 to {nodes + spares - 1} (NNODES={nodes})")
-    return Node(processes, nodes, rank, environ["MASTER_ADDR"], number("MASTER_PORT", 29500), spares)
+    return Node(processes, nodes, rank, environ["MASTER_ADDR"], number("MASTER_PORT", 29500), spares, PATIENCE_SECONDS)
 
 
 def count_gpus() -> int:

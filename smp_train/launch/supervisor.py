@@ -24,8 +24,9 @@ from typing import IO, TextIO
 from smp_train.distributed import heartbeat
 from smp_train.distributed.environment import GENERATION
 from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
+from smp_train.launch import coordinator
 from smp_train.launch.command import die_with_parent, node_name, replace_rank, say
-from smp_train.launch.coordinator import End, Event, Generation, Recovery, Warm
+from smp_train.launch.coordinator import End, Event, Generation, Joined, Recovery, Warm
 from smp_train.launch.node import Failure, Node
 from smp_train.launch.spare import Spare
 
@@ -55,11 +56,8 @@ def supervise(
     workers = _Workers(command, node, environ or os.environ, log_dir, say, recovery)
     previous = {number: signal.signal(number, workers.on_signal) for number in FORWARDED}
     try:
-        if node.node_rank < node.nodes:
-            for rank in range(node.first_rank, node.first_rank + node.processes):
-                workers.start(rank)
-        if workers.signals:
-            workers.send(signal.SIGTERM, workers.processes.keys() - workers.asked)  # workers that missed the request
+        if recovery is None or node.node_rank == 0:  # other nodes may have been started again
+            workers.start_all()
         if recovery:
             recovery.start(workers.inbox.put)
         failure = workers.wait(grace_seconds)
@@ -69,10 +67,11 @@ def supervise(
             signal.signal(number, handler)
     if workers.interrupted and failure is None and any(process.wait() for process in workers.processes.values()):
         return INTERRUPTED, None
-    return (failure.code if failure else int(workers.replaced)), failure
+    unfinished = workers.replaced or (workers.signals and not workers.processes and node.node_rank < node.nodes)
+    return (failure.code if failure else int(bool(unfinished))), failure
 
 
-Message = tuple[int, "subprocess.Popen[bytes]"] | Generation | End | Warm
+Message = tuple[int, "subprocess.Popen[bytes]"] | coordinator.Message
 """A rank's process that ended, or a message of the coordinator."""
 
 
@@ -101,6 +100,15 @@ class _Workers:
         self.spare: Spare | None = None
         self.replaced = False
         """Another node has taken this node's place."""
+        self.number = node.node_rank
+        """This node's number in generations."""
+
+    def start_all(self) -> None:
+        """Start the processes of this node."""
+        for rank in range(self.node.first_rank, self.node.first_rank + self.node.processes):
+            self.start(rank)
+        if self.signals:
+            self.send(signal.SIGTERM, self.processes.keys() - self.asked)  # workers that missed the request
 
     def start(self, rank: int, generation: int = 1) -> None:
         environ = self.node.environment(rank, self.environ)
@@ -150,6 +158,8 @@ class _Workers:
         failure: Failure | None = None
         deadline = float("inf")
         while self.running or self._may_get_ranks():
+            if os.getpid() == 1:
+                self._reap_orphans()
             if time.monotonic() >= deadline:
                 self.send(signal.SIGKILL)
                 deadline = float("inf")
@@ -168,6 +178,13 @@ class _Workers:
                 self.send(signal.SIGTERM)
         return failure
 
+    def _reap_orphans(self) -> None:
+        """Collect the children that ended ranks have left behind: process 1 of a container is their new parent."""
+        own = {process.pid for process in (*self.processes.values(), *([self.spare.process] if self.spare else []))}
+        with suppress(ChildProcessError):  # no children
+            while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and child.si_pid not in own:
+                os.waitpid(child.si_pid, 0)
+
     def _may_get_ranks(self) -> bool:
         """Return whether the coordinator may still give ranks to this node."""
         was_asked = self.interrupted or (self.signals and not self.processes)
@@ -178,6 +195,10 @@ class _Workers:
         if isinstance(message, Warm):
             if not self.spare and [*self.command[:2]] == [sys.executable, "-m"]:
                 self.spare = Spare(self.node.environment(0, self.environ))
+        elif isinstance(message, Joined):
+            self.number = message.node
+            if 0 < self.number < self.node.nodes:
+                self.start_all()
         elif isinstance(message, Generation):
             if not self.interrupted:
                 self._replace(message)
@@ -212,7 +233,7 @@ class _Workers:
                 self.running.discard(rank)
                 with suppress(subprocess.TimeoutExpired):
                     old.wait(RELEASE_SECONDS)  # it may hold memory of a GPU
-            if generation.nodes[rank] == self.node.node_rank:
+            if generation.nodes[rank] == self.number:
                 self.start(rank, generation.number)
             elif old is not None and not self.processes:
                 self.say("another node has taken this one's place, which gave no sign of life: its ranks were ended")

@@ -24,9 +24,9 @@ from smp_train.launch.coordinator import Recovery
 from smp_train.launch.node import Node
 from smp_train.launch.supervisor import supervise
 
-processes, nodes, node_rank, port, spares = map(int, sys.argv[1:6])
-node = Node(processes, nodes, node_rank, "127.0.0.1", port, spares)
-command = [sys.executable, *sys.argv[6:]]
+processes, nodes, node_rank, port, spares, patience = map(int, sys.argv[1:7])
+node = Node(processes, nodes, node_rank, "127.0.0.1", port, spares, patience)
+command = [sys.executable, *sys.argv[7:]]
 sys.exit(supervise(command, node, log_dir=Path("logs"), grace_seconds=0.2, recovery=Recovery(node))[0])
 """
 WORKER = """
@@ -48,17 +48,22 @@ sys.exit(int(code))
 class Run:
     """A run of agents on this machine, with a client of their store. Leaving the block kills what is left."""
 
-    def __init__(self, folder: Path, processes: int, nodes: int = 1, spares: int = 0, *, module: bool = False) -> None:
+    def __init__(
+        self, folder: Path, processes: int, nodes: int = 1, spares: int = 0, *, patience: int = 0, module: bool = False
+    ) -> None:  # fmt: skip
         self.folder, port = folder, free_port()
         (folder / "logs").mkdir()
         (folder / "agent.py").write_text(AGENT)
         (folder / "worker.py").write_text(WORKER)
         command = ["-m", "worker"] if module else ["worker.py"]
         environ = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
-        self.agents = [
-            warm(folder, "agent.py", *map(str, (processes, nodes, node, port, spares)), *command, environ=environ)
-            for node in range(nodes + spares)
-        ]
+
+        def start(node: int) -> Command:
+            numbers = map(str, (processes, nodes, node, port, spares, patience))
+            return warm(folder, "agent.py", *numbers, *command, environ=environ)
+
+        self.start = start
+        self.agents = [start(node) for node in range(nodes + spares)]
         import torch.distributed as dist
 
         limit = timedelta(seconds=300)
@@ -211,6 +216,50 @@ def test_a_lost_node_without_a_spare_one_ends_the_run(tmp_path: Path) -> None:
         for agent in (run.agents[0], run.agents[2]):
             assert "no process is replaced: no spare node is left" in agent.err
             assert "rank=1 rc=75 cause=node" in agent.err
+
+
+def test_a_lost_node_that_is_started_again_gets_its_ranks_back(tmp_path: Path) -> None:
+    """Twice, and meanwhile a rank of another node dies."""
+    with Run(tmp_path, 2, nodes=2, patience=300) as run:
+        run.train()
+        run.agents[1].signal(signal.SIGKILL)
+        run.main.until(lambda: run.store.check(["generation/2"]), "a generation that waits")
+        run.kill(0)
+        run.pid(0, 3)
+        assert not [*tmp_path.glob("began-[23]-[23]")]
+        run.agents.append(run.start(1))
+        assert run.began(2, 4)[1:] == [1, 0]
+        assert run.began(3, 4)[1:] == [1, 1]
+        assert "waiting up to 300 s" in run.main.err
+        run.train(step=5)
+        run.agents.append(run.start(1))  # before the loss of its predecessor is known
+        run.agents[2].signal(signal.SIGKILL)
+        run.pid(2, 5), run.pid(3, 5)
+        run.finish()
+        assert run.codes() == [0, -signal.SIGKILL, -signal.SIGKILL, 0], [agent.err for agent in run.agents]
+
+
+def test_a_lost_node_that_wakes_up_while_it_is_awaited_goes_on(tmp_path: Path) -> None:
+    with Run(tmp_path, 1, nodes=2, patience=300) as run:
+        run.train()
+        old = run.pid(1)
+        run.agents[1].signal(signal.SIGSTOP)
+        run.main.until(lambda: run.store.check(["generation/2"]), "a generation that waits")
+        run.agents[1].signal(signal.SIGCONT)
+        run.pid(1, 2)
+        with pytest.raises(ProcessLookupError):
+            os.kill(old, 0)
+        run.finish()
+        assert run.codes() == [0, 0]
+
+
+def test_a_lost_node_is_awaited_for_a_limited_time(tmp_path: Path) -> None:
+    with Run(tmp_path, 1, nodes=2, patience=7) as run:
+        run.train()
+        run.agents[1].signal(signal.SIGKILL)
+        assert run.codes() == [75, -signal.SIGKILL]
+        assert "generation 2: node 1 (" in run.main.err
+        assert "no process is replaced: no spare node is left" in run.main.err
 
 
 def test_the_loss_of_the_coordinator_ends_the_run(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def died(*ranks: int, code: int = 137, generation: int = 1, **changes: Any) -> l
     return [Event(rank, generation, code, f"n{1 + rank // 2}", "killed", **changes) for rank in ranks]
 
 
-def answer(run: Members, events: list[Event], *lost: int, nodes: int = 2, **changes: Any) -> Generation | End:
+def answer(run: Members, events: list[Event], *lost: int, nodes: int = 2, **changes: Any) -> Generation | End | None:
     """Return the answer to events and lost nodes, of ``nodes`` that were ever seen."""
     beats = {node: BEATS[node] for node in range(nodes)}
     return decide(run, run.ended(events), lost, beats, **(GOOD | changes))
@@ -80,6 +80,26 @@ def test_the_run_ends_as_without_recovery(
     assert (found.failure.code, found.failure.cause, found.why) == (code, cause, why)
 
 
+def test_ranks_of_a_lost_node_wait_until_one_is_started() -> None:
+    run, patient = members(3), {"nodes": 3, "patience": 300.0, "silence": 6.0}
+    found = answer(run, [], 1, **patient)
+    assert isinstance(found, Generation)
+    assert (found.replaced, found.nodes, found.hosts) == ([2, 3], {2: 1, 3: 1}, ["host-1"])
+    assert found.reason.endswith("5 s; waiting up to 300 s for a node to be started again")
+    run.join(found, [1])
+    assert answer(run, [], 1, **patient) is None
+    found = answer(run, died(0), 1, **patient)
+    assert isinstance(found, Generation)
+    assert (found.replaced, found.nodes) == ([0], {0: 0})
+    run.join(found, [1])
+    assert isinstance(answer(run, [], 1, **patient | {"silence": 301.0}), End)
+    found = answer(run, [], 1, **patient | {"nodes": 4})
+    assert isinstance(found, Generation)
+    assert (found.replaced, found.nodes) == ([2, 3], {2: 3, 3: 3})
+    run.join(found, [1])
+    assert (run.on([1]), run.awaited) == ([], set())
+
+
 def test_a_lost_node_is_named_for_the_next_start() -> None:
     found = answer(members(), [], 1)
     assert found == End(Failure(2, "n2", 75, "node"), "no spare node is left")
@@ -103,6 +123,7 @@ def test_recoveries_without_progress_come_to_an_end(steps: list[int | None], rec
         if isinstance(found, End):
             assert (number, found.why) == (recoveries, "3 recoveries brought no progress")
             return
+        assert found is not None
         run.join(found)
     assert recoveries is None
 

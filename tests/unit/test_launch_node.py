@@ -233,10 +233,10 @@ BY_HAND = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "
         (STEP, Node(8, nodes=2, node_rank=1, master_addr="n1", master_port=20174)),
         # The ports of the step before, of training and preflight, may be in use.
         ({**STEP, "SLURM_STEP_ID": "4"}, Node(8, nodes=2, node_rank=1, master_addr="n1", master_port=20176)),
-        (BY_HAND, Node(8, 2, 1, "a", 1234)),
+        (BY_HAND, Node(8, 2, 1, "a", 1234, patience=300)),
         ({**STEP, "spares": "1"}, Node(8, 1, 1, "n1", 20174, 1)),
         ({**STEP, "spares": "2"}, "--spare_nodes 2: the step has 2 nodes"),
-        ({**BY_HAND, "NODE_RANK": "2", "spares": "1"}, Node(8, 2, 2, "a", 1234, 1)),
+        ({**BY_HAND, "NODE_RANK": "2", "spares": "1"}, Node(8, 2, 2, "a", 1234, 1, 300)),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "16"}, "one per node: --ntasks-per-node=1"),
         ({"NNODES": "2"}, "needs NODE_RANK (0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK=2 is not from 0 to 1"),
