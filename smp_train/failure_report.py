@@ -39,9 +39,7 @@ class FailureReporter:
         """Print a failure, pass it to peers and launcher, and return the exit code."""
         heartbeat.end()
         if note := heartbeat.ending():  # the watcher has reported the reason
-            time.sleep(failures.GIVE_WAY_SECONDS)
-            failures.write_error_file(note["end"], 1)
-            failures.write_cause()
+            failures.give_way(note["end"])
             return 1
         failure = explained(failure)
         code = failure.exit_code if isinstance(failure, SmpTrainError) else 1

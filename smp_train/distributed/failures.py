@@ -56,6 +56,14 @@ def write_error_file(text: str, code: int, callstack: str = "") -> None:
     _write(ERROR_FILE, json.dumps({"message": {"message": text, "errorCode": code, "extraInfo": extra}}))
 
 
+def give_way(text: str, *, wait: bool = True) -> None:
+    """Report to the launcher that this rank ends for the reason ``text``, which another rank has reported."""
+    if wait:
+        time.sleep(GIVE_WAY_SECONDS)
+    write_error_file(text, 1)
+    write_cause()
+
+
 def write_cause() -> None:
     """Report to the launcher that this rank ends because another rank failed; never raises."""
     _write(CAUSE_VARIABLE, LOST_PEER)

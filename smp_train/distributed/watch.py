@@ -1,8 +1,8 @@
 """Names the rank that a hung run waits for, and ends the run if that rank does not go on.
 
-Every rank has a watcher thread. A node's leader is its lowest rank whose watcher still runs. The leader reads the slots
-of its node's ranks (`distributed.heartbeat`), and every few seconds writes them to the store where the ranks met, for
-the other leaders. The leader that first claims the report in the store reports. No collective is used: it could hang.
+Every rank has a watcher thread, and the lowest rank of a node whose watcher still runs is the node's leader. It reads
+the slots of its node's ranks (`distributed.heartbeat`), and publishes them for the other leaders in the store where the
+ranks met. The leader that first claims a report in the store logs it. No collective is used: it could hang.
 
 A rank is late if its main thread stays in one phase of a step for ten times the usual time of a step, and for at least
 --hang_report_seconds. Its watcher then notes the thread's stack, and the collective that torch's flight recorder shows
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from smp_train.distributed import failures, generation, group, heartbeat
 from smp_train.distributed.agree import gather
@@ -32,7 +32,7 @@ from smp_train.distributed.environment import GENERATION, Runtime
 
 TIMES_USUAL = 10
 GONE_SECONDS = 10.0
-"""The peers of a dead process have this long to notice the death and report it themselves."""
+"""The peers of a dead process have at least this long to notice the death and report it themselves."""
 STOP_SECONDS = 5.0
 """At its end, a rank waits this long for its watcher, which may be waiting for the store or for a stack."""
 NAMED = 8
@@ -40,9 +40,6 @@ NAMED = 8
 COMPILERS = ("torch/_dynamo", "torch/_inductor", "torch/_functorch", "/triton/")
 
 logger = logging.getLogger("smp_train.watch")
-
-T = TypeVar("T")
-
 
 CONDITIONS = {
     "gone": "was killed, or crashed,", "left": "has left,", "stopped": "is stopped,", "silent": "does not answer,",
@@ -52,7 +49,7 @@ CONDITIONS = {
 
 
 class Report(NamedTuple):
-    """A leader's knowledge about a rank."""
+    """What a node's leader knows about a rank."""
 
     host: str
     step: int
@@ -158,52 +155,50 @@ class Watcher:
         self.board, self.ranks = board, ranks
         self.report_seconds, self.end_seconds = report_seconds, end_seconds or float("inf")
         self.interval = min(1.0, report_seconds / 30)
-        self.publish_seconds = 3 * self.interval
         self.stale_seconds = max(3.0, 5 * self.interval)
-        self._messages: dict[int, tuple[str, float]] = {}
+        self.messages: dict[int, tuple[bytes, float]] = {}
         """Each other node's last message, and when it came."""
-        self._published = self._noted = self._unanswered = -float("inf")
-        self._ran = self._awake = time.monotonic()
-        self._hung_step: int | None = None
-        self._reports = False
-        """Whether this rank, and no other, reports that step ``_hung_step`` hangs."""
-        self._log: Any = None
+        self.published = self.noted = self.unanswered = -float("inf")
+        self.ran = self.awake = time.monotonic()
+        self.hung_step: int | None = None
+        self.reports = False
+        """Whether this rank, and no other, reports that step ``hung_step`` hangs."""
+        self.log: Any = None
         with suppress(OSError, ValueError, AttributeError):
-            self._log = board.log(ranks.rank).open("a")
-            faulthandler.enable(self._log)  # a crash writes its stack to the log
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="smp-train-watch", daemon=True)
-        self._thread.start()
+            self.log = board.log(ranks.rank).open("a")
+            faulthandler.enable(self.log)  # a crash writes its stack to the log
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="smp-train-watch", daemon=True)
+        self.thread.start()
         heartbeat.at_end.append(self._stop)
 
     def _stop(self) -> None:
         """Wait for the thread, which must not outlive Python, nor use torch while the process group is destroyed."""
-        self._ended.set()
-        self._thread.join(STOP_SECONDS)
+        self.ended.set()
+        self.thread.join(STOP_SECONDS)
         faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        while not self._ended.wait(self.interval):
+        while not self.ended.wait(self.interval):
             try:
                 self._look(time.monotonic())
             except Exception as failure:  # a watcher that fails must not harm the run
                 logger.debug("the watcher: %s: %s", type(failure).__name__, failure)
 
     def _look(self, now: float) -> None:
-        if now - self._ran > self.stale_seconds:  # this process was stopped itself, so nothing is late yet
-            self._awake = now
-        self._ran = now
-        if self._log is not None:
-            faulthandler.dump_traceback_later(self.report_seconds, repeat=True, file=self._log)
-        self.board.slot.tick = now
+        if now - self.ran > self.stale_seconds:  # this process was stopped itself, so nothing is late yet
+            self.awake = now
+        self.ran = self.board.slot.tick = now
+        if self.log is not None:
+            faulthandler.dump_traceback_later(self.report_seconds, repeat=True, file=self.log)
         if (note := heartbeat.ending()) is not None:
             self._leave(note["end"], note["missing"])
         beats = {beat.rank: beat for beat in self.board.read()}
         beat, usual = beats[self.ranks.rank], self.board.usual()
         limit = float("inf") if usual is None else max(self.report_seconds, TIMES_USUAL * usual)
-        still = now - max(beat.since, self._awake) if beat.phase in heartbeat.IN_A_STEP else 0.0
-        if still > limit / 2 and now - self._noted > self.report_seconds / 3:
-            self._noted = now
+        still = now - max(beat.since, self.awake) if beat.phase in heartbeat.IN_A_STEP else 0.0
+        if still > limit / 2 and now - self.noted > self.report_seconds / 3:
+            self.noted = now
             functions, compiling = stack()
             waits = in_flight(self.board.logs / f"flight-recorder-rank-{self.ranks.rank}.json")
             if waits is None and beat.phase in (heartbeat.VOTE, heartbeat.OUTCOME):
@@ -215,56 +210,54 @@ class Watcher:
     def _lead(self, beats: dict[int, heartbeat.Slot], now: float, still: float, limit: float) -> None:
         """Report or end a hung run, as this node's leader; this rank has not moved for ``still`` seconds."""
         on_node = {rank: self._report(beat, now) for rank, beat in beats.items()}
-
-        def silence(condition: str) -> float:
-            silent = (rank for rank, report in on_node.items() if report.condition == condition)
-            return max((now - beats[rank].tick for rank in silent), default=0.0)
-
         replaces = GENERATION in os.environ  # the supervisors replace dead ranks
-        gone, stopped = silence("gone") > GONE_SECONDS and not replaces, silence("stopped") > self.report_seconds
-        reports = self._exchange(on_node, now, all_nodes=gone or stopped or still > limit / 2)
-        if not (gone or stopped or still > limit):
-            if self._hung_step is not None and self._reports:
+        patience = {"stopped": self.report_seconds, "gone": float("inf") if replaces else GONE_SECONDS}
+        quiet = {rank: now - beat.tick for rank, beat in beats.items()}
+        faulty = [rank for rank in quiet if quiet[rank] > patience.get(on_node[rank].condition, float("inf"))]
+        reports = self._exchange(on_node, now, all_nodes=bool(faulty) or still > limit / 2)
+        if not faulty and still <= limit:
+            if self.hung_step is not None and self.reports:
                 logger.warning("The run goes on")
-            self._hung_step = None
+            self.hung_step = None
             return
         absent = missing(reports)
         suspects = [reports[rank] for rank in absent or reports]
         if not any(report.condition for report in suspects) and any(report.patient() for report in suspects):
             return
-        seconds, usual, step = max(still, silence("gone"), silence("stopped")), self.board.usual(), self.board.slot.step
+        usual, step = self.board.usual(), self.board.slot.step
+        seconds = max([still, *(quiet[rank] for rank in faulty)])
         waited = f"no progress for {seconds:.0f} s" + (f", where a step takes {usual:.2g} s" if usual else "")
         text = f"{waited}: {verdict(reports)}"
-        if self._hung_step != step:
-            self._hung_step, self._reports = step, self._claims(f"hang/{step}", now)
-            if self._reports:
+        if self.hung_step != step:
+            self.hung_step, self.reports = step, self._claims(f"hang/{step}")
+            if self.reports:
                 logger.warning("%s", text)
         # Data may be slow for good reasons; --distributed_timeout_minutes limits it.
         reading = all(report.phase == heartbeat.DATA and not report.condition for report in suspects)
-        if gone or (seconds > max(self.end_seconds, limit if still > limit else 0.0) and not reading):
-            if replaces and absent:
-                for rank in absent:
-                    if rank in on_node and on_node[rank].condition not in ("gone", "left"):
-                        logger.warning("Rank %d is killed, and replaced", rank)
-                        os.kill(beats[rank].pid, signal.SIGKILL)
-                return
-            text += "; ended here, start it again to go on from the last checkpoint"
-            if self._claims("end", now):
-                sys.stderr.write(f"smp-train: [rank {self.ranks.rank} on {self.ranks.hostname}] error: {text}\n")
-            # The node's other ranks read this.
-            self.board.note({"end": text[: heartbeat.NOTE_BYTES // 4], "missing": absent})
-            for rank in absent:
-                if rank in on_node and on_node[rank].condition in ("stopped", "silent"):
-                    os.kill(beats[rank].pid, signal.SIGKILL)
-            failures.tell_peers(text.partition("; ")[0])
-            self._leave(text, absent)
+        if not any(on_node[rank].condition == "gone" for rank in faulty) and (seconds <= self.end_seconds or reading):
+            return
+        alive = [rank for rank in absent if rank in on_node and on_node[rank].condition not in ("gone", "left")]
+        if replaces and absent:
+            for rank in alive:
+                logger.warning("Rank %d is killed, and replaced", rank)
+                os.kill(beats[rank].pid, signal.SIGKILL)
+            return
+        text += "; ended here, start it again to go on from the last checkpoint"
+        if self._claims("end"):
+            sys.stderr.write(f"smp-train: [rank {self.ranks.rank} on {self.ranks.hostname}] error: {text}\n")
+        # The node's other ranks read this and leave; a rank whose watcher does not run is killed.
+        self.board.note({"end": text[: heartbeat.NOTE_BYTES // 4], "missing": absent})
+        for rank in alive:
+            if on_node[rank].condition:
+                os.kill(beats[rank].pid, signal.SIGKILL)
+        failures.tell_peers(text.partition("; ")[0])
+        self._leave(text, absent)
 
     def _report(self, beat: heartbeat.Slot, now: float) -> Report:
         """Return the report about a rank of this node."""
         note = beat.note
         known = {name: note[name] for name in ("waits", "stack", "compiling") if note.get("since") == beat.since}
-        report = Report(self.ranks.hostname, beat.step, beat.phase, **known)
-        quiet = now - beat.tick
+        report, quiet = Report(self.ranks.hostname, beat.step, beat.phase, **known), now - beat.tick
         if quiet < 3 * self.interval:
             return report
         condition = failures.process_state(beat.pid)
@@ -278,54 +271,51 @@ class Watcher:
             return report
         return report._replace(condition="silent", stack=failures.stack_in(self.board.log(beat.rank)) or condition)
 
-    def _ask(self, now: float, ask: Callable[[Any], T]) -> T:
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
         """Return the store's answer. If it does not answer, raise an error, and do not ask it again for a while."""
         met = group.meeting()
-        if met is None or now < self._unanswered + 30 * self.interval:
+        if met is None or time.monotonic() < self.unanswered + 30 * self.interval:
             raise TimeoutError
         try:
-            return failures.within(self.stale_seconds / 2, lambda: ask(met.store))
+            return failures.within(self.stale_seconds / 2, lambda: question(met.store))
         except Exception:
-            self._unanswered = now
+            self.unanswered = time.monotonic()
             raise
 
-    def _claims(self, report: str, now: float) -> bool:
+    def _claims(self, report: str) -> bool:
         """Return whether this leader is the first to claim a report; True if the store does not answer."""
-        rank = str(self.ranks.rank)
-        try:
-            return bool(self._ask(now, lambda store: store.compare_set(report, "", rank)).decode() == rank)
-        except Exception:
-            return True
+        rank = str(self.ranks.rank).encode()
+        with suppress(Exception):
+            return bool(self._ask(lambda store: store.compare_set(report, "", rank.decode())) == rank)
+        return True
 
     def _exchange(self, on_node: dict[int, Report], now: float, *, all_nodes: bool) -> dict[int, Report]:
         """Publish this node's reports; return the reports about the ranks of this node, or of ``all_nodes``."""
-        node, reports = self.ranks.node_rank, dict(on_node)
-        if self.ranks.num_nodes > 1 and now - self._published > self.publish_seconds:
-            self._published = now
+        node, every = self.ranks.node_rank, 3 * self.interval
+        if self.ranks.num_nodes > 1 and now - self.published > every:
+            self.published = now
             text = json.dumps([now, list(on_node.items())])
             with suppress(Exception):
-                self._ask(now, lambda store: store.set(f"beats/{node}", text))
+                self._ask(lambda store: store.set(f"beats/{node}", text))
         if self.ranks.num_nodes == 1 or not all_nodes:
-            return reports
+            return on_node
         peers = [peer for peer in range(self.ranks.num_nodes) if peer != node]
         try:
-            messages = self._ask(now, lambda store: store.multi_get([f"beats/{peer}" for peer in peers]))
+            messages = self._ask(lambda store: store.multi_get([f"beats/{peer}" for peer in peers]))
         except Exception:  # the rank or agent that serves the store is stopped or dead
-            return {0: Report(self.ranks.master_addr, -1, heartbeat.START, "cut off"), **reports}
+            return {0: Report(self.ranks.master_addr, -1, heartbeat.START, "cut off"), **on_node}
+        reports = dict(on_node)
         for peer, message in zip(peers, messages, strict=True):
-            if self._messages.get(peer, ("", 0.0))[0] != message:
-                self._messages[peer] = message, now
-            cut_off = now - self._messages[peer][1] > 3 * self.publish_seconds + 1
+            if self.messages.get(peer, (b"", 0.0))[0] != message:
+                self.messages[peer] = message, now
+            cut_off = now - self.messages[peer][1] > 3 * every + 1
             for rank, values in json.loads(message)[1]:
                 report = Report(*values)
                 reports[rank] = report._replace(condition="cut off") if cut_off else report
         return dict(sorted(reports.items()))
 
     def _leave(self, text: str, absent: Collection[int]) -> None:
-        if self.ranks.rank not in absent:
-            time.sleep(failures.GIVE_WAY_SECONDS)
-        failures.write_error_file(text, 1)
-        failures.write_cause()
+        failures.give_way(text, wait=self.ranks.rank not in absent)
         sys.stdout.flush()
         os._exit(1)
 
@@ -341,17 +331,16 @@ def watch(ranks: Runtime, logs: Path, *, report_seconds: float, end_seconds: flo
     name = f"smp-train-{met.prefix.rpartition('/')[2]}-{ranks.node_rank}"
     if generation.member is not None:  # a replacement opens the file, too
         name = heartbeat.lasting_name(ranks.master_addr, ranks.master_port, ranks.node_rank)
-    boards: list[heartbeat.Board] = []
 
     def opened() -> bool:
         with suppress(OSError, ValueError):
-            boards.append(heartbeat.open_board(name, ranks.local_rank, ranks.local_world_size, ranks.rank, logs))
-        return bool(boards)
+            heartbeat.open_board(name, ranks.local_rank, ranks.local_world_size, ranks.rank, logs)
+        return heartbeat.board is not None
 
     everywhere = all(gather("opening the heartbeat", opened))
     if generation.member is None:
         heartbeat.unlink(name)
-    if everywhere:
-        Watcher(boards[0], ranks, report_seconds=report_seconds, end_seconds=end_seconds)
+    if everywhere and heartbeat.board is not None:
+        Watcher(heartbeat.board, ranks, report_seconds=report_seconds, end_seconds=end_seconds)
     else:
         heartbeat.end()
