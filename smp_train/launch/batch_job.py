@@ -33,19 +33,12 @@ SECONDARY = ("lost-peer", "aborted")
 """Causes of ranks that failed because of another rank: they lost touch with it, or NCCL aborted them."""
 
 
-def read_text(path: str | Path, offset: int = 0) -> str:
-    """Return the text of a file from a byte offset on; "" if it cannot be read."""
+def read_text(path: str | Path) -> str:
+    """Return the text of a file; "" if it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            return file.read().decode("utf-8", "replace")
+        return Path(path).read_bytes().decode("utf-8", "replace")
     except OSError:
         return ""
-
-
-def file_size(path: str | Path) -> int:
-    """Return the size of a file in bytes, 0 if there is no file."""
-    return os.path.getsize(path) if os.path.exists(path) else 0
 
 
 def ask_slurm(*command: str) -> str:
@@ -75,11 +68,15 @@ class Start:
         """Common beginning of the paths of this start's log folders; each step appends its number."""
         # A marker's text contains its time, so a marker left by an earlier run in this folder is recognized.
         self.markers = {name: read_text(self.run_dir / name) for name in ("DONE", "STOPPED")}
-        self.metrics_size = file_size(self.run_dir / "metrics.jsonl")
+        self.losses_before = self.count_losses()
 
     def job_values(self, pattern: str) -> list[str]:
         """Return the matches in Slurm's description of the job, which has Name=value pairs."""
         return re.findall(pattern, ask_slurm("scontrol", "show", "job", self.id), re.MULTILINE)
+
+    def count_losses(self) -> int:
+        """Return how many steps the run has logged."""
+        return read_text(self.run_dir / "metrics.jsonl").count('"loss"')
 
     def count(self) -> None:
         """Record this start; raise `SmpTrainError` after too many starts without a checkpoint."""
@@ -226,7 +223,7 @@ class Start:
         """
         if cause not in ("configuration", "data", "checkpoint"):
             return cause != "crash-loop"
-        return self.restart > 0 or '"loss"' in read_text(self.run_dir / "metrics.jsonl", self.metrics_size)
+        return self.restart > 0 or self.count_losses() > self.losses_before
 
     def requeue(self, bad: str | None) -> int:
         """Put the job back into the queue, without a bad node; Slurm ends this script as it takes the job back."""

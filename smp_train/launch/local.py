@@ -30,26 +30,26 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``smp-train launch local`` and return the exit code of the first process that failed, or 0."""
     options, training = split(arguments, parser())
     meeting = {name.upper(): str(value) for name in VARIABLES if (value := getattr(options, name)) is not None}
-    processes = options.nproc or node_agent.count_gpus() or 1
+    processes = options.nproc = options.nproc or node_agent.count_gpus() or 1
     # Even inside a Slurm allocation, the run uses this machine only, or as many machines as the options name.
     environ = {name: value for name, value in (os.environ | meeting).items() if not name.startswith("SLURM_")}
-    nodes = node_agent.find_node(environ, processes, options.spare_nodes or 0).nodes
-    spec = build(training, options, nodes=nodes, processes=processes)
-    agent = [f"--nproc={processes}"]
-    names = ("spare_nodes", "preflight", "profile")
-    agent += [f"--{name}={value}" for name in names if (value := getattr(options, name))]
+    options.nodes = node_agent.find_node(environ, processes, options.spare_nodes or 0).nodes
+    spec = build(training, options)
+    names = ("nproc", "spare_nodes", "preflight", "profile")
+    agent = [f"--{name}={value}" for name in names if (value := getattr(options, name))]
     agent += ["--", *spec.train_flags]
-    if not options.dry_run:
-        preflight.check_host(spec.resolved, spec.machines.world_size, processes)
-        preflight.check_data(spec.resolved.args)
-        if options.profile == "nsys":
-            nsys.command(Path(spec.run_dir) / "profile", [])  # refuses a machine without nsys
-    describe(spec)
     if options.dry_run:
+        describe(spec)
         for name, value in sorted((spec.environment | meeting).items()):
             print(f"export {name}={shlex.quote(value)}")
         print(shlex.join([sys.executable, "-m", "smp_train.launch.node_agent", *agent]))
-    if options.dry_run or options.check:
+        return 0
+    preflight.check_host(spec.resolved, spec.machines.world_size, processes)
+    preflight.check_data(spec.resolved.args)
+    if options.profile == "nsys":
+        nsys.command(Path(spec.run_dir) / "profile", [])  # refuses a machine without nsys
+    describe(spec)
+    if options.check:
         return 0
     os.environ.update(meeting | spec.environment)
     return node_agent.main(agent)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from smp_train.arguments.aliases import NAMES
@@ -28,16 +29,16 @@ class LaunchParser(VerbParser):
         self, name: str, about: str, kind: type = str, default: Any = None, *, many: bool = False, metavar: str = "X"
     ) -> None:
         """Add an option: ``kind`` is str, int (from 1 on) or bool; ``many`` takes several values, also repeatedly."""
-        if default not in (None, False):
+        if default is not None:
             about += f" (default {default})"
-        settings: dict[str, Any] = {"type": _reader(f"--{name}", kind), "default": default, "metavar": metavar}
-        if many:
-            settings |= {"nargs": "+", "default": []}
-        elif kind is bool:
-            settings |= {"nargs": "?", "const": True, "default": False, "metavar": "0|1"}
-        elif kind is int:
-            settings["metavar"] = "N"
-        self.names[name] = self.add_argument(f"--{name}", help=about.replace("%", "%%"), **settings)
+        settings: dict[str, Any] = {
+            "nargs": "+" if many else "?" if kind is bool else None,
+            "const": True if kind is bool else None,
+            "default": [] if many else False if kind is bool else default,
+            "metavar": {bool: "0|1", int: "N"}.get(kind, metavar),
+        }
+        read = partial(_read, f"--{name}", kind)
+        self.names[name] = self.add_argument(f"--{name}", help=about.replace("%", "%%"), type=read, **settings)
 
     def share(self, *names: str) -> LaunchParser:
         """Add options of `SHARED`; return the parser."""
@@ -63,21 +64,15 @@ SHARED: dict[str, dict[str, Any]] = {
 """Options of several platforms."""
 
 
-def _reader(flag: str, kind: type) -> Callable[[str], Any]:
-    """Return the function that reads the text of one option."""
+EXPECTED = {bool: "0 or 1 (or true, false)", int: "a number, at least 1", str: "a value"}
 
-    def read(text: str) -> Any:
-        if kind is bool:
-            if not is_bool(text):
-                raise ConfigError(f"{flag} {text!r}: expects 0 or 1 (or true, false)")
-            return read_bool(text)
-        if kind is int and not (text.isdigit() and int(text) >= 1):
-            raise ConfigError(f"{flag} {text!r}: expects a number, at least 1")
-        if not text:
-            raise ConfigError(f"{flag} expects a value")
-        return int(text) if kind is int else text
 
-    return read
+def _read(flag: str, kind: type, text: str) -> Any:
+    if kind is bool and is_bool(text):
+        return read_bool(text)
+    if text and (kind is str or (kind is int and text.isdigit() and int(text))):
+        return kind(text)
+    raise ConfigError(f"{flag} {text!r}: expects {EXPECTED[kind]}")
 
 
 def split(arguments: Sequence[str], parser: LaunchParser) -> tuple[argparse.Namespace, list[str]]:
@@ -89,20 +84,20 @@ def split(arguments: Sequence[str], parser: LaunchParser) -> tuple[argparse.Name
     options: list[str] = []
     training: list[str] = []
     group = training
-    remaining = iter([str(argument) for argument in arguments])
+    remaining = iter(map(str, arguments))
     for argument in remaining:
         if argument.startswith("--") or argument == "-h":
-            name, equals, value = argument[2:].partition("=")
-            name = canonical(name)
-            is_option = name in parser.names or argument in ("-h", "--help")
+            written, equals, value = argument.partition("=")
+            name = canonical(written[2:])
+            is_option = name in parser.names or written in ("-h", "--help")
             if not is_option and name not in NAMES and name.removeprefix("no_") not in NAMES:
                 hint = nearest(name, [*parser.names, *NAMES]).replace("mean ", "mean --")
-                raise ConfigError(f"unknown flag {argument.partition('=')[0]}{hint or '; see --help'}")
+                raise ConfigError(f"unknown flag {written}{hint or '; see --help'}")
             group = options if is_option else training
+            if name == "sbatch" and not equals:  # its value is an option too, which argparse would not take
+                equals, value = "=", next(remaining, "")
             if name in parser.names:
                 argument = f"--{name}{equals}{value}"
-            if name == "sbatch" and not equals:  # its value is an option too, which argparse would not take
-                argument = f"--sbatch={next(remaining, '')}"
         group.append(argument)
     values = parser.parse_args(options)
     if getattr(values, "dry_run", False) and values.check:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,16 +50,14 @@ class Spec:
 
 
 def build(
-    training: Sequence[str], options: argparse.Namespace, *, nodes: int | None = None, processes: int | None = None,
-    base: str | None = None, kubernetes: bool = False, environ: Mapping[str, str] | None = None,
+    training: Sequence[str], options: argparse.Namespace, *, base: str | None = None, kubernetes: bool = False,
+    environ: Mapping[str, str] | None = None,
 ) -> Spec:  # fmt: skip
     """Check a run and return it.
 
     Args:
         training: Training flags.
-        options: Launch options; env and profile are read, and nodes, nproc, instance_type and image if they exist.
-        nodes: Number of nodes, if no option gives it.
-        processes: Number of processes on each node, if no option gives it.
+        options: Launch options; nodes, nproc, env and profile are read, and others if they exist.
         base: Folder below which a relative run folder and the default folder of checkpoints are placed; by default the
             current folder.
         kubernetes: The processes have no node agent.
@@ -70,11 +67,10 @@ def build(
         ConfigError: the training would stop at its start.
     """
     instance_type, image = getattr(options, "instance_type", None), getattr(options, "image", None)
-    nodes, processes = nodes or options.nodes, processes or options.nproc or 0
-    instance = find(instance_type) if instance_type else None
+    instance, processes = find(instance_type) if instance_type else None, options.nproc or 0
     if instance is not None and processes > instance.gpus:
         raise ConfigError(f"--nproc {processes}: {instance.name} has {instance.gpus} GPUs; give at most that")
-    machines = Machines(instance, nodes, processes or (instance.gpus if instance else 0))
+    machines = Machines(instance, options.nodes, processes or (instance.gpus if instance else 0))
     if options.profile not in PROFILE_FLAGS:
         raise ConfigError(f"--profile {options.profile}: is not torch or nsys")
     # Absolute: batch script, task and training may each start in another folder.
@@ -86,11 +82,10 @@ def build(
         raise ConfigError(f"--spare_nodes {options.spare_nodes}: needs --recovery in_place, which replaces lost nodes")
     backend = check_run(resolved, image, machines)
     added = read_env(options.env)
-    all_variables = {**(os.environ if environ is None else environ), **added}
-    token = preflight.missing_token(resolved, all_variables, home=not image)
+    seen = {**(os.environ if environ is None else environ), **added}
     return Spec(
         completed, resolved, machines, (variables(instance, kubernetes=True) if kubernetes else {}) | added,
-        [*lint(all_variables), *ineffective(resolved, backend), *token],
+        [*lint(seen), *ineffective(resolved, backend), *preflight.missing_token(resolved, seen, home=not image)],
     )  # fmt: skip
 
 
@@ -107,11 +102,10 @@ def check_run(resolved: Resolved, image: str | None, machines: Machines) -> str:
         try:
             validate(on_backend.args, world_size, machines.processes or world_size)
             preflight.check(on_backend, machines)
+            break
         except ConfigError:
             if backend == possible[-1]:
                 raise
-        else:
-            break
     return backend
 
 
@@ -142,10 +136,11 @@ def describe(spec: Spec, more_warnings: Sequence[str] = ()) -> None:
     per_node = f"{processes} process{'es' * (processes > 1)} each, {spec.machines.world_size} in all"
     args = spec.resolved.args
     checkpoints = ", ".join(f"{folder}/{spec.name}" for folder in args.checkpoint_dir)
-    say(f"{spec.name}: {machines}, {per_node if processes else 'a process for each GPU'}")
-    say(f"run folder {args.run_dir}; checkpoints {checkpoints}")
-    say(launch_flags.start_line(args))
-    for line in preflight.memory(spec.resolved, spec.machines):
+    for line in (
+        f"{spec.name}: {machines}, {per_node if processes else 'a process for each GPU'}",
+        f"run folder {args.run_dir}; checkpoints {checkpoints}", launch_flags.start_line(args),
+        *preflight.memory(spec.resolved, spec.machines),
+    ):  # fmt: skip
         say(line)
     warn([*spec.warnings, *more_warnings])
 
@@ -153,4 +148,4 @@ def describe(spec: Spec, more_warnings: Sequence[str] = ()) -> None:
 def warn(lines: Sequence[str]) -> None:
     """Print warnings on stderr."""
     for line in lines:
-        print(f"smp-train: warning: {line}", file=sys.stderr)
+        say(f"warning: {line}")

@@ -69,7 +69,7 @@ def test_command(bin_: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     findings = json.loads(printed.out)
     assert f"importing torch {packages.version('torch')} (up to 60 s)" in printed.err, "it would be silent for long"
     assert len(findings) == len(lines) - 2
-    assert {tuple(one) for one in findings} == {("name", "level", "seen", "fix")}
+    assert {tuple(one) for one in findings} == {("name", "seen", "fix", "level")}
     assert code == (2 if FAIL in {one["level"] for one in findings} else 0)
     assert all(one["fix"] for one in findings if one["level"] != OK), "each problem has its remedy"
     (tmp_path / "file").touch()

@@ -133,7 +133,7 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         ([*K8S_RUN, "--recovery=in_place"], "--recovery in_place: the processes are started by torchrun"),
         ([*SLURM, "--spare_nodes=1"], "--spare_nodes 1: needs --recovery in_place"),
         (["slurm", "--nodes"], "argument --nodes: expected one argument"),
-        ([*SLURM, "--sbatch"], "--sbatch expects a value"),
+        ([*SLURM, "--sbatch"], "--sbatch '': expects a value"),
         ([*SLURM, "--probe=maybe"], "--probe 'maybe': expects 0 or 1"),
         ([*SLURM, "--time", "1 day", "--dry_run"], "a space"),
         ([*SLURM, "--env", "1X=2"], "is not NAME=VALUE"),

@@ -25,20 +25,17 @@ def gpus() -> Iterator[Finding]:
     """Check the driver, the number of GPUs, and errors of their memory."""
     instance = instances.this_machine()
     code, output = ask("nvidia-smi", "--query-gpu=name,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader")
-    if code == 127 and instance is None:
-        yield ok("GPUs", "none: runs here use the CPU")
-        return
-    if code == 127:
-        seen = f"no nvidia-smi on this {instance.name}, which has {instance.gpus} GPUs" if instance else ""
-        yield fail("GPUs", seen, "install the driver")
-        return
-    if code:
-        yield fail("GPUs", f"nvidia-smi: {(output.splitlines() or [str(code)])[-1]}", "replace or reboot this node")
-        return
     rows = [line.rpartition(",") for line in output.splitlines() if "," in line]
     bad = [number for number, (_, _, errors) in enumerate(rows) if errors.strip().isdigit() and int(errors) > 0]
     seen = f"{len(rows)} x {rows[0][0].strip() if rows else '?'}"
-    if bad:
+    if code == 127 and instance:
+        missing = f"no nvidia-smi on this {instance.name}, which has {instance.gpus} GPUs"
+        yield fail("GPUs", missing, "install the driver")
+    elif code == 127:
+        yield ok("GPUs", "none: runs here use the CPU")
+    elif code:
+        yield fail("GPUs", f"nvidia-smi: {(output.splitlines() or [str(code)])[-1]}", "replace or reboot this node")
+    elif bad:
         yield fail("GPUs", f"{seen}; errors of memory that could not be corrected on {bad}", "replace this node")
     elif instance and len(rows) < instance.gpus:
         yield fail("GPUs", f"{seen} of the {instance.gpus} of a {instance.name}", "replace this node")
