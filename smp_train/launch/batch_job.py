@@ -28,7 +28,6 @@ from smp_train.launch.starts import SENT, Starts
 
 REQUEUED = 128 + signal.SIGTERM
 FAILURE = re.compile(r"LAUNCH-FAIL node=(?P<node>\S+) rank=(?P<rank>\S+) rc=(?P<rc>\d+) cause=(?P<cause>\S+)")
-OVERDUE_SECONDS = 300.0
 SECONDARY = ("lost-peer", "aborted")
 """Causes of ranks that failed because of another rank: they lost touch with it, or NCCL aborted them."""
 
@@ -116,23 +115,11 @@ class Start:
         self.step = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         if self.end_step:
             self.step.terminate()
-        code = self.wait(self.step)
+        code = self.step.wait()
         self.ended = True
         if self.is_own_stop():
             self.stop.unlink()
         return code if code >= 0 else 128 - code
-
-    def wait(self, step: subprocess.Popen[bytes]) -> int:
-        """Wait for srun; end it if it runs on long after the run has ended, or after a person asked twice."""
-        overdue = 0
-        while True:
-            try:
-                return step.wait(OVERDUE_SECONDS)
-            except subprocess.TimeoutExpired:
-                overdue += self.end_step or self.wrote("DONE") or self.wrote("STOPPED")
-            if overdue > 1:
-                say(f"warning: the run has ended, srun has not for {OVERDUE_SECONDS:g} s: ending it")
-                (step.terminate if overdue == 2 else step.kill)()
 
     def on_signal(self, number: int, _: Any) -> None:
         """Forward a request to stop; a person's ^C in an allocation saves and stops, a second ^C ends the step."""

@@ -279,15 +279,6 @@ def test_interrupts_that_come_before_python_has_started_the_step_end_it(
     assert start.run(["sleep", "1000"]) == REQUEUED
 
 
-def test_a_step_that_does_not_end_with_its_run_is_ended(
-    start: batch_job.Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slurm may wait for a node that does not answer until the job's time is up."""
-    monkeypatch.setattr(batch_job, "OVERDUE_SECONDS", 0.2)
-    code = start.run(["bash", "-c", f"trap '' TERM; echo >{start.run_dir}/DONE; while :; do sleep 1; done"])
-    assert (code, start.conclude(code)) == (128 + signal.SIGKILL, 0)
-
-
 def test_markers_of_an_earlier_run_do_not_count(cluster: Cluster) -> None:
     cluster.run.mkdir()
     for marker in ("DONE", "STOPPED"):
