@@ -1,10 +1,9 @@
-"""Whether a container image can run on an instance type and with a backend, by its name or by the file's contents."""
+"""Whether a container image can run on an instance type and with a backend, by the image's name."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
 
 from smp_train.distributed.host import OLDEST, older
 from smp_train.errors import ConfigError
@@ -14,7 +13,6 @@ SMP_NAME = "smdistributed-modelparallel"
 SMP_TORCH = ((2, 4, 1), (2, 5, 1))
 """Releases of torch whose SMP images the SMP backend runs in."""
 SMP_RELEASES = " and ".join(".".join(map(str, torch)) for torch in SMP_TORCH)
-MACHINES = {0x3E: "x86_64", 0xB7: "aarch64"}  # e_machine of ELF
 ARCHITECTURES = (
     (r"(?<![a-z0-9])(arm64|aarch64|sbsa)(?![a-z0-9])", "aarch64"),
     (r"(?<![a-z0-9])(amd64|x86_64|x86-64)(?![a-z0-9])", "x86_64"),
@@ -35,13 +33,13 @@ def backends(backend: str, image: str | None) -> tuple[str, ...]:
 def check_image(instance: Instance | None, image: str, backend: str = "auto") -> None:
     """Refuse an image that does not fit the instance's GPUs, its processors or the backend.
 
-    CUDA, torch and architecture are read from the name and tag (``cu124``, ``arm64``, AWS's own images). An Enroot
-    file's architecture is read from its programs, if `unsquashfs` is installed. An unknown property is accepted.
+    CUDA, torch and architecture are read from the name and tag (``cu124``, ``arm64``, AWS's own images). An unknown
+    property is accepted.
 
     Raises:
         ConfigError: with an image, or an instance type, that would do.
     """
-    arch = architecture(image) if instance else None
+    arch = next((arch for pattern, arch in ARCHITECTURES if re.search(pattern, image)), None)
     if instance and arch and arch != instance.arch:
         raise ConfigError(
             f"--image {image}: is for {arch}, and {instance.name} has {instance.arch} processors; take an image for "
@@ -67,16 +65,3 @@ def check_image(instance: Instance | None, image: str, backend: str = "auto") ->
         raise ConfigError(
             f"--image {image}: the SMP backend runs in SMP's images of torch {SMP_RELEASES}; take one of them"
         )
-
-
-def architecture(image: str) -> str | None:
-    """Return x86_64 or aarch64, by a program in the Enroot file or by the image's name; None: unknown."""
-    if not os.path.isfile(image):
-        return next((arch for pattern, arch in ARCHITECTURES if re.search(pattern, image)), None)
-    try:
-        head = subprocess.run(
-            ["unsquashfs", "-cat", image, "usr/bin/env"], capture_output=True, check=False, timeout=60
-        ).stdout[:20]
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return MACHINES.get(int.from_bytes(head[18:20], "little")) if head[:4] == b"\x7fELF" else None

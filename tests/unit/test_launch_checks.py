@@ -215,19 +215,6 @@ def test_image_against_instance_and_backend(instance: str, image: str, backend: 
     assert complaint in str(refused.value)
 
 
-def test_enroot_file_tells_by_its_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = tmp_path / "for-amd64.sqsh"
-    image.write_bytes(b"\x7fELF" + bytes(14) + b"\xb7\x00" + bytes(100))  # an ELF for aarch64, whatever its name says
-    doubles(tmp_path, monkeypatch, unsquashfs='[ "$1" = -cat ] && [ "$3" = usr/bin/env ] && exec cat "$2"')
-    assert images.architecture(str(image)) == "aarch64"
-    with pytest.raises(ConfigError, match=r"aarch64.*p5\.48xlarge.*x86_64"):
-        images.check_image(find("p5.48xlarge"), str(image))
-    image.write_bytes(b"no program")
-    assert images.architecture(str(image)) is None
-    monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    assert images.architecture(str(image)) is None, "nothing can read it"
-
-
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
