@@ -7,17 +7,14 @@ from contextlib import suppress
 from statistics import median_high
 
 from smp_train.arguments import Resolved
-from smp_train.distributed.degrees import before_launch
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Machines
-from smp_train.models.resolve import preset_of, settled_flags
+from smp_train.models.resolve import preset_of
 from smp_train.models.state_memory import CHECKPOINT_BYTES
-from smp_train.telemetry.metrics import peak_flops, read_metrics
+from smp_train.telemetry.metrics import read_metrics
 
 WRITE_RATE = 1e9
 """Expected rate of a shared file system, in bytes per second and node; a run that needs more is warned of."""
-MFU = 0.5
-"""Upper bound of a run's share of its GPUs' peak, so that a step's time is not overestimated."""
 EARLY_SECONDS = 60
 """How much earlier than asked Slurm may send its signal."""
 
@@ -46,23 +43,12 @@ def check_limit(limit: float | None, margin: float, setting: str) -> None:
         )
 
 
-def step_seconds(resolved: Resolved, machines: Machines) -> tuple[float, str] | None:
-    """Return (seconds per step, their origin): measured in the run folder, or estimated; None: unknown."""
-    args, preset, instance = resolved.args, preset_of(resolved.args), machines.instance
+def measured_step_seconds(run_dir: str) -> float | None:
+    """Return the seconds of a step, as an earlier start of the run has measured them."""
     with suppress(ConfigError):
-        logged = [record.get("step_sec") for record in read_metrics(args.run_dir) if "event" not in record]
-        measured = [seconds for seconds in logged[-100:] if isinstance(seconds, float)]
-        if measured:
-            return median_high(measured), "as measured in this run folder"
-    peak = peak_flops(instance.gpu) if instance else None
-    if instance is None or peak is None or preset is None or preset.config.get("num_local_experts"):
-        return None
-    world = machines.world_size
-    (degrees, *_) = before_launch(args, world, machines.processes)
-    width = args.max_context_width or settled_flags(args)["max_context_width"][0]
-    sequences = args.train_batch_size * args.gradient_accumulation_steps * degrees.data_parallel
-    flops = 6 * preset.parameters * sequences * width
-    return flops / (world * peak * (2 if args.fp8 else 1) * MFU), f"at {MFU:.0%} of the peak of {world} {instance.gpu}"
+        logged = [record.get("step_sec") for record in read_metrics(run_dir) if "event" not in record]
+        return median_high(filter(None, logged[-100:])) if any(logged[-100:]) else None
+    return None
 
 
 def save_warnings(
@@ -86,14 +72,14 @@ def save_warnings(
             f"is up: that takes {size / margin / 1e9:.1f} GB/s to {', '.join(resolved.args.checkpoint_dir)}; "
             f"{f'raise {setting}, or ' if setting else ''}lower --checkpoint_freq so that little is lost without it"
         )
-    step = step_seconds(resolved, machines)
+    step = measured_step_seconds(resolved.args.run_dir)
     often, steps = min(resolved.args.checkpoint_freq), resolved.args.max_steps
-    if limit is not None and step is not None and min(often, steps) * step[0] > limit - margin:
-        fitting = max(1, int((limit - margin) / step[0] / 4))
+    if limit is not None and step is not None and min(often, steps) * step > limit - margin:
+        fitting = max(1, int((limit - margin) / step / 4))
         warnings.append(
-            f"--checkpoint_freq {often}: that takes {_time(often * step[0])} ({step[0]:.3g} s a step, {step[1]}), "
-            f"and the time limit is {_time(limit)}: the only checkpoint would be the one when time is up, and a lost "
-            f"node before that loses everything; --checkpoint_freq {fitting} would save some four times"
+            f"--checkpoint_freq {often}: that takes {_time(often * step)} ({step:.3g} s a step, as measured in this "
+            f"run folder), and the time limit is {_time(limit)}: the only checkpoint would be the one when time is up, "
+            f"and a lost node before that loses everything; --checkpoint_freq {fitting} would save some four times"
         )
     return warnings
 
