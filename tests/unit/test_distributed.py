@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -49,12 +50,12 @@ SRUNS, ON_ONE_NODE = (5, 7, 1, 3, 1, 2, "ip-10-1-3"), (3, 4, 3, 4, 0, 1, "127.0.
 PLACES: dict[str, tuple[dict[str, str], str, tuple]] = {
     "python with a stray address": ({"MASTER_ADDR": "n1"}, "python", ALONE),
     "launch": (Node(8, 2, 1, "n1", 29500).environment(9, {}), "smp-train launch", TORCHRUNS),
-    "torchrun inside srun": ({**SRUN, **TORCHRUN}, "torchrun", TORCHRUNS),
-    "torchrun inside SageMaker": ({**SAGEMAKER, **TORCHRUN}, "torchrun", TORCHRUNS),
+    "torchrun inside srun on SageMaker": ({**SAGEMAKER, **SRUN, **TORCHRUN}, "torchrun", TORCHRUNS),
     "torchrun's variables by hand": (BY_HAND, "torchrun", TORCHRUNS),
-    "Open MPI on two nodes": ({**OPENMPI, **ON_NODES}, "openmpi", (3, 4, 1, 2, 1, 2, "n1")),
     "Open MPI dealing ranks out": ({**OPENMPI, **DEALT_OUT}, "openmpi", (1, 4, 0, 2, 1, 2, "n1")),
-    "Open MPI inside a Slurm job": ({**BATCH_SHELL, **OPENMPI}, "openmpi", ON_ONE_NODE),
+    "Open MPI on two nodes of a Slurm job": (
+        {**BATCH_SHELL, **OPENMPI, **ON_NODES}, "openmpi", (3, 4, 1, 2, 1, 2, "n1"),
+    ),
     "MVAPICH2": (MVAPICH2, "mvapich2", ON_ONE_NODE),
     # Its proxies are Slurm tasks themselves.
     "MPICH inside a Slurm step": ({**SRUN, **HYDRA}, "mpich", (1, 2, 1, 2, 0, 1, "127.0.0.1")),
@@ -62,7 +63,6 @@ PLACES: dict[str, tuple[dict[str, str], str, tuple]] = {
     "srun --mpi=pmi2": ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7"}, "srun", SRUNS),
     "srun with a container's copies": ({**SRUN, **COPIES}, "srun", SRUNS),
     "srun of one task": (ONE_TASK, "srun", ALONE),
-    "batch script's own shell": (BATCH_SHELL, "python", ALONE),
     "interactive step": ({**BATCH_SHELL, "SLURM_STEP_ID": "4294967290"}, "python", ALONE),
     "SageMaker, one process per host": (SAGEMAKER, "python", (1, 2, 0, 1, 1, 2, "algo-1")),
 }
@@ -90,12 +90,10 @@ def without(environ: dict[str, str], *names: str, **changes: str) -> dict[str, s
 # What the message must name.
 REFUSED: dict[str, tuple[dict[str, str], list[str]]] = {
     "no LOCAL_RANK": (without(TORCHRUN, "LOCAL_RANK"), ["not LOCAL_RANK", "torchrun"]),
-    "RANK alone": ({"RANK": "0"}, ["not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE", "unset RANK"]),
     "torchrun without its variables": ({"TORCHELASTIC_RUN_ID": "1"}, ["not RANK, WORLD_SIZE"]),
     "RANK is no number": (without(TORCHRUN, RANK="x"), ["RANK='x'"]),
     "rank outside the world": (without(TORCHRUN, RANK="16"), ["torchrun", "rank 16 of 16"]),
     "more local than all": (without(TORCHRUN, RANK="1", WORLD_SIZE="2"), ["rank 1 of 2, local rank 1 of 8"]),
-    "no local processes": (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), ["local rank 1 of 0"]),
     "Open MPI without rank": (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), ["not OMPI_COMM_WORLD_RANK", "Open MPI"]),
     "Open MPI on nodes without address": (without({**OPENMPI, **ON_NODES}, "MASTER_ADDR"), ["MASTER_ADDR", "2 nodes"]),
     "bare PMI": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["not MPI_LOCALRANKID or PMI_LOCAL_RANK"]),
@@ -104,8 +102,6 @@ REFUSED: dict[str, tuple[dict[str, str], list[str]]] = {
     ),
     "srun without nodelist": (without(SRUN, "SLURM_STEP_NODELIST"), ["MASTER_ADDR", "srun"]),
     "srun whose counts do not add up": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4(x2)"), ["4(x2)", "7 tasks"]),
-    "srun whose counts cannot be read": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4x2"), ["4x2", "7 tasks"]),
-    "SageMaker without current host": (without(SAGEMAKER, "SM_CURRENT_HOST"), ["SM_CURRENT_HOST"]),
     "SageMaker with hosts that are no list": (without(SAGEMAKER, SM_HOSTS="algo-1"), ["SM_HOSTS=algo-1", "JSON"]),
     "port is no number": (without(SRUN, MASTER_PORT="x"), ["MASTER_PORT='x'"]),
 }  # fmt: skip
@@ -141,17 +137,12 @@ def test_pals_takes_the_first_host_of_pbs(tmp_path: Path) -> None:
     ("text", "hosts"),
     [
         ("n[001-003,7]", "n001 n002 n003 n7"), ("n[08-11]", "n08 n09 n10 n11"), ("a[1-2]b[1-2]", "a1b1 a1b2 a2b1 a2b2"),
-        ("login,n[1-2]-x,m3.example.com", "login n1-x n2-x m3.example.com"),
+        ("login,n[1-2]-x,m3.example.com", "login n1-x n2-x m3.example.com"), ("", ""), ("n[1-]", ""), ("n[a]", ""),
     ],
 )  # fmt: skip
 def test_hostlists(text: str, hosts: str) -> None:
-    assert expand_hostlist(text) == hosts.split()
-
-
-@pytest.mark.parametrize("text", ["", "n[1-]", "n[a]", "n[]"])
-def test_hostlists_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(ConfigError, match="cannot read the list of hosts"):
-        expand_hostlist(text)
+    with nullcontext() if hosts else pytest.raises(ConfigError, match="cannot read the list of hosts"):
+        assert expand_hostlist(text) == hosts.split()
 
 
 def test_a_process_prepares_its_host_and_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,6 @@ GROUPS: dict[str, tuple[str, dict[Path, dict[str, Any]], int]] = {
     ),
     # A container sees the end of the path alone.
     "first version in a container": ("4:memory:/docker/f00\n", {V1: FIRST_VERSION}, 1300),
-    "over the limit": ("0::/\n", {POD: {"max": 5000, "current": 6000}}, 0),
 }  # fmt: skip
 
 

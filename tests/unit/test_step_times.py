@@ -45,9 +45,6 @@ def test_the_rank_that_waits_least_is_named(rows: Any, phase: int, seconds: floa
     assert (found["slowest_sec"], found["slowest_share"]) == pytest.approx((seconds, share))
     assert sum(found["time_shares"].values()) == pytest.approx(1)
     assert found["host_ahead_sec"] is None
-
-
-def test_what_is_not_known_is_null() -> None:
     assert set(summary([row(steps=0)] * 2, ["a", "a"]).values()) == {None}
     alone = summary([row(forward=1, ahead=0.25)], ["a"], with_host=True)
     assert (alone["slowest_rank"], alone["host_ahead_sec"]) == (None, 0.25)
@@ -62,12 +59,6 @@ def test_a_rank_is_named_once_when_it_stays_late(caplog: pytest.LogCaptureFixtur
     assert [record.all_ranks for record in caplog.records] == [True]  # type: ignore[attr-defined]
     assert "rank 1 on b" in caplog.messages[0]
     assert PHASES[DATA] in caplog.messages[0]
-
-
-def gathered(times: StepTimes, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(dist, "all_reduce", lambda everyone: None)
-    times.gather()
-    return times.fields()
 
 
 class Event:
@@ -106,7 +97,9 @@ def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.Mon
     times._read_marks()
     assert sum(times._sums[: len(PHASES)]) == (6000 * 49 - 7000) // 1000
     Event.passed = 10_000_000
-    shares = gathered(times, monkeypatch)["time_shares"]
+    monkeypatch.setattr(dist, "all_reduce", lambda everyone: None)
+    times.gather()
+    shares = times.fields()["time_shares"]
     assert {name: round(6 * share, 1) for name, share in shares.items() if share} == {
         "data": 1, "wait_for_ranks": 1, "forward": 3, "host": 1
     }  # fmt: skip

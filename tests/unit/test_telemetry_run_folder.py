@@ -51,7 +51,7 @@ def markers(folder):
     return (*steps, folder.stop.exists())
 
 
-def test_an_attempt_takes_the_folder_over_and_withdraws_the_markers_once_it_trains(folder):
+def test_an_attempt_takes_the_folder_over_and_withdraws_the_markers_once_it_trains(folder, monkeypatch):
     assert markers(folder) == (None, None, False)
     folder.mark_stopped(7)
     folder.stop.touch()
@@ -68,10 +68,7 @@ def test_an_attempt_takes_the_folder_over_and_withdraws_the_markers_once_it_trai
     folder.create()
     assert markers(folder) == (None, 20, False)
     assert set(json.loads(folder.done.read_text())) == {"step", "time"}
-
-
-def test_a_stop_that_is_meant_for_this_start_stays(folder, monkeypatch):
-    monkeypatch.setenv("SMP_TRAIN_KEEP_STOP", "1")  # what a batch job exports
+    monkeypatch.setenv("SMP_TRAIN_KEEP_STOP", "1")  # a batch job exports it: a STOP is meant for this start
     folder.stop.touch()
     folder.create()
     assert folder.stop.exists()

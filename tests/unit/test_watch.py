@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from smp_train.distributed import detect, failures, heartbeat, watch
-from smp_train.distributed.heartbeat import BACKWARD, DATA, FORWARD, VOTE
+from smp_train.distributed.heartbeat import BACKWARD, DATA, FORWARD
 from smp_train.distributed.watch import Report
 
 WAITING = Report("node-1", 7, FORWARD, waits="gloo:all_gather 84 of group 0 default_pg")
@@ -29,11 +29,9 @@ WAITING = Report("node-1", 7, FORWARD, waits="gloo:all_gather 84 of group 0 defa
         ([WAITING, WAITING._replace(condition="cut off"), WAITING._replace(condition="cut off")], [1, 2]),
         # All answer: the one that waits in no collective.
         ([WAITING, WAITING, WAITING._replace(waits="")], [2]),
-        ([Report("a", 7, VOTE, waits="x"), Report("a", 7, DATA, waits="")], [1]),
         # Nothing is known of collectives: the one that is behind.
         ([Report("a", 8, DATA), Report("a", 7, BACKWARD), Report("a", 8, DATA)], [1]),
         ([Report("a", 7, FORWARD), Report("a", 7, FORWARD)], []),
-        ([WAITING, WAITING], []),
     ],
 )
 def test_who_is_missing(ranks: list[Report], found: list[int]) -> None:
@@ -44,11 +42,8 @@ def test_who_is_missing(ranks: list[Report], found: list[int]) -> None:
     assert [rank for rank in reports if f"rank {rank} on {reports[rank].host} " in line] == found
     assert ("no rank is missing" in line) == (not found)
     assert not re.search(r"\b1 others", line)
-
-
-def test_thousands_are_not_listed() -> None:
-    reports = {rank: WAITING._replace(condition="cut off") for rank in range(3000)}
-    assert len(watch.verdict({**reports, 3000: WAITING})) < 2000
+    many = {rank: WAITING._replace(condition="cut off") for rank in range(3000)}
+    assert len(watch.verdict({**many, 3000: WAITING})) < 2000
 
 
 @pytest.fixture
@@ -137,14 +132,3 @@ def test_a_process_whose_watcher_cannot_run_shows_its_stack(tmp_path: Path) -> N
         finally:
             process.kill()
     assert failures.process_state(process.pid) == "gone"
-
-
-def test_the_main_threads_stack() -> None:
-    found: list[tuple[str, bool]] = []
-    thread = threading.Thread(target=lambda: found.append(watch.stack()))
-    thread.start()
-    thread.join()
-    ((text, compiling),) = found
-    assert "threading.py" in text  # it starts the thread, or waits for it
-    assert "<lambda>" not in text
-    assert not compiling
