@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError
+from smp_train.telemetry.logging_utils import writing
 
 
 class DataAudit:
@@ -24,10 +25,8 @@ class DataAudit:
         self._writer = {"attempt": attempt, "dp_rank": dp_rank, "dp_size": dp_size}
         self._path = Path(run_dir) / f"data_audit-rank{rank}.jsonl"
         self._failure: ConfigError | None = None
-        try:
+        with writing(self._path, "the audit there"):
             self._file = self._path.open("a", encoding="utf-8")
-        except OSError as failure:
-            raise self._unwritable(failure) from None
 
     def step(self, step: int, samples: Sequence[str], **counts: int) -> None:
         """Record a finished update's samples and nonzero ``counts``. `check` raises the error of a failed write."""
@@ -49,10 +48,8 @@ class DataAudit:
 
     def _write(self, record: dict[str, Any]) -> None:
         try:
-            self._file.write(json.dumps(record | self._writer) + "\n")
-            self._file.flush()
-        except OSError as failure:
-            self._failure = self._failure or self._unwritable(failure)
-
-    def _unwritable(self, failure: OSError) -> ConfigError:
-        return ConfigError(f"{self._path}: cannot write the audit there ({failure.strerror}); set --run_dir")
+            with writing(self._path, "the audit there"):
+                self._file.write(json.dumps(record | self._writer) + "\n")
+                self._file.flush()
+        except ConfigError as failure:
+            self._failure = self._failure or failure

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,20 @@ def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | 
 
     if log_dir is not None:
         path = Path(log_dir) / f"rank-{rank}.log"
-        try:
+        with writing(path, "the log"):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = _LogFile(path, encoding="utf-8")
-        except OSError as failure:
-            raise ConfigError(f"{path}: cannot write the log ({failure.strerror}); set --run_dir") from None
         file.setFormatter(_Formatter(_FORMAT, _TIME))
         logger.addHandler(file)
+
+
+@contextmanager
+def writing(path: str | Path, content: str, flag: str = "--run_dir") -> Iterator[None]:
+    """Raise a `ConfigError` that proposes another value of ``flag`` if the body cannot write ``content``."""
+    try:
+        yield
+    except OSError as failure:
+        raise ConfigError(f"{path}: cannot write {content} ({failure.strerror}); set {flag}") from None
 
 
 def batch_line(record: Mapping[str, Any]) -> str:

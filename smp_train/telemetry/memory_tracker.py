@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from smp_train.distributed import ALL_RANKS, heartbeat
+from smp_train.distributed.host_memory import free_host_bytes
 
 _GIB = 1024**3
 FIRST_STEPS = 3
@@ -85,8 +86,9 @@ def memory_report(device: torch.device, title: str) -> str:
     if device.type == "cuda":
         counts = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, torch.cuda.max_memory_allocated)
         used = [count(device) / _GIB for count in counts]
+    free = free_host_bytes()
     names = ("allocated", "reserved", "peak", "cpu rss", "cpu available")
-    columns = zip(names, [*used, rss_gib(), available_gib()], strict=True)
+    columns = zip(names, [*used, rss_gib(), None if free is None else free / _GIB], strict=True)
     cells = (f"{name} {'-' if value is None else format(value, '.2f'):>8}" for name, value in columns)
     return " | ".join([f"memory GiB | {title:<44}", *cells])
 
@@ -99,13 +101,3 @@ def rss_gib() -> float:
     except OSError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak * (1 if sys.platform == "darwin" else 1024) / _GIB
-
-
-def available_gib() -> float | None:
-    """Return the available memory of the machine, or None without ``/proc``."""
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024 / _GIB
-    except (OSError, KeyError):
-        return None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import ConfigError
 from smp_train.telemetry.goodput import goodput
-from smp_train.telemetry.logging_utils import get_logger
+from smp_train.telemetry.logging_utils import get_logger, writing
 
 if TYPE_CHECKING:
     from smp_train.telemetry.trackers import Trackers
@@ -166,14 +166,12 @@ class MetricsWriter:
         if not is_main:
             return
         path = Path(run_dir) / FILE_NAME
-        try:
+        with writing(path, "metrics"):
             self._file = path.open("a", encoding="utf-8")
             with path.open("rb") as written:
                 written.seek(max(0, written.seek(0, os.SEEK_END) - 1))
                 if written.read() not in (b"", b"\n"):  # the partial last line of a killed run
                     self._file.write("\n")
-        except OSError as failure:
-            raise ConfigError(f"{path}: cannot write metrics ({failure.strerror}); set --run_dir") from None
 
     def step(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Write a logged step and return it. Fields of `STEP_FIELDS` that ``record`` lacks are written as null."""

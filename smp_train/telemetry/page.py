@@ -9,7 +9,8 @@ from importlib import resources
 from pathlib import Path
 
 import smp_train
-from smp_train.errors import ConfigError, redacted
+from smp_train.errors import redacted
+from smp_train.telemetry.logging_utils import writing
 from smp_train.telemetry.run_data import PALETTES, RunData, read_runs
 from smp_train.telemetry.run_folder import write_atomic
 
@@ -31,10 +32,8 @@ def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) ->
     page, script = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.js"))
     # Inside <script> a "<" could end it.
     text = redacted(json.dumps(data, default=str)).replace("<", "\\u003c")
-    try:
+    with writing(path, "the report", "--out"):
         write_atomic(Path(path), page.replace("@SCRIPT@", script).replace("@DATA@", text))
-    except OSError as failure:
-        raise ConfigError(f"{path}: cannot write the report ({failure.strerror}); set --out") from None
     return Path(path)
 
 

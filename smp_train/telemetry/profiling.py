@@ -12,9 +12,9 @@ import torch
 
 from smp_train import distributed
 from smp_train.arguments import Arguments
-from smp_train.errors import ConfigError, first_line
+from smp_train.errors import first_line
 from smp_train.telemetry import verdict
-from smp_train.telemetry.logging_utils import get_logger
+from smp_train.telemetry.logging_utils import get_logger, writing
 
 OPERATORS = 30
 """Rows of the table of the most expensive operators."""
@@ -40,10 +40,8 @@ class Profiler:
         self.nsys = args.profile_nsys
         if not (args.use_profiler or args.profile_nsys):
             return
-        try:
+        with writing(self.folder, "profiles"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as failure:
-            raise ConfigError(f"{self.folder}: cannot write profiles ({failure.strerror}); set --run_dir") from None
         if args.use_profiler:
             # If there is a step before the first step to record, it is warm-up: recorded and discarded.
             skipped, warmup = max(self.first - 2, 0), min(self.first - 1, 1)

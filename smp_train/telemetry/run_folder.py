@@ -10,13 +10,15 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import smp_train
 from smp_train.arguments.run_name import is_run_name
-from smp_train.errors import ConfigError, redacted
+from smp_train.errors import redacted
+from smp_train.telemetry.logging_utils import writing
 
 KEEP_STOP = "SMP_TRAIN_KEEP_STOP"
 
@@ -40,12 +42,10 @@ class RunFolder:
         written during the start. `DONE` and `STOPPED` stay until `reopen`, as an attempt may fail before it trains.
         Raises `ConfigError` if the folder cannot be created or written to.
         """
-        try:
+        with self._writing():
             self.logs.mkdir(parents=True, exist_ok=True)
             if not os.environ.get(KEEP_STOP):
                 self.stop.unlink(missing_ok=True)
-        except OSError as failure:
-            raise self._unwritable(failure) from None
 
     def earlier_attempts(self) -> int:
         """Return the number of earlier starts of this run. Raises OSError if `attempts.jsonl` cannot be read."""
@@ -57,7 +57,7 @@ class RunFolder:
         The record has the resolved ``config``, the size of each dimension of the ``mesh``, versions, the command line
         and ``facts``. Environment variables and queries of URLs are left out: they may hold credentials.
         """
-        try:
+        with self._writing():
             record = {
                 "attempt": self.earlier_attempts() + 1,
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -72,8 +72,6 @@ class RunFolder:
             with self.attempts.open("a", encoding="utf-8") as file:
                 file.write(redacted(json.dumps(record, default=str)) + "\n")
             write_atomic(self.run_json, redacted(json.dumps(record, default=str, indent=2)) + "\n")
-        except OSError as failure:
-            raise self._unwritable(failure) from None
 
     def read_run(self) -> dict[str, Any]:
         """Return the content of `run.json`, or an empty mapping if it is missing or unreadable."""
@@ -91,32 +89,29 @@ class RunFolder:
 
     def mark_done(self, step: int) -> None:
         """Record that the run has finished, with ``step`` updates done."""
-        self._mark(self.done, step, self.stopped)
+        self._mark(self.done, step)
+        self._remove(self.stopped)
 
     def mark_stopped(self, step: int) -> None:
         """Record that the run has saved and stopped on request, with ``step`` updates done."""
-        self._mark(self.stopped, step, self.done, self.stop)
+        self._mark(self.stopped, step)
+        self._remove(self.done, self.stop)
 
     def reopen(self) -> None:
         """Remove `DONE` and `STOPPED`: the run continues, for example to a higher ``--max_steps``."""
         self._remove(self.done, self.stopped)
 
-    def _mark(self, marker: Path, step: int, *outdated: Path) -> None:
-        try:
+    def _mark(self, marker: Path, step: int) -> None:
+        with self._writing():
             write_atomic(marker, json.dumps({"step": step, "time": time.time()}) + "\n")
-        except OSError as failure:
-            raise self._unwritable(failure) from None
-        self._remove(*outdated)
 
     def _remove(self, *markers: Path) -> None:
-        try:
+        with self._writing():
             for marker in markers:
                 marker.unlink(missing_ok=True)
-        except OSError as failure:
-            raise self._unwritable(failure) from None
 
-    def _unwritable(self, failure: OSError) -> ConfigError:
-        return ConfigError(f"{self.path}: cannot write the run folder ({failure.strerror}); set --run_dir")
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.path, "the run folder")
 
 
 def versions() -> dict[str, str | None]:
