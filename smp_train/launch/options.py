@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from smp_train.arguments.aliases import NAMES
 from smp_train.arguments.parse import canonical
 from smp_train.arguments.values import is_bool, nearest, read_bool
-from smp_train.arguments.verb_parser import VerbParser
+from smp_train.arguments.verb_parser import VerbParser, at_least
 from smp_train.errors import ConfigError
+
+
+def _switch(text: str) -> bool:
+    if not is_bool(text):
+        raise argparse.ArgumentTypeError(f"{text}: expects 0 or 1 (or true, false)")
+    return read_bool(text)
 
 
 class LaunchParser(VerbParser):
@@ -31,14 +36,14 @@ class LaunchParser(VerbParser):
         """Add an option: ``kind`` is str, int (from 1 on) or bool; ``many`` takes several values, also repeatedly."""
         if default is not None:
             about += f" (default {default})"
-        settings: dict[str, Any] = {
-            "nargs": "+" if many else "?" if kind is bool else None,
-            "const": True if kind is bool else None,
-            "default": [] if many else False if kind is bool else default,
-            "metavar": {bool: "0|1", int: "N"}.get(kind, metavar),
-        }
-        read = partial(_read, f"--{name}", kind)
-        self.names[name] = self.add_argument(f"--{name}", help=about.replace("%", "%%"), type=read, **settings)
+        settings: dict[str, Any] = {"type": str, "default": default, "metavar": metavar}
+        if many:
+            settings |= {"nargs": "+", "default": []}
+        elif kind is bool:
+            settings = {"type": _switch, "nargs": "?", "const": True, "default": False, "metavar": "0|1"}
+        elif kind is int:
+            settings |= {"type": at_least(1), "metavar": "N"}
+        self.names[name] = self.add_argument(f"--{name}", help=about.replace("%", "%%"), **settings)
 
     def share(self, *names: str) -> LaunchParser:
         """Add options of `SHARED`; return the parser."""
@@ -62,17 +67,6 @@ SHARED: dict[str, dict[str, Any]] = {
     "job_name": {"about": "name of the job; without it, from the run's name"},
 }  # fmt: skip
 """Options of several platforms."""
-
-
-EXPECTED = {bool: "0 or 1 (or true, false)", int: "a number, at least 1", str: "a value"}
-
-
-def _read(flag: str, kind: type, text: str) -> Any:
-    if kind is bool and is_bool(text):
-        return read_bool(text)
-    if text and (kind is str or (kind is int and text.isdigit() and int(text))):
-        return kind(text)
-    raise ConfigError(f"{flag} {text!r}: expects {EXPECTED[kind]}")
 
 
 def split(arguments: Sequence[str], parser: LaunchParser) -> tuple[argparse.Namespace, list[str]]:
