@@ -8,15 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smp_train.launch import batch_job, srun_step
-from smp_train.launch.batch_job import REQUEUED
+from smp_train.launch import srun_step
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launchers/hyperpod_slurm"
@@ -126,23 +124,16 @@ until [ "$marker" -nt "$RUN/logs/starts-77" ]; do date >"$marker"; done
 
 
 def test_a_job_starts_so_often_without_a_checkpoint(cluster: Cluster) -> None:
-    """Whatever they fail of; a checkpoint begins the count anew, also one of a start whose node was lost."""
+    """Whatever they fail of; a checkpoint of this run begins the count anew, also of a start whose node was lost."""
     for end, code in (("exit 1", 143), ("kill -9 $PPID", -9)):
         assert cluster.start(UNPACK, MAX_ATTEMPTS="2")[0] == 143
         ended, said = cluster.start(COMMIT.format("mine") + end, MAX_ATTEMPTS="2")
         assert (ended, "not trying again" in said) == (code, False), said
-    assert cluster.start(UNPACK, MAX_ATTEMPTS="2")[0] == 143
-    code, said = cluster.start(fails("error") + "exit 1", MAX_ATTEMPTS="2")
+    assert cluster.start(COMMIT.format("other") + UNPACK, MAX_ATTEMPTS="2")[0] == 143
+    code, said = cluster.start(COMMIT.format("mine/deeper") + fails("error") + "exit 1", MAX_ATTEMPTS="2")
     assert (code, "2 starts of job 77 brought no new checkpoint: not trying again" in said) == (1, True)
     assert cluster.start(UNPACK, MAX_ATTEMPTS="2")[0] == 1, "put back by hand"
     assert (len(cluster.calls("srun")), cluster.calls("scontrol")) == (6, ["requeue 77"] * 4)
-
-
-def test_a_commit_of_another_run_does_not_count(cluster: Cluster) -> None:
-    """It may be in the same --checkpoint_dir, or on our own folder's level."""
-    assert cluster.start(COMMIT.format("other") + "exit 1", MAX_ATTEMPTS="2")[0] == 143
-    code, said = cluster.start(COMMIT.format("mine/deeper") + "exit 1", MAX_ATTEMPTS="2")
-    assert (code, "2 starts of job 77 brought no new checkpoint" in said) == (1, True), said
 
 
 def test_scripts_look_for_checkpoints_of_their_own_run(cluster: Cluster) -> None:
@@ -252,33 +243,6 @@ def test_how_a_start_ends(cluster: Cluster, end: str) -> None:
     assert ("could not be requeued" in output) == ("NO_REQUEUE" in environ)
 
 
-@pytest.fixture
-def start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[batch_job.Start]:
-    """A start in this process, whose handlers of signals are taken back."""
-    cluster.run.mkdir()
-    monkeypatch.setattr(os, "environ", os.environ | {"SLURM_JOB_ID": JOB})
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
-    yield batch_job.Start(srun_step.Job([], str(ROOT), str(cluster.run), sys.executable))
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def test_interrupts_that_come_before_python_has_started_the_step_end_it(
-    start: batch_job.Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The step runs before `subprocess.Popen` returns: a busy machine leaves time for ^C twice."""
-    popen = subprocess.Popen
-
-    def interrupted(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        for _ in "12" if command[0] == "sleep" else "":
-            signal.raise_signal(signal.SIGINT)
-            assert start.stop.exists()
-        return popen(command, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", interrupted)
-    assert start.run(["sleep", "1000"]) == REQUEUED
-
-
 def test_markers_of_an_earlier_run_do_not_count(cluster: Cluster) -> None:
     cluster.run.mkdir()
     for marker in ("DONE", "STOPPED"):
@@ -366,10 +330,13 @@ def test_folders_that_flags_name_are_mounted(cluster: Cluster) -> None:
 
 def test_what_the_image_must_not_overrule(cluster: Cluster) -> None:
     environ = {"CONTAINER_ENV": "MINE,HF_HOME", "NCCL_DEBUG": "INFO", "HF_HOME": "/fsx/hf", "NCCLX": "y", "MINE": ""}
-    mounted(cluster, OMP_NUM_THREADS="3", **environ)
+    cluster.environ["PYTHONPATH"] = "/mine"  # of another Python than the image's
+    step = 'echo "$PYTHONPATH" >"$CLUSTER/path"; exit 1'
+    assert cluster.start(step, script=ENROOT, **container(cluster), OMP_NUM_THREADS="3", **environ)[0] == 143
     (named,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-env=")]
     wanted = {"HF_HOME", "MINE", "NCCL_DEBUG", "NSYS_DIR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED"}
     assert (len(named), set(named)) == (len(wanted), wanted)
+    assert (cluster.folder / "path").read_text() == f"{ROOT}\n"
 
 
 def test_a_dry_run_can_be_a_variable(cluster: Cluster) -> None:

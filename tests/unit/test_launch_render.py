@@ -28,7 +28,7 @@ SCRIPTS = [*sorted((ROOT / "launchers").rglob("*.sh")), ROOT / "docker_build.sh"
 ROLE = "arn:aws:iam::123456789012:role/training"
 SLURM = ["slurm", "--nproc=2", "--use_synthetic_data=1"]
 SAGEMAKER_RUN = [
-    "sagemaker", f"--role={ROLE}", "--instance_type=ml.p5.48xlarge", "--train=s3://b/t", "--output=s3://b/o",
+    "sagemaker", f"--role={ROLE}", "--instance_type=ml.p5.48xlarge", "--train=s3://bucket/t", "--output=s3://bucket/o",
     "--region=eu-west-1",
 ]  # fmt: skip
 K8S_RUN = ["k8s", "--image=r/i:1", "--instance_type=ml.p5.48xlarge", "--claims=f:/f", "--use_synthetic_data=1"]
@@ -200,21 +200,15 @@ TWO = {"checkpoint_freq": [10, 10], "num_kept_checkpoints": [2, 2]}
     ("options_", "flags", "written", "copied"),
     [
         (OUT, {}, [OWN], BELOW),
-        ({"checkpoints": "s3://bucket/c"}, {}, [OWN], "s3://bucket/c"),
         ({}, {}, [OWN], None),
-        (OUT, {"checkpoint_dir": OWN}, [OWN], BELOW),
         (OUT, {"ckpt_save_path": OWN}, [OWN], BELOW),
         (OUT, {"checkpoint_dir": [OWN, "s3://bucket/rare"], **TWO}, [OWN, "s3://bucket/rare"], BELOW),
         (OUT, {"checkpoint_dir": "s3://bucket/often"}, ["s3://bucket/often"], None),
-        ({"checkpoints": "s3://bucket/c"}, {"checkpoint_dir": f"{OWN}/"}, [f"{OWN}/"], "s3://bucket/c"),
         (KEEP, {"checkpoint_dir": f"{OWN}/mine"}, [f"{OWN}/mine"], f"{KEEP['copy_to']}/checkpoints"),
-        (KEEP, {}, [OWN], f"{KEEP['copy_to']}/checkpoints"),
         ({**KEEP, "checkpoints": "s3://bucket/c"}, {}, [OWN], "s3://bucket/c"),
         ({**KEEP, "instance_count": 2}, {}, [f"{KEEP['copy_to']}/checkpoints"], None),
-        (MANY, {}, [BELOW], None),
         ({**MANY, "checkpoints": "s3://bucket/c"}, {}, ["s3://bucket/c"], None),
         (MANY, {"checkpoint_dir": "s3://bucket/x"}, ["s3://bucket/x"], None),
-        (MANY, {"checkpoint_dir": OWN}, [BELOW], None),
         (MANY, {"ckpt_save_path": OWN}, [BELOW], None),
         ({**MANY, **FSX}, {}, ["/opt/ml/input/data/fsx/checkpoints"], None),
     ],
@@ -243,15 +237,11 @@ WIDTHS = {"hidden_width": 4096, "max_context_width": 2048, "num_heads": 32, "num
 DEGREES = {"hybrid_shard_degree": 4, "sm_activation_offloading": True, "activation_loading_horizon": 2}
 ON_FSX = "/opt/ml/input/data/train/smp-v2"
 NOTEBOOKS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] = {
-    "llama, context parallel": (
-        {"model_type": "llama_v2", "llama_intermediate_size": 11008, "fp8": 0, "checkpoint_dir": OWN},
-        {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "sm_activation_offloading": False}, OUT,
-    ),
     "llama 3.1, FP8, resumed": (
         {"model_type": "llama_v3", "llama_intermediate_size": 14336, "vocab_size": 128256, "fp8": 1,
          "rope_scaling_type": "llama3", "rotary_emb_base": 500000, "checkpoint_dir": OWN,
          "resume_from_checkpoint": f"{OWN}/llama_v3-10steps"},
-        {"tensor_parallel_degree": 2}, OUT,
+        {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "sm_activation_offloading": False}, OUT,
     ),
     "GPT-NeoX on FSx": (
         {"model_type": "gpt_neox", "checkpoint_dir": f"{ON_FSX}/ck", "training_dir": f"{ON_FSX}/train",
@@ -301,16 +291,11 @@ def test_sagemaker_copies_the_runs_own_folder_alone(folders: str | list[str], lo
     assert made.checkpoint_config == {"S3Uri": f"s3://bucket/c{local}", "LocalPath": f"{OWN}{local}"}
 
 
-@pytest.mark.parametrize("folder", ["", "/tmp/trial"])
-def test_sagemaker_copies_or_warns(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a CheckpointConfig all that is in /opt/ml/checkpoints is lost as the job ends."""
-    words = ["--role", ROLE, "--instance_type", "ml.p5.48xlarge", "--train", "s3://bucket/train", "--run_name", "mine"]
-    words += ["--output", "s3://bucket/out", *(["--checkpoint_dir", folder] if folder else [])]
-    assert cli.main(["launch", "sagemaker", "--dry_run", *words]) == 0
+def test_sagemaker_warns_of_checkpoints_on_the_instance(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", *SAGEMAKER_RUN, "--dry_run", "--checkpoint_dir=/tmp/trial"]) == 0
     printed = capsys.readouterr()
-    wanted = {"S3Uri": "s3://bucket/out/checkpoints/mine", "LocalPath": f"{OWN}/mine"}
-    assert json.loads(printed.out).get("CheckpointConfig") == (None if folder else wanted)
-    assert ("/tmp/trial" in printed.err) is bool(folder)
+    assert "CheckpointConfig" not in json.loads(printed.out)
+    assert "--checkpoint_dir /tmp/trial: on the instance's own disk" in printed.err
 
 
 def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,11 +348,9 @@ def test_split_keeps_the_order_of_training_flags() -> None:
 
 
 def test_environment_follows_the_instance_and_harmful_variables_are_named() -> None:
-    p5, g5 = instances.find("ml.p5.48xlarge"), instances.find("g5.12xlarge")
-    assert "FI_EFA_USE_HUGE_PAGE" in environment.variables(p5)
-    assert "FI_EFA_USE_HUGE_PAGE" not in environment.variables(instances.find("g5.xlarge"))
-    assert environment.variables(g5)["NCCL_SHM_USE_CUDA_MEMCPY"] == "1"
-    assert not set(environment.variables(p5)) & set(environment.DROPPED)
+    p5, g5 = (environment.variables(instances.find(name)) for name in ("ml.p5.48xlarge", "g5.12xlarge"))
+    assert ("FI_EFA_USE_HUGE_PAGE" in p5, g5.get("NCCL_SHM_USE_CUDA_MEMCPY")) == (True, "1")
+    assert not set(p5) & set(environment.DROPPED)
     for value in ("^lo", environment.SOCKETS_SLURM, environment.SOCKETS_KUBERNETES):
         assert environment.lint({"NCCL_SOCKET_IFNAME": value, "HOME": "/"}) == []
     for name, value in (
@@ -449,36 +432,6 @@ def test_installed_package_travels_alone(
         assert [path.name for path in (tmp_path / "run/code").iterdir()] == ["smp_train"]
     assert (tmp_path / "run/code/smp_train/launch/batch_job.py").exists()
     assert not list((tmp_path / "run/code").rglob("__pycache__"))
-
-
-def test_what_the_container_is_given(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Our variables beat the image's; of the shell's PYTHONPATH nothing is there, as that Python is another."""
-    monkeypatch.chdir(tmp_path)
-    (image := tmp_path / "x.sqsh").touch()
-    words = ["--nproc=1", "--use_synthetic_data=1", "--run_dir", str(tmp_path / "run")]
-    words += ["--env", "MINE=1", "NCCL_DEBUG=INFO"]
-    (tmp_path / "job.sh").write_text(dry_run(capsys, "slurm", "--image", str(image), *words))
-    double(tmp_path / "bin", "scontrol", "exit 1")
-    double(tmp_path / "bin", "squeue", "echo 1:00:00")
-    double(
-        tmp_path / "bin", "srun",
-        'if [ "$1" = --help ]; then echo --container-image; else echo "$PYTHONPATH $NSYS_DIR $*"; fi',
-    )  # fmt: skip
-    done = subprocess.run(
-        ["bash", tmp_path / "job.sh"], capture_output=True, text=True, check=False, timeout=240,
-        env={
-            "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "DRY_RUN": "1",
-            "PYTHONPATH": "/mine", "NSYS_DIR": "/opt/nsys", "asked": "USR1",
-        },
-    )  # fmt: skip
-    assert "asked to stop" not in done.stderr, "a variable of that name is no signal"
-    given = done.stdout.splitlines()[0].split()
-    assert given[:2] == [str(CODE_DIR), "/opt/nsys"]
-    named = next(word for word in given if word.startswith("--container-env=")).partition("=")[2].split(",")
-    assert {"MINE", "NCCL_DEBUG", "PYTHONPATH"} <= set(named)
-    assert "--time_left=1:00:00" in given
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
