@@ -18,6 +18,7 @@ from smp_train.data.rows import Recipe
 from smp_train.data.samples import Samples
 from smp_train.data.source import Row, Source
 from smp_train.data.token_file import TokenRows
+from smp_train.errors import DataError
 
 FIELDS = ("input_ids", "attention_mask", "labels")
 
@@ -40,12 +41,12 @@ def opened(location: object, vocab_size: int = 97, **options: Any) -> TokenRows:
 
 
 class Documents(Source):
-    """Rows of given lengths, in which no token comes twice; shards of three rows."""
+    """Rows of given lengths, in which no token comes twice; shards of three rows. The row ``broken`` is damaged."""
 
     fingerprint = "documents"
 
-    def __init__(self, sizes: Iterable[int]) -> None:
-        sizes = list(sizes)
+    def __init__(self, sizes: Iterable[int], broken: int | None = None) -> None:
+        sizes, self.broken = list(sizes), broken
         ends = np.cumsum(sizes)
         self.tokens = [np.arange(end - size, end) + 1 for size, end in zip(sizes, ends, strict=True)]
         self.shards = [range(first, min(first + 3, len(sizes))) for first in range(0, len(sizes), 3)]
@@ -54,6 +55,8 @@ class Documents(Source):
         return len(self.tokens)
 
     def row(self, index: int) -> Row:
+        if index == self.broken:
+            raise DataError(f"{self.name(index)}: broken")
         return Row(self.tokens[index])
 
     def name(self, index: int) -> str:

@@ -178,6 +178,3 @@ def test_every_flipped_bit_and_cut_is_noticed(folder: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match="checksum"):
             reader(folder).preload()
-
-
-# --- what a rank reads

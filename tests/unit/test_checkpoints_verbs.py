@@ -63,7 +63,8 @@ def test_a_run_is_listed_verified_and_pruned(place: str, capsys: Capture) -> Non
     assert printed(capsys, "verify", place) == [f"{step(number)}: intact" for number in (9, 6, 3)]
     shown = "\n".join(printed(capsys, "show", f"{place}/{step(6)}"))
     assert re.search(rf"path: +{place}/{step(6)}", shown)
-    assert re.search(r"tokens: +60", shown)
+    assert re.search(r"(?s)step: +6\n.*tokens: +60", shown)
+    assert re.search(r"model\.\*: +2 tensors", shown)
     harm(place, step(6), ".distcp", flipped)
     with pytest.raises(CheckpointError, match="1 of 3 damaged"):
         main(["verify", place])
@@ -109,18 +110,20 @@ def test_states_of_checkpoints(tmp_path: Path, capsys: Capture) -> None:
     assert states(capsys, str(place / step(1))) == {step(1): "damaged"}
 
 
-def test_a_folder_of_runs_is_listed_with_the_checkpoints_of_each(place: str, capsys: Capture) -> None:
+def test_a_folder_of_runs_is_listed_and_pruned_by_name(place: str, capsys: Capture) -> None:
     save(f"{place}/first", 1, 2)
-    save(f"{place}/second", 1)
+    save(f"{place}/second", 1, 3)
     open_folder(place).put("llama_v2-70steps", "0.pt", b"theirs")
-    names = ["first/llama_v2-1steps", "first/llama_v2-2steps", "second/llama_v2-1steps"]
-    expected = dict.fromkeys(names, "committed") | {"llama_v2-70steps": "SMP sample"}
+    first = [f"first/{step(number)}" for number in (1, 2)]
+    second = [f"second/{step(number)}" for number in (1, 3)]
+    expected = dict.fromkeys((*first, *second), "committed") | {"llama_v2-70steps": "SMP sample"}
     assert states(capsys, place) == expected
-    assert states(capsys, f"{place}/second") == {step(1): "committed"}
-    assert printed(capsys, "verify", place) == [f"{name}: intact" for name in (names[1], names[0], names[2])]
-
-
-# --- show and verify
+    assert states(capsys, f"{place}/second") == {step(1): "committed", step(3): "committed"}
+    assert printed(capsys, "verify", place) == [f"{name}: intact" for name in first[::-1] + second[::-1]]
+    assert main(["prune", place, "--keep", "1", "--run_name", "second"]) == 0
+    assert (committed(f"{place}/first"), committed(f"{place}/second")) == ([step(2), step(1)], [step(3)])
+    assert main(["prune", f"{place}/first", "--keep", "1", "--run_name", "first"]) == 0
+    assert committed(f"{place}/first") == [step(2)]
 
 
 # --- prune
@@ -222,15 +225,6 @@ def test_what_prune_refuses(case: str, tmp_path: Path, monkeypatch: pytest.Monke
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1, errors
     assert contents(tmp_path) == before
-
-
-def test_one_run_of_several_is_pruned(place: str) -> None:
-    for run in ("first", "second"):
-        save(f"{place}/{run}", 3, 6)
-    assert main(["prune", place, "--keep", "1", "--run_name", "second"]) == 0
-    assert (committed(f"{place}/first"), committed(f"{place}/second")) == ([step(6), step(3)], [step(6)])
-    assert main(["prune", f"{place}/first", "--keep", "1", "--run_name", "first"]) == 0
-    assert committed(f"{place}/first") == [step(6)]
 
 
 def test_checkpoints_of_other_programs_are_never_touched(tmp_path: Path, capsys: Capture) -> None:

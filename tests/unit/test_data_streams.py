@@ -107,7 +107,6 @@ def test_a_state_of_other_data_is_refused(corpus, caplog):
         rank.state(2)
     for changes, reason in [
         ({"seed": 2}, "--seed changed: 1 in the checkpoint, 2 now"),
-        ({"shuffled": False}, "--shuffle changed: global in the checkpoint, none now"),
         ({"seq_len": 9}, "--max_context_width 24 in the checkpoint, .* --max_context_width 9 now"),
         ({"short": "pack"}, "--short concat"),
     ]:

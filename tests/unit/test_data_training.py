@@ -17,37 +17,16 @@ from smp_train.data.samples import Samples
 from smp_train.data.source import Row, Source
 from smp_train.data.synthetic import Synthetic
 from smp_train.errors import ConfigError, DataError
-from tests.shards import training
+from tests.shards import Documents, training
 from tests.tiers import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Numbers(Source):
-    """Row i is three times i."""
-
-    fingerprint = "numbers"
-
-    def __init__(self, size, broken=None):
-        self.size, self.broken = size, broken
-
-    def __len__(self):
-        return self.size
-
-    def row(self, index):
-        assert 0 <= index < self.size
-        if index == self.broken:
-            raise DataError(f"numbers:{index}: broken")
-        return Row(np.full(3, index))
-
-    def name(self, index):
-        return f"numbers:{index}"
-
-
 def data(size, *, seed=1, shuffle="global", mb=2, acc=1, rank=0, world=1, broken=None, **options):
     return training(
-        Numbers(size, broken), 3, mb, order=Order(size, seed, shuffle), accumulation=acc, dp_rank=rank, dp_size=world,
-        **options,
+        Documents([3] * size, broken), 3, mb, order=Order(size, seed, shuffle), accumulation=acc, dp_rank=rank,
+        dp_size=world, **options,
     )  # fmt: skip
 
 
@@ -71,7 +50,7 @@ def test_no_thread_outlives_its_stream():
 
 EXIT = """
 from smp_train.data.synthetic import Synthetic
-from tests.shards import training
+from tests.shards import Documents, training
 data = training(Synthetic(seq_len=512, vocab_size=9), 512, 64, accumulation=2, prefetch=4)
 stream = data.batches(0)
 next(stream)
@@ -94,7 +73,7 @@ def test_an_error_comes_in_the_step_it_belongs_to(prefetch):
     stream = data(20, prefetch=prefetch, broken=order[9]).batches(0)
     for _ in range(4):
         next(stream)
-    with pytest.raises(DataError, match=f"numbers:{order[9]}: broken"):
+    with pytest.raises(DataError, match=f"d:{order[9] + 1}: broken"):
         next(stream)
     with pytest.raises(StopIteration):
         next(stream)
@@ -119,26 +98,14 @@ def test_state_refuses_other_data(caplog):
         data(17, seed=4).check_state(state, allow_data_change=True)
 
 
-class Lines(Source):
-    """Rows of lengths 2 to 6, the last three in a shard of their own."""
-
-    fingerprint = "lines"
-    shards = (range(8), range(8, 11))
-
-    def __len__(self):
-        return 11
-
-    def row(self, index):
-        return Row(np.full(2 + index % 5, index))
-
-    def name(self, index):
-        return f"lines:{index + 1}"
+LINES = [2 + number % 5 for number in range(11)]
+"""Lengths of rows, the last two in a shard of their own."""
 
 
 @pytest.mark.parametrize(("world", "mb"), [(1, 1), (2, 5), (8, 1)])
 @pytest.mark.parametrize(("fast", "most"), [(False, None), (False, 2), (True, None), (True, 1)])
 def test_validation_reads_each_row_once(world, mb, fast, most):
-    samples = Samples(Lines(), 6)
+    samples = Samples(Documents(LINES), 6)
     first = samples.last_shard().start if fast else 0
     ranks = [
         ValidationData(samples, first, seq_len=6, micro_batch=mb, dp_rank=r, dp_size=world, max_batches=most)
@@ -147,8 +114,8 @@ def test_validation_reads_each_row_once(world, mb, fast, most):
     batches = [list(rank.batches()) for rank in ranks]
     assert {len(of_rank) for of_rank in batches} == {len(ranks[0])}
     in_order = [batch for number in range(len(ranks[0])) for batch in (of_rank[number] for of_rank in batches)]
-    read = list(range(8, 11) if fast else range(11))[: world * mb * len(ranks[0])]
-    assert [name for batch in in_order for name in batch.samples if name] == [f"lines:{row + 1}" for row in read]
+    read = list(range(9, 11) if fast else range(11))[: world * mb * len(ranks[0])]
+    assert [name for batch in in_order for name in batch.samples if name] == [f"d:{row + 1}" for row in read]
     assert sum(batch.counted_tokens() for batch in in_order) == sum(1 + row % 5 for row in read)
     assert all(batch.input_ids.shape == (mb, 6) for batch in in_order)
     again = [batch.input_ids for batch in ranks[0].batches()]
@@ -171,8 +138,9 @@ def test_synthetic_rows_depend_on_seed_and_index_alone():
         assert abs(counts[0] / ids.size - 0.5) < 0.01
 
 
-class Bad(Lines):
+class Bad(Documents):
     def __init__(self, *row):
+        super().__init__(LINES)
         self.bad = row
 
     def row(self, index):
@@ -193,12 +161,12 @@ def test_a_programs_rows_are_checked(row, reason):
     source = Checked(Bad(*row), "training_data", 50)
     assert source.row(2).input_ids.dtype == np.int64
     assert source.lengths(range(2)).tolist() == [2, 3]
-    with pytest.raises(DataError, match=rf"^training_data, lines:4: .*{reason}"):
+    with pytest.raises(DataError, match=rf"^training_data, d:4: .*{reason}"):
         source.row(3)
 
 
 def test_a_program_must_give_a_source():
-    for thing, reason in ((object(), "is no Source"), (Source(), "has no fingerprint"), (Numbers(0), "has no row")):
+    for thing, reason in ((object(), "is no Source"), (Source(), "has no fingerprint"), (Documents([]), "has no row")):
         with pytest.raises((ConfigError, DataError), match=f"training_data.*{reason}"):
             Checked(thing, "training_data", 50)
 

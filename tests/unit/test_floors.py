@@ -68,66 +68,50 @@ def test_imports_run_down() -> None:
     assert up == []
 
 
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imports(path: Path, *, at_once: bool = False) -> set[str]:
+    """Return the modules that a file imports, not for type checkers; ``at_once``: those that it cannot do without."""
+    names: set[str] = set()
+    left: list[ast.AST] = [ast.parse(path.read_text())]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            left += node.orelse
+        elif not (at_once and isinstance(node, ast.FunctionDef | ast.Try)):
+            left += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {part if part in MODULES else str(node.module) for part in parts}
+    return names
+
+
 def test_no_cycles() -> None:
     """Imports inside functions count, those for type checkers do not."""
-    paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
-    modules = {name.removesuffix("__init__").removesuffix("."): path for name, path in paths.items()}
-    graph: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        found = graph.setdefault(module, set())
-        left: list[ast.AST] = [ast.parse(path.read_text())]
-        while left:
-            node = left.pop()
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-                left += node.orelse
-                continue
-            left += ast.iter_child_nodes(node)
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-                names = [name if name.removeprefix("smp_train.") in modules else str(node.module) for name in names]
-            else:
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names = [name for name in names if name.partition(".")[0] == "smp_train"]
-            found |= {name.removeprefix("smp_train").removeprefix(".") for name in names}
-        found.discard(module)
+    graph = {module: (imports(path) & MODULES.keys()) - {module} for module, path in MODULES.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as cycle:
         pytest.fail(" imports ".join(reversed(cycle.args[1])))
 
 
-def imported_at_once(module: str, found: dict[str, list[ast.ImportFrom]]) -> None:
-    """Add to ``found`` what importing a module imports of ours, with its imports of torch that may not fail."""
-    folder = PACKAGE.parent.joinpath(*module.split("."))
-    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-    if module in found or not path.exists():
-        return
-    found[module] = []
-    left: list[ast.AST] = list(ast.parse(path.read_text()).body)
-    while left:
-        node = left.pop()
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("smp_train"):
-            for name in [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]:
-                imported_at_once(name, found)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
-            found[module].append(node)
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                imported_at_once(alias.name, found)
-        elif isinstance(node, ast.FunctionDef | ast.Try):
-            continue
-        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
-            left += ast.iter_child_nodes(node)
-
-
 def test_what_smp_v2_imports_is_there_in_torch_2_4() -> None:
     """Which has DTensor in ``torch.distributed._tensor``."""
-    found: dict[str, list[ast.ImportFrom]] = {}
-    imported_at_once("smp_train.train_lib", found)
-    imported_at_once("smp_train.backends.smp", found)
-    assert "smp_train.parallel.optimizer" in found
-    for module, imports in found.items():
-        assert "torch.distributed.tensor" not in [node.module for node in imports], f"{module}: in a try"
+    reached: dict[str, set[str]] = {}
+    left = ["smp_train.train_lib", "smp_train.backends.smp"]
+    while left:
+        module = left.pop()
+        if module in MODULES.keys() - reached:
+            reached[module] = imports(MODULES[module], at_once=True)
+            left += [*reached[module], module.rpartition(".")[0]]
+    assert "smp_train.parallel.optimizer" in reached
+    assert [module for module, names in reached.items() if "torch.distributed.tensor" in names] == []
 
 
 LAUNCH = ["launch", *(f"launch.{name}" for name in ("node_agent", "slurm", "sagemaker", "local"))]

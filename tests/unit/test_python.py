@@ -17,8 +17,8 @@ from smp_train import arguments, losses
 from smp_train.arguments.groups import flags
 from smp_train.arguments.parse import from_keywords
 from smp_train.arguments.program_inputs import ProgramInputs
-from smp_train.data.source import Row, Source
 from smp_train.errors import ConfigError
+from tests.shards import Documents
 
 
 def test_import_is_light_and_names_what_there_is() -> None:
@@ -72,25 +72,18 @@ def test_what_the_command_refuses_is_refused_in_its_words(given: dict[str, Any])
     assert str(ours.value) == str(theirs.value)
 
 
-class Rows(Source):
-    fingerprint = "rows"
-
-    def __len__(self) -> int:
-        return 4
-
-    def row(self, index: int) -> Row:
-        return Row([1, 2, 3])  # type: ignore[arg-type]
+ROWS = Documents([3] * 4)
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"training_data": Rows(), "training_dir": "x"}, "--training_dir and training_data"),
-        ({"training_data": Rows(), "use_synthetic_data": True}, "--use_synthetic_data"),
-        ({"use_synthetic_data": True, "validation_data": Rows(), "test_dir": "x"}, "--test_dir and validation_data"),
-        ({"training_data": Rows(), "on_step": "print"}, "on_step"),
-        ({"training_data": Rows(), "print_config": True}, "--print_config"),
-        ({"training_data": Rows(), "evaluate_only": True}, "--test_dir"),
+        ({"training_data": ROWS, "training_dir": "x"}, "--training_dir and training_data"),
+        ({"training_data": ROWS, "use_synthetic_data": True}, "--use_synthetic_data"),
+        ({"use_synthetic_data": True, "validation_data": ROWS, "test_dir": "x"}, "--test_dir and validation_data"),
+        ({"training_data": ROWS, "on_step": "print"}, "on_step"),
+        ({"training_data": ROWS, "print_config": True}, "--print_config"),
+        ({"training_data": ROWS, "evaluate_only": True}, "--test_dir"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -102,7 +95,7 @@ def test_contradictions_are_refused_by_name(given: dict[str, Any], named: str) -
 def test_a_channel_gives_way_to_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SM_CHANNEL_TRAIN", "/channel")
     assert from_keywords({}).args.training_dir == ["/channel"]
-    resolved = from_keywords({}, ProgramInputs(training_data=Rows()))
+    resolved = from_keywords({}, ProgramInputs(training_data=ROWS))
     assert resolved.args.training_dir is None
     arguments.validate(resolved.args, 1, inputs=resolved.inputs)
 

@@ -177,15 +177,6 @@ def test_a_name_is_taken_by_a_checkpoint_in_any_tier(parent, tmp_path):
     assert began(parent, checkpoint_dir=two) == Began(f"{OURS}-2")
 
 
-def test_a_name_that_a_living_job_has_reserved_is_taken(parent):
-    first = start(parent)
-    second = start(parent)
-    assert (first.name, second.name) == (OURS, f"{OURS}-2")
-    ended(first)
-    ended(second)
-    assert began(parent) == Began(OURS), "neither has saved anything"
-
-
 def test_a_given_name_that_is_taken_is_refused_with_both_remedies(parent):
     run(parent, "mine", 3, 6)
     before = contents(f"{parent}/mine")
@@ -448,9 +439,10 @@ def test_two_starts_of_a_derived_name_at_once_have_two_runs_or_one_error(parent,
 
     monkeypatch.setattr(Ownership, "acquire", late)
     second = start(parent)
-    assert (others[0].name, second.name) == (OURS, f"{OURS}-2")
+    assert (others[0].name, second.name) == (OURS, f"{OURS}-2"), "a living job has reserved the name"
     ended(second)
     ended(others[0])
+    assert began(parent) == Began(OURS), "neither has saved anything"
 
 
 def test_a_resume_with_another_schedule_says_so(parent: str) -> None:
