@@ -56,14 +56,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     ),
     "all logits, not delayed": ("text", 2, {"train_batch_size": 2, "chunked_loss": 0, "delayed_param": 0}, ("smp",)),
     "tied": ("tied", 2, {"train_batch_size": 2}, ("smp",)),
-    "tied, tp2": ("tied", 2, {"train_batch_size": 4, "tensor_parallel_degree": 2}, NATIVE_ONLY),
     "tp2, accumulation": (
         "text", 4, {"train_batch_size": 1, "tensor_parallel_degree": 2, "gradient_accumulation_steps": 2}, NATIVE_ONLY,
     ),
     "padded": ("padded", 2, {"train_batch_size": 2}, BOTH),
-    "cp2 hybrid, padded": (
-        "padded", 8, {"train_batch_size": 1, "context_parallel_degree": 2, "hybrid_shard_degree": 4}, NATIVE_ONLY,
-    ),
     "cp2 tp2, padded": (
         "padded", 4, {"train_batch_size": 4, "context_parallel_degree": 2, "tensor_parallel_degree": 2}, NATIVE_ONLY,
     ),

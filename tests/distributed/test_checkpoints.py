@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +15,8 @@ from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.folder import RunFolder
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_state import gather_state
-from smp_train.storage import base, patience
-from tests.checkpoint_files import committed, contents, flipped, keys, manager, names, resumed
+from smp_train.storage import base
+from tests.checkpoint_files import committed, flipped, manager, names, resumed
 from tests.harness import run, same_message
 from tests.small_model import digests, group, prepare, same_on_all, train
 
@@ -172,43 +170,3 @@ def test_damage_that_one_rank_sees_is_acted_on_by_all(tmp_path):
     assert "__1_0.distcp has CRC-32" in message
     assert committed(tmp_path) == ["m-6steps", "m-3steps"]
     assert (tmp_path / "m-6steps" / "DAMAGED").exists()
-
-
-def unanswered(folder: str) -> tuple[str, int]:
-    """Return what a start is told while one rank's file system does not answer for one of its files."""
-    with group():
-        saver = manager(folder, 1, 2, "m")
-        for step in (3, 6):
-            saver.save(step, {"model": {f"w{dist.get_rank()}": torch.full((5000,), float(step))}}, {})
-        checksum, calls = RunFolder.checksum, [0]
-        patience.WAITS = (0.0, 0.0)
-
-        def fails(self: RunFolder, name: str, file: str, size: int) -> Any:
-            if file == "__1_0.distcp":
-                with pytest.MonkeyPatch.context() as patched:
-                    patched.setattr(Path, "open", fail)
-                    return checksum(self, name, file, size)
-            return checksum(self, name, file, size)
-
-        def fail(path: Path, *args: Any) -> Any:
-            calls[0] += 1
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-
-        if dist.get_rank() == 1:
-            RunFolder.checksum = fails  # type: ignore[method-assign]
-        with pytest.raises(CheckpointError) as refusal:
-            resumed(folder)
-        assert refusal.value.exit_code == 4
-        return re.sub(r"rank 1 on \S+: ", "", str(refusal.value)), calls[0]
-
-
-def test_a_file_system_that_does_not_answer_one_rank_is_no_damage(tmp_path):
-    """It is asked again, and then reported: nothing is marked or renamed, and training does not go back."""
-    (message, calls), (_, calls_of_rank_1) = run(unanswered, 2, str(tmp_path))
-    assert re.search(r"m-6steps/__1_0.distcp cannot be read: Input/output error; .* does not answer", message)
-    assert "start the same command again" in message
-    assert (calls, calls_of_rank_1) in [(0, 3), (3, 0)], "one rank reads the file"
-    assert committed(tmp_path) == ["m-6steps", "m-3steps"]
-    assert not [key for key in keys(tmp_path) if "DAMAGED" in key]
-    assert resumed(tmp_path).step == 6
-    assert contents(tmp_path)

@@ -74,14 +74,6 @@ FEW = [
 CELLS = ALL if os.environ.get("SMP_TRAIN_WHOLE_TABLE") == "1" else FEW
 
 
-def test_every_two_meet_in_the_few() -> None:
-    for one, other in itertools.combinations(range(len(Cell._fields)), 2):
-        if {Cell._fields[one], Cell._fields[other]} == {"victims", "stage"}:
-            assert {(cell.victims, cell.stage) for cell in FEW} >= {(WHO[0], stage) for stage in STAGES}
-            continue
-        assert {(cell[one], cell[other]) for cell in FEW} == {(cell[one], cell[other]) for cell in ALL}
-
-
 class Killer:
     """Called with the stages that a rank comes to; kills ``cell.victims`` in the save ``KILLED_IN``.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -111,71 +110,6 @@ def alone_in_a_collective() -> bool:
 @pytest.mark.slow
 def test_a_collective_of_a_sub_group_ends_at_its_limit() -> None:
     assert run(alone_in_a_collective, 2) == [True, True]
-
-
-def reductions() -> tuple[Any, ...]:
-    """Return the operations in which FSDP2 reduces gradients over shards and replicas, and a gradient."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    from smp_train.parallel import fsdp
-    from smp_train.parallel.mesh import Mesh
-
-    distributed, ranks, _ = begin()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.embedding, self.head = nn.Linear(4, 4, bias=False), nn.Embedding(4, 4), nn.Linear(4, 4)
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            return self.head(self.layer(value))
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.head
-
-        def get_input_embeddings(self) -> nn.Module:
-            return self.embedding
-
-    torch.manual_seed(0)
-    model, operations = Model(), set()
-
-    def recorded(collective: Any, *args: Any, **kwargs: Any) -> Any:
-        operations.add(str(kwargs["op"]))
-        return collective(*args, **kwargs)
-
-    for name in ("all_reduce", "reduce_scatter_tensor"):
-        setattr(dist, name, partial(recorded, getattr(dist, name)))
-    # FSDP2 asks a GPU's driver for streams, so tensors stay on the CPU; the operation does not depend on the device.
-    mesh = Mesh(Degrees(replicate=2, shard=2, context=1, tensor=1), "cpu").parameters
-    fsdp.shard(model, [model.layer], mesh, param_dtype=None, reshard_after_forward=True)
-    fsdp.accumulate(model, last=True)
-    model(torch.full((1, 4), float(ranks.rank + 1))).sum().backward()
-    bias = model.head.bias.grad.full_tensor().tolist()
-    distributed.stop()
-    return operations, bias
-
-
-def test_gradients_are_summed_over_shards_and_replicas() -> None:
-    for operations, bias in run(reductions, 4):
-        assert len(operations) == 1
-        assert "SUM" in next(iter(operations))
-        assert "PREMUL" not in next(iter(operations))
-        assert bias == [4.0] * 4
-
-
-def allocate() -> None:
-    import torch
-
-    begin()
-    torch.empty(1, device="cuda")
-
-
-def test_nothing_here_can_be_on_a_gpu() -> None:
-    """The tests above see which device is taken only if the other fails."""
-    with pytest.raises(RankFailed, match=r"CUDA|NVIDIA"):
-        run(allocate, 1)
 
 
 def aborting(start: str, end: str, *, hangs: bool) -> tuple[list[str], int]:

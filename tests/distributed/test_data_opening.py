@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from smp_train import distributed
-from smp_train.data import files, hub
+from smp_train.data import hub
 from smp_train.data.convert import open_samples, open_token_rows
 from smp_train.data.files import Selection, list_sources
 from smp_train.data.indexed import TrainingData, ValidationData
@@ -143,29 +143,6 @@ def test_ranks_in_other_folders_read_the_files_of_rank_0(tmp_path: Path) -> None
     (tmp_path / "1" / "only" / "a.txt").write_text("a")
     messages = run(list_from, 2, str(tmp_path), "only")
     assert all("--dataset only" in found or "only: no such file or folder" in found for (found,) in messages)
-
-
-def list_on_two_nodes(folder: str) -> str:
-    """Return why rank 1, alone on its node, cannot read the files that rank 0 listed."""
-    ranks, stat = started(nodes=2), os.stat
-
-    def of_this_node(path, **options):
-        if path == f"{folder}/b.json":
-            raise FileNotFoundError(2, "No such file or directory")
-        return stat(path, **options)
-
-    if ranks.rank == 1:
-        files.os.stat = of_this_node  # type: ignore[attr-defined]
-    with pytest.raises(DataError) as refused:
-        list_sources([folder], Selection(), ranks=ranks)
-    return str(refused.value)
-
-
-def test_a_node_without_the_files(tmp_path: Path) -> None:
-    for name in ("a.json", "b.json"):
-        (tmp_path / name).write_text('{"input_ids": [1, 2]}\n')
-    for message in run(list_on_two_nodes, 2, str(tmp_path)):
-        assert f"{tmp_path}/b.json: is missing on this node" in message
 
 
 def look_for_validation(folder: str, failing_rank: int) -> list[str]:

@@ -13,7 +13,6 @@ from smp_train.data import tokenizer as tokenizers
 from smp_train.data.audit import audit
 from tests import harness
 from tests.chats import write_lines
-from tests.smp import numbers, train_on_smp
 from tests.system.command import write_shard
 from tests.tiers import slow
 from tests.training import audits, flags, read_checkpoint, records, same, steps, train
@@ -271,12 +270,3 @@ def test_rows_cut_to_nothing_keep_their_positions_and_train_on_nothing(tmp_path:
         harness.run(train, 1, flags(tmp_path / "few", **{**common, "max_bad": 0.1}))
     with pytest.raises(harness.RankFailed, match=r"DataError: .*training data changed"):
         harness.run(train, 1, flags(moved, **common, **resume, max_context_width=20, train_batch_size=4))
-
-
-@pytest.mark.slow
-def test_labels_train_alike_on_smp(tmp_path: Path) -> None:
-    rows = [{"input_ids": list(range(1, 17)), "labels": [-100] * number + [9] * (16 - number)} for number in range(15)]
-    common = {"training_dir": put(tmp_path / "data", rows), "shuffle": "none", "use_synthetic_data": None}
-    harness.run(train, 1, flags(tmp_path / "native", **common, train_batch_size=8))
-    harness.run(train_on_smp, 2, flags(tmp_path / "smp", **common, train_batch_size=4, backend="smp"))
-    assert numbers(tmp_path / "smp") == [pytest.approx(one, rel=1e-5) for one in numbers(tmp_path / "native")]

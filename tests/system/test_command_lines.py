@@ -61,16 +61,3 @@ def test_is_refused(name: str, tmp_path: Path) -> None:
         (said,) = command.err.splitlines()
         assert line.refused in said
     assert not list(tmp_path.glob("ck/*"))
-
-
-def test_evaluation_only(tmp_path: Path) -> None:
-    words = shlex.split(f"{LINES['002'].text} {small('002')} --run_dir run")
-    with warm(tmp_path, "train", *words) as command:
-        assert command.code() == 0, command.err
-    trained = command.out.splitlines()
-    with warm(tmp_path, "train", *words, "--max_epochs", "-1") as command:
-        assert command.code() == 0, command.err
-    assert "Batch 2 Validation loss: " in command.out
-    assert " Loss: " not in command.out
-    assert len(list(tmp_path.glob("ck/*/*steps"))) == 1
-    assert any("Finished: step 2" in line for line in trained)

@@ -31,6 +31,10 @@ def test_help_has_no_markup_of_docstrings(verb: str, capsys: pytest.CaptureFixtu
         ("prepare --input SOURCE --output TARGET --tokenizer SOURCE", "--seq_len", ["1"]),
         ("prepare --input SOURCE --output TARGET --tokenizer SOURCE", "--max_rows", ["0"]),
         ("report SOURCE", "--live", ["0", "nan"]),
+        ("generate --checkpoint SOURCE --prompt a", "--num_tokens", ["0"]),
+        ("generate --checkpoint SOURCE --prompt a", "--top_p", ["2"]),
+        ("evaluate --checkpoint SOURCE --data SOURCE", "--batches", ["0"]),
+        ("evaluate --checkpoint SOURCE --data SOURCE", "--val_batch_size", ["0"]),
         ("doctor", "--network", ["-1"]),
     ],
 )
