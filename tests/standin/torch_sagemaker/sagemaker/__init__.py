@@ -1,4 +1,4 @@
-"""Stand-in for SMP v2: `init`, `is_initialized`, `transform`, `state`."""
+"""Stand-in for SMP v2: `init`, `transform`, `state`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,6 @@ def init(config: str | dict[str, Any] | None = None) -> None:
     state.configure(merged)
 
 
-def is_initialized() -> bool:
-    """Tell whether `init` has been called."""
-    return state.ready
-
-
 def transform(
     model: Any, device: Any = None, dtype: Any = None, config: Any = None,
     load_state_dict_from_rank0: bool = False, cp_comm_type: str = "p2p",
@@ -58,4 +53,4 @@ def transform(
     )  # fmt: skip
 
 
-__all__ = ["init", "is_initialized", "state", "transform"]
+__all__ = ["init", "state", "transform"]

@@ -11,7 +11,6 @@ from torch import nn
 from tests import standin
 
 from .state_handler import state
-from .utils.module_utils import empty_module_params, move_buffers_to_device
 
 
 class DelayedParamIniter:
@@ -30,8 +29,14 @@ class DelayedParamIniter:
     def get_param_init_fn(self) -> Callable[[nn.Module], None]:
         def initialise(module: nn.Module) -> None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-            empty_module_params(module, device=device)
-            move_buffers_to_device(module, device=device)
+            for name, param in module._parameters.items():
+                if param is not None and param.is_meta:
+                    # Not zero, so that a parameter nobody initialises shows.
+                    value = torch.full(param.shape, float("nan"), dtype=param.dtype, device=device)
+                    module._parameters[name] = nn.Parameter(value, requires_grad=param.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[name] = buffer.to(device)
             with torch.no_grad():
                 if self.method is not None:
                     self.method(module)
