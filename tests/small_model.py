@@ -45,26 +45,24 @@ class Small(nn.Module):
 
 
 def prepare(layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model on a mesh of all ranks, and its optimizer."""
+    """Return the model on a mesh of all ranks (``plain``, ``fsdp`` or ``tensor``), and its optimizer."""
     torch.manual_seed(seed)
     model = Small()
     if layout != "plain":
         world = dist.get_world_size()
         if layout == "fsdp":
             mesh = init_device_mesh("cpu", (world,))
-        elif layout == "tensor":
+        else:
             both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "tensor"))
             plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
             parallelize_module(model, both["tensor"], plan)
             mesh = both["shard"]
-        else:
-            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         for module in (model.first, model.third, model):
             fully_shard(module, mesh=mesh)
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=1e-2, fused=layout == "hsdp")
+    return model, torch.optim.AdamW(groups, lr=1e-2)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

@@ -58,18 +58,17 @@ def test_a_stop_does_not_wait_for_the_end_of_a_validation(tmp_path: Path) -> Non
     assert (tmp_path / "checkpoints" / "run" / "llama_v2-2steps" / "COMMITTED").exists()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_evaluation_by_itself_changes_nothing_but_the_marker(world: int, tmp_path: Path) -> None:
+def test_evaluation_by_itself_changes_nothing_but_the_marker(tmp_path: Path) -> None:
     for name in ("data", "test"):
         write_shard(tmp_path / name / "0.jsonl", 8)
     held_out = {"use_synthetic_data": None, "test_dir": tmp_path / "test"}
     training = {**held_out, "training_dir": tmp_path / "data"}
-    harness.run(train, world, flags(tmp_path, **training, max_steps=2, checkpoint_freq=2, validation_freq=2))
+    harness.run(train, 2, flags(tmp_path, **training, max_steps=2, checkpoint_freq=2, validation_freq=2))
     (trained,) = (r["loss"] for r in records(tmp_path) if r.get("event") == "evaluate")
     changes = {**held_out, "evaluate_only": 1, "run_dir": tmp_path / "again" / "run"}
     found = {"resume_from_checkpoint": tmp_path / "checkpoints"}
     before = sorted(path for path in (tmp_path / "checkpoints").rglob("*"))
-    harness.run(train, world, flags(tmp_path, **changes, **found, max_steps=2))
+    harness.run(train, 2, flags(tmp_path, **changes, **found, max_steps=2))
     events = {r["event"]: r for r in records(tmp_path / "again") if "event" in r}
     assert events["evaluate"]["loss"] == pytest.approx(trained, rel=1e-6)
     assert events["finish"]["step"] == 2
@@ -81,11 +80,10 @@ def test_evaluation_by_itself_changes_nothing_but_the_marker(world: int, tmp_pat
 STALE = {"lr": 1e-30, "min_lr": 0, "weight_decay": 0, "validation_freq": 1, "num_kept_checkpoints": 1, "keep_best": 1}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_early_stopping_and_the_best_checkpoint(world: int, tmp_path: Path) -> None:
+def test_early_stopping_and_the_best_checkpoint(tmp_path: Path) -> None:
     patient = flags(tmp_path, **STALE, max_steps=9, checkpoint_freq=2, early_stopping=3)
     resume = [f"--resume_from_checkpoint={tmp_path / 'checkpoints'}"]
-    harness.run(train, world, patient)
+    harness.run(train, 2, patient)
     assert [record["step"] for record in steps(tmp_path)] == [1, 2, 3, 4]
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 4
     kept = sorted(path.parent.name for path in (tmp_path / "checkpoints" / "run").glob("*/COMMITTED"))
@@ -96,8 +94,8 @@ def test_early_stopping_and_the_best_checkpoint(world: int, tmp_path: Path) -> N
     prune = ["prune", str(tmp_path / "checkpoints"), "--keep", "1"]
     assert checkpoint_verb(prune) == 0
     assert len(list((tmp_path / "checkpoints" / "run").glob("*/COMMITTED"))) == 2
-    harness.run(train, world, [*patient, *resume])
+    harness.run(train, 2, [*patient, *resume])
     assert len(steps(tmp_path)) == 4
-    harness.run(train, world, [*patient, *resume, "--early_stopping=5"])
+    harness.run(train, 2, [*patient, *resume, "--early_stopping=5"])
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 6
     assert (tmp_path / "checkpoints/run/llama_v2-1steps/COMMITTED").exists()

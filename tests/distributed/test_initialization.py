@@ -1,142 +1,101 @@
-"""Initial weights on real meshes: the same bits as on one process, each rank drawing its own part."""
+"""Initial and pretrained weights on real meshes: the same bits as on one process, each rank drawing its own part."""
 
-from typing import Any
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from smp_train.arguments import Arguments
-from smp_train.models.build import build_meta, decoder_layers, materialise
-from smp_train.models.initialization import initialise
-from smp_train.models.resolve import resolve
 from tests.harness import run
+from tests.tiers import slow
+from tests.training import built, flags, group, same
 
-SEED = 7
 # Sizes that neither 2 nor 3 nor 4 ranks divide evenly: 250 rows, 66 and 154 columns.
-SMALL = {"num_layers": 2, "num_heads": 3, "hidden_width": 66, "vocab_size": 250, "max_context_width": 32}
-LLAMA = SMALL | {"model_type": "llama_v2", "num_key_value_heads": 1, "intermediate_size": 154}
+SMALL = {"num_heads": 3, "hidden_width": 66, "vocab_size": 250}
+LLAMA = SMALL | {"num_key_value_heads": 1, "intermediate_size": 154}
 # A width that tensor parallelism over 2 divides.
-EVEN = LLAMA | {"num_heads": 4, "num_key_value_heads": 2, "hidden_width": 64, "intermediate_size": 160}
-TIED = SMALL | {"model_type": "llama_v3", "tie_word_embeddings": 1}
-GPT2 = SMALL | {"model_type": "gpt2"}
-MIXTRAL = EVEN | {"model_type": "mixtral", "num_local_experts": 4}
+EVEN = {"hidden_width": 64, "vocab_size": 250, "intermediate_size": 160}
+TIED = LLAMA | {"model_type": "llama_v3", "tie_word_embeddings": 1}
+GPT2 = SMALL | {"model_type": "gpt2", "num_key_value_heads": None, "intermediate_size": None}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
+FEW = MIXTRAL | {"num_local_experts": 2}
+TENSOR, TWO, FOUR = {"tensor_parallel_degree": 2}, {"expert_parallel_degree": 2}, {"expert_parallel_degree": 4}
+FROM_HUB = dict.fromkeys(
+    ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size")
+)
 
 
-def build(flags: dict[str, Any]) -> torch.nn.Module:
-    return build_meta(resolve(Arguments(**flags)))
+class Case(NamedTuple):
+    """Flags, how many ranks draw each number, and the shape of each rank's part of the experts of a layer."""
+
+    changes: dict[str, Any]
+    replicas: int | None = None
+    experts: tuple[int, ...] | None = None
 
 
-def draw(model: torch.nn.Module) -> int:
-    """Draw the model's weights, over NaN; return how many numbers this rank drew."""
-    materialise(model, "cpu")
-    with torch.no_grad():
-        for param in model.parameters():
-            (param.to_local() if isinstance(param, DTensor) else param).fill_(float("nan"))
-    return initialise(model, SEED)
+CASES: dict[int, list[Case]] = {
+    2: [Case(LLAMA, 1), Case(GPT2), Case(TIED), Case(MIXTRAL | EVEN)],
+    3: [Case(LLAMA, 1)],
+    4: [
+        Case(LLAMA, 1), Case(LLAMA | {"hybrid_shard_degree": 2}, 2), Case(EVEN | TENSOR, 1),
+        Case(MIXTRAL | FOUR, None, (1, 96, 32)), Case(MIXTRAL | TWO, None, (1, 96, 32)),
+        Case(MIXTRAL | TWO | TENSOR, None, (1, 96, 32)),
+        # Two experts, so one on each expert rank: by columns.
+        Case(FEW | TWO, None, (1, 96, 16)), Case(FEW, None, (2, 96, 8)), Case(FEW | TENSOR, None, (1, 96, 16)),
+    ],
+}  # fmt: skip
 
 
-def finish(model: torch.nn.Module, flags: dict[str, Any]) -> int:
-    """Draw the model's weights, and compare them with those of one process."""
-    drawn, whole = draw(model), build(flags)
-    draw(whole)
-    for (name, param), (expected, value) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-        assert name == expected
-        assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, value), name
-    return drawn
+def weights(cases: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Any, int]]:
+    """Return, per case, the whole weights (on the last rank), the shape of this rank's experts, and numbers drawn."""
+    from smp_train.distributed.dtensor import local_tensor
+    from smp_train.models.initialization import initialise
+
+    found = []
+    with group() as (ranks, device):
+        for changes in cases:
+            _, backend, spec = built(ranks, device, **changes)
+            model = backend.build(backend.check(spec, seq_len=16), seed=3)
+            named = dict(model.named_parameters())
+            whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in named.items()}
+            experts = named.get("model.layers.0.mlp.experts.gate_up_proj")
+            shape = None if experts is None else tuple(local_tensor(experts).shape)
+            last = ranks.rank == ranks.world_size - 1
+            found.append(({name: value.clone() for name, value in whole.items()} if last else {}, shape,
+                          initialise(model, 3)))  # fmt: skip
+    return found
 
 
-def sharded(flags: dict[str, Any], *shape: int) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[2 - len(shape) :])
-    model = build(flags)
-    for _, layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+def pretrained(folder: Path) -> None:
+    """Write a Mixtral of random weights as a folder of the hub's."""
+    import torch
+
+    from smp_train.arguments import parse
+    from smp_train.models.hugging_face import model_of
+    from smp_train.models.resolve import resolve
+
+    torch.manual_seed(1)
+    model_of(resolve(parse(flags(folder, **MIXTRAL)).args).config).save_pretrained(folder)
 
 
-def tensor_parallel_and_sharded(flags: dict[str, Any]) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    model = build(flags)
-    plan = {"self_attn.q_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel()}
-    plan |= {"self_attn.k_proj": ColwiseParallel(), "self_attn.v_proj": ColwiseParallel()}
-    plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-    for _, layer in decoder_layers(model):
-        parallelize_module(layer, mesh["tensor"], plan)
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    placements = {tuple(type(p).__name__ for p in param.placements) for param in model.parameters()}
-    assert ("_StridedShard", "Shard") in placements
-    return model
-
-
-# One matrix placed on a 2 x 2 mesh, and how many times over it is drawn.
-PLACEMENTS = [
-    ([Shard(1), Replicate()], 2),
-    ([Replicate(), Replicate()], 4),
-    ([Shard(0), Shard(1)], 1),
-    ([Shard(1), Shard(1)], 1),
-]
-
-
-def place_one_matrix() -> list[int]:
-    mesh = init_device_mesh("cpu", (2, 2))
-    counts = []
-    for placements, _ in PLACEMENTS:
-        model = build(LLAMA)
-        head: Any = model.get_submodule("lm_head")
-        meta = distribute_tensor(torch.empty(head.weight.shape, device="meta"), mesh, placements)
-        head.weight = torch.nn.Parameter(meta)
-        named = model.named_parameters()
-        others = sum(p.numel() for n, p in named if n != "lm_head.weight" and "norm" not in n)
-        counts.append(finish(model, LLAMA) - others)
-    return counts
-
-
-def check_tied(model: Any) -> None:
-    """The head is the embedding, also after a step."""
-    model.reshard()
-    ids = torch.arange(24).view(2, 12)
-    model(input_ids=ids, labels=ids).loss.backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    model.reshard()
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert model.get_input_embeddings().weight.grad is not None
-
-
-def body(world: int) -> dict[str, Any]:
-    """Run every case of one number of processes; return how many numbers this rank drew in each."""
-    dist.init_process_group("gloo")
-    drawn: dict[str, Any] = {"sharded": finish(sharded(LLAMA, world), LLAMA)}
-    if world == 2:
-        for flags in (GPT2, TIED, MIXTRAL):
-            model: Any = sharded(flags, world)
-            finish(model, flags)
-            if model.config.tie_word_embeddings:
-                check_tied(model)
+@pytest.mark.parametrize("world", slow(CASES, {4}.__contains__))
+def test_every_mesh_has_the_bits_of_one_process_and_each_rank_draws_its_part(world: int, tmp_path: Path) -> None:
+    cases = list(CASES[world])
     if world == 4:
-        drawn["hybrid"] = finish(sharded(LLAMA, 2, 2), LLAMA)
-        finish(tensor_parallel_and_sharded(EVEN), EVEN)
-        drawn["placed"] = place_one_matrix()
-    dist.destroy_process_group()
-    return drawn
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_mesh_has_the_bits_of_one_process_and_each_rank_draws_its_part(world: int) -> None:
-    results = run(body, world, world)
-    norms, row = 5 * 66, 250
-    for case, replicas in (("sharded", 1), ("hybrid", 2)):
-        if case in results[0]:
-            counts = [result[case] for result in results]
-            total = sum(p.numel() for p in build(LLAMA).parameters()) - norms
-            assert sum(counts) == replicas * total
+        run(pretrained, 1, tmp_path)
+        hub = {**FROM_HUB, "hf_pretrained_model_name_or_dir": tmp_path}
+        # Of tensor ranks the rows of a shard are not consecutive.
+        cases += [Case(hub | degrees) for degrees in (TWO, FOUR, TENSOR)]
+    alone = [{name: value for name, value in case.changes.items() if not name.endswith("degree")} for case in cases]
+    (one,) = run(weights, 1, alone)
+    split = run(weights, world, [case.changes for case in cases])
+    for case, (expected, _, numbers), *parts in zip(cases, one, *split, strict=True):
+        same(parts[-1][0], expected)
+        if case.experts is not None:
+            assert [shape for _, shape, _ in parts] == [case.experts] * world
+        if case.replicas is not None:
+            drawn = [count for *_, count in parts]
+            assert sum(drawn) == case.replicas * numbers
             # Rows are dealt in whole ones, 17 matrices of them.
-            assert max(counts) <= replicas * total / world + 17 * row
-    if world == 4:
-        counts = [sum(result["placed"][case] for result in results) for case in range(len(PLACEMENTS))]
-        assert counts == [times * row * 66 for _, times in PLACEMENTS]
+            assert max(drawn) <= case.replicas * numbers / world + 17 * 250

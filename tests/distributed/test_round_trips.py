@@ -31,9 +31,12 @@ def test_every_family_goes_through_every_mesh_and_back(tmp_path: Path) -> None:
         for chosen, degrees in ((families, options), ({*NATIVE_FAMILIES} - families, {})):
             run(hand_over, 4, sorted(chosen), degrees, str(tmp_path / source), str(tmp_path / mesh))
         source = mesh
+    for world in (2, 1):
+        run(hand_over, world, [*NATIVE_FAMILIES], {}, str(tmp_path / source), str(tmp_path / f"on {world}"))
+        source = f"on {world}"
     for family in NATIVE_FAMILIES:
         expected = read_checkpoint(tmp_path / "first" / family / f"{family}-1steps")
-        for mesh in MESHES:  # bytes that went through one mesh and every one before it
+        for mesh in (*MESHES, "on 2", "on 1"):  # bytes that went through one mesh and every one before it
             found = read_checkpoint(tmp_path / mesh / family / f"{family}-1steps")
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], value) for name, value in expected.items()), (mesh, family)
