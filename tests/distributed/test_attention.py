@@ -1,16 +1,14 @@
-"""Attention within a training step: nothing waits for the device, and bounds of documents serve every mesh."""
+"""Attention within a training step: bounds of documents serve every mesh."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 
 from tests import harness
-from tests.distributed.test_same_numbers import FAMILIES, ROWS, WIDTH, arguments_of, train_cell
-from tests.tiers import core
-from tests.training import alike, built, group
+from tests.distributed.test_same_numbers import ROWS, WIDTH, arguments_of, train_cell
+from tests.training import alike, group
 
 MODES = {
     "fsdp2 compiled": ("fsdp2", ("full", 0, 1), {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}),
@@ -24,8 +22,8 @@ MODES = {
 }  # fmt: skip
 
 
-def batch_of(kind: str, step: int, rank: int = 0, count: int = ROWS) -> Any:
-    """Return this rank's rows of a batch: whole, short or packed."""
+def packed_rows(step: int, dp_rank: int, count: int) -> tuple[Any, int]:
+    """Return this rank's rows of a step's batch, packed but in step 1, and a number of tokens."""
     import numpy as np
 
     from smp_train.data.batch import collate
@@ -34,46 +32,9 @@ def batch_of(kind: str, step: int, rank: int = 0, count: int = ROWS) -> Any:
 
     random = np.random.default_rng(step)
     ids = random.integers(64, size=(ROWS, WIDTH))
-    rows = [Row(row) for row in ids]
-    if kind == "short":
-        rows = [Row(row[: WIDTH - 3 * number]) for number, row in enumerate(ids)]
-    elif kind == "packed":
-        rows = [Row(row, None, random.multinomial(WIDTH - 3, [1 / 3] * 3) + 1) for row in ids]
-    return collate([Sample(row, "") for row in rows[rank * count : (rank + 1) * count]], WIDTH)
-
-
-def waits(families: list[str]) -> dict[tuple[str, str], Any]:
-    """Return, per family and kind of rows, what waited in one training step."""
-    import torch
-
-    from smp_train import train_utils
-    from tests.waits import Waits
-
-    found: dict[tuple[str, str], Any] = {}
-    with group() as (ranks, device):
-        for family in families:
-            args, backend, spec = built(ranks, device, arguments_of(family, "one", ("full", 0, 1), 1))
-            model = backend.build(backend.check(spec, seq_len=WIDTH), seed=args.seed)
-            optimizer = train_utils.build_optimizer(args, backend, model)
-            for kind in ("whole", "short", "packed"):
-                batch, tokens = batch_of(kind, 0), torch.tensor(100)
-                with Waits() as seen:
-                    train_utils.train_step(
-                        backend, model, optimizer, [batch], tokens=tokens, lr=1e-2, max_grad_norm=1.0
-                    )
-                found[family, kind] = Counter(seen.seen)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("families", core([["llama"], [*FAMILIES][1:]], lambda chosen: chosen == ["llama"]))
-def test_nothing_in_a_step_waits_for_the_device(families: list[str]) -> None:
-    (found,) = harness.run(waits, 1, families)
-    assert found == {(family, kind): Counter() for family in families for kind in ("whole", "short", "packed")}
-
-
-def packed_rows(step: int, dp_rank: int, count: int) -> tuple[Any, int]:
-    return batch_of("whole" if step == 1 else "packed", step, dp_rank, count), 100
+    sizes = [None if step == 1 else random.multinomial(WIDTH - 3, [1 / 3] * 3) + 1 for _ in ids]
+    rows = [Row(row, None, of_documents) for row, of_documents in zip(ids, sizes, strict=True)]
+    return collate([Sample(row, "") for row in rows[dp_rank * count : (dp_rank + 1) * count]], WIDTH), 100
 
 
 def train_packed(modes: dict[str, Any], by_bounds: bool) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from smp_train import arguments, backends, distributed
 from smp_train.arguments import Arguments
 from smp_train.backends.smp_model import give_weights
 from smp_train.checkpoints.find import open_checkpoint
@@ -24,7 +23,7 @@ from smp_train.models.hub_names import canonical_name
 from smp_train.models.resolve import resolve
 from tests import harness
 from tests.s3_server import bucket, environment, serving, upload
-from tests.training import TINY, flags, read_checkpoint, steps, train
+from tests.training import TINY, built, flags, group, read_checkpoint, steps, train
 
 KEPT = ("run_name", "bf16", "use_synthetic_data", "train_batch_size", "max_steps", "lr", "warmup", "max_context_width")
 WIDTHS = {name: None for name in TINY if name not in KEPT}
@@ -66,18 +65,20 @@ def forms(models: Path | str) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+def build(ranks: Any, device: Any, changes: dict[str, Any]) -> Any:
+    """Return the model of a command line, built as a run would."""
+    _, backend, spec = built(ranks, device, **{**COMMON, **changes})
+    return backend.build(backend.check(spec, seq_len=16), seed=1)
+
+
 def start_from(cases: dict[str, dict[str, Any]], url: str = "") -> dict[str, dict[str, torch.Tensor]]:
-    """Build the model of each command line as a run would, on this rank, and return its whole parameters."""
+    """Return the whole parameters of the model of each command line."""
     os.environ.update(environment(url))
-    ranks = distributed.detect()
-    device = distributed.start(ranks, timeout_seconds=300)
     found = {}
-    for name, changes in cases.items():
-        args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
-        backend, _ = backends.select(args, ranks, device)
-        model = backend.build(backend.check(resolve(args), seq_len=16), seed=1)
-        found[name] = {canonical_name(n): p.full_tensor() for n, p in model.named_parameters()}
-    distributed.stop()
+    with group() as (ranks, device):
+        for name, changes in cases.items():
+            parameters = build(ranks, device, changes).named_parameters()
+            found[name] = {canonical_name(n): p.full_tensor() for n, p in parameters}
     return found
 
 
@@ -96,16 +97,14 @@ def test_every_form_of_weights_gives_the_same_model(model: Path) -> None:
 
 def given_to_rank_0(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
     """Give rank 0 the weights of each command line as the SMP backend does, and return what it has then."""
-    ranks = distributed.detect()
-    distributed.start(ranks, timeout_seconds=300)
     found = {}
-    for name, changes in cases.items():
-        spec = resolve(arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args)
-        model = build_meta(spec)
-        assert give_weights(model, spec.pretrained, delayed=True, seed=1) == ranks.is_main
-        found[name] = dict(model.named_parameters()) if ranks.is_main else {}
-    distributed.stop()
-    return {name: {key: p.detach() for key, p in parameters.items()} for name, parameters in found.items()}
+    with group() as (ranks, device):
+        for name, changes in cases.items():
+            *_, spec = built(ranks, device, **{**COMMON, **changes})
+            model = build_meta(spec)
+            assert give_weights(model, spec.pretrained, delayed=True, seed=1) == ranks.is_main
+            found[name] = {key: p.detach() for key, p in model.named_parameters()} if ranks.is_main else {}
+    return found
 
 
 def test_on_smp_rank_0_reads_every_form_of_weights(model: Path) -> None:
@@ -163,16 +162,12 @@ REFUSED = {
 
 def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Return what this rank raised in each case."""
-    ranks = distributed.detect()
-    device = distributed.start(ranks, timeout_seconds=300)
     said = {}
-    for name, changes in cases.items():
-        args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
-        backend, _ = backends.select(args, ranks, device)
-        with pytest.raises(SmpTrainError) as refused:
-            backend.build(backend.check(resolve(args), seq_len=16), seed=1)
-        said[name] = f"{type(refused.value).__name__}: {refused.value}"
-    distributed.stop()
+    with group() as (ranks, device):
+        for name, changes in cases.items():
+            with pytest.raises(SmpTrainError) as refused:
+                build(ranks, device, changes)
+            said[name] = f"{type(refused.value).__name__}: {refused.value}"
     return said
 
 

@@ -42,30 +42,22 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"llama fsdp 2 {value}": (2, mode(value)) for value in ("none", "selective:op", "selective:2", "selective:1/3")},
     "llama fsdp 2 bf16": (2, HALF),
     "gpt2 fsdp 2 bf16 none": (2, {**OF["gpt2"], **HALF, **mode("none")}),
-    "neox fsdp 2 none": (2, {**OF["neox"], **mode("none")}),
     "llama fsdp 2 offloaded": (2, OFFLOADED),
     "llama fsdp 2 offloaded none": (2, {**OFFLOADED, **mode("none")}),
     "llama fsdp 2 all logits": (2, {**WHOLE, **HALF}),
     "llama fsdp 2 no prefetch": (2, {"forward_prefetch": 0}),
     "llama fsdp 2 gradients sharded": (2, {"sharding_strategy": "shard_grad_op"}),
     "llama fsdp 2 accumulated": (2, {"gradient_accumulation_steps": 2}),
-    "llama tp 2": (2, TP),
-    "llama tp 2 none": (2, {**TP, **mode("none")}),
     "llama tp 2 all logits": (2, {**TP, **WHOLE}),
-    "neox tp 2": (2, {**OF["neox"], **TP}),
-    "phi tp 2 bf16": (2, {**OF["phi"], **TP, **HALF}),
     "neox tp 2 none": (2, {**OF["neox"], **TP, **mode("none")}),
     "phi tp 2 bf16 none": (2, {**OF["phi"], **TP, **HALF, **mode("none")}),
     "llama cp 2": (2, CP),
     "mixtral fsdp 2 bf16 none": (2, {**OF["mixtral"], **HALF, **mode("none")}),
-    "mixtral ep 2": (2, {**OF["mixtral"], **EP}),
     "mixtral ep 2 bf16 none": (2, {**OF["mixtral"], **EP, **HALF, **mode("none")}),
     "mixtral ep 2 offloaded": (2, {**OF["mixtral"], **EP, **OFFLOADED}),
-    "llama fsdp 4": (4, {}),
     "llama fsdp 4 bf16 none": (4, {**HALF, **mode("none")}),
     "mistral hsdp 2x2": (4, {**OF["mistral"], **HSDP}),
     "phi hsdp 2x2 selective:op": (4, {**OF["phi"], **HSDP, **mode("selective:op")}),
-    "mixtral ep 2 fsdp 2": (4, {**OF["mixtral"], **EP}),
     "mixtral ep 4": (4, {**OF["mixtral"], "expert_parallel_degree": 4}),
     "mixtral ep 2 tp 2 bf16": (4, {**OF["mixtral"], **EP, **TP, **HALF}),
     "llama tp 2 fsdp 2 bf16": (4, {**TP, **HALF}),
@@ -239,7 +231,7 @@ def test_the_verb(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_needs_more_host_memory_does_not_fit(tmp_path: Path) -> None:
-    """A g5.xlarge has 16 GiB, and the state of 7 B parameters takes 100; a g5.48xlarge has 96 GiB for each GPU."""
+    """A g5.xlarge has 16 GiB, and the state of 7 B parameters takes 100."""
     with warm(tmp_path, "plan", *LLAMA, "--instance_type", "g5.xlarge", "--cpu_offload", "1", "--json") as command:
         assert command.code() == 2
         (line,) = command.err.splitlines()
@@ -250,7 +242,3 @@ def test_a_run_that_needs_more_host_memory_does_not_fit(tmp_path: Path) -> None:
     with warm(tmp_path, "plan", *LLAMA, "--instance_type", "g5.xlarge") as command:
         assert command.code() == 2
         assert "--cpu_offload 1" not in command.err  # which would not fit the host
-    with warm(tmp_path, "plan", *LLAMA, "--instance_type", "g5.48xlarge", "--cpu_offload", "1") as command:
-        assert command.code() == 0
-        assert "fits into 22.35 GiB" in command.out
-        assert "fits into 96.00 GiB of host memory" in command.out

@@ -22,6 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "selective:op": {"activation_checkpointing": "selective:op"},
     "offloading": {"sm_activation_offloading": 1, "activation_loading_horizon": 1},
     "saves": {"checkpoint_freq": 3, "checkpoint_type": "sharded", "validation_freq": 2, "validation_batches": 1},
+    "falcon": {"model_type": "falcon", "num_key_value_heads": None},
     "clipped and decayed": {"grad_clip": 0.01, "weight_decay": 0.3, "tie_word_embeddings": 1},
 }  # fmt: skip
 

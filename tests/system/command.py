@@ -1,6 +1,6 @@
 """Runs smp-train as a user would: a command in processes of its own, read while it runs, and surely ended.
 
-`cold` starts a new interpreter. `warm` runs the same program in a process forked from one that has imported
+`Command` starts a new interpreter. `warm` runs the same program in a process forked from one that has imported
 torch and transformers, with a session, an environment and output files of its own: the same to whoever looks
 from outside, but for the seven seconds of imports. `torchrun` is torchrun itself.
 """
@@ -202,11 +202,6 @@ def _become(words: list[str], folder: str, environ: dict[str, str], out: str, er
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def cold(folder: Path, *words: str, environ: Mapping[str, str] | None = None) -> Command:
-    """Start ``python -m smp_train WORDS`` in a new interpreter."""
-    return Command(folder, [sys.executable, "-m", "smp_train", *words], environ)
 
 
 def warm(folder: Path, *words: str, environ: Mapping[str, str] | None = None) -> Command:
