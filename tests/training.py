@@ -79,6 +79,18 @@ def numbers(folder: Path) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in steps(folder)]
 
 
+def exact(folder: Path) -> list[list[Any]]:
+    """Return what a run below ``folder`` that goes on exactly has in common with one that never stopped."""
+    names = ("step", "loss", "grad_norm", "lr", "tokens", "consumed")
+    return [[record[name] for name in names] for record in steps(folder)]
+
+
+def saved(folder: Path, step: int) -> dict[str, Any]:
+    """Return every entry of the checkpoint of a step that the one run below ``folder`` saved."""
+    (path,) = folder.glob(f"checkpoints/*/*-{step}steps")
+    return read_checkpoint(path)
+
+
 def alike(ours: list[tuple[float, float]], theirs: list[tuple[float, float]], what: Any = "") -> None:
     """Assert that two runs have the same numbers, but for the order of sums."""
     for one, other in zip(ours, theirs, strict=True):

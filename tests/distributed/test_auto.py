@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import harness
-from tests.training import flags, numbers, read_checkpoint, same, train
+from tests.training import flags, numbers, same, saved, train
 
 CHOOSES = {"train_batch_size": None, "run_name": "chosen"}
 
@@ -38,10 +38,7 @@ def test_it_trains_with_the_flags_it_prints_and_a_resume_keeps_them(tmp_path: Pa
     by_hand = {**first["flags"], "auto": None}
     harness.run(train, 2, command(tmp_path / "hand", **by_hand))
     assert numbers(tmp_path / "auto") == numbers(tmp_path / "hand")
-    one, other = (
-        read_checkpoint(next((tmp_path / each / "checkpoints" / "chosen").glob("*2steps"))) for each in ("auto", "hand")
-    )  # fmt: skip
-    same(one, other)
+    same(saved(tmp_path / "auto", 2), saved(tmp_path / "hand", 2))
 
     harness.run(train, 2, command(tmp_path / "auto", auto="plan", max_steps=3))
     again = choice(tmp_path / "auto")

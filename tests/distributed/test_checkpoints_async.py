@@ -25,7 +25,7 @@ from tests.checkpoint_files import committed, manager, names
 from tests.harness import run, same_message
 from tests.small_model import digests, group, prepare, same_on_all
 from tests.small_model import train as updates
-from tests.training import flags, read_checkpoint, steps, train
+from tests.training import exact, flags, same, saved, train
 
 
 @contextmanager
@@ -128,10 +128,6 @@ def test_without_memory_for_a_copy_saves_are_synchronous(
     assert "saves are synchronous" in caplog.text
 
 
-def values(folder: Path) -> list[Any]:
-    return [[record[key] for key in ("step", "loss", "grad_norm", "tokens")] for record in steps(folder)]
-
-
 def train_with_late_copies(command_line: list[str]) -> int:
     with late_copies():
         return train(command_line)
@@ -142,14 +138,9 @@ def test_a_run_with_asynchronous_saves_writes_the_same_checkpoints(tmp_path: Pat
     for kind in ("sharded", "async_sharded"):
         options = {"checkpoint_type": kind, "checkpoint_freq": 1, "num_kept_checkpoints": 9, "max_steps": 4}
         run(train if kind == "sharded" else train_with_late_copies, 2, flags(tmp_path / kind, **options))
-    assert values(tmp_path / "async_sharded") == values(tmp_path / "sharded")
+    assert exact(tmp_path / "async_sharded") == exact(tmp_path / "sharded")
     for step in (1, 2, 3, 4):
-        ours, theirs = (
-            read_checkpoint(tmp_path / kind / "checkpoints" / "run" / f"llama_v2-{step}steps")
-            for kind in ("async_sharded", "sharded")
-        )
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), step
+        same(saved(tmp_path / "async_sharded", step), saved(tmp_path / "sharded", step))
 
 
 def uncopied(folder: str, fault: str) -> list[str]:

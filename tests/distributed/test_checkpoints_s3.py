@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tests.checkpoint_files import committed, names
 from tests.distributed.test_resume import MESHES
 from tests.harness import run
 from tests.s3_server import download, there
-from tests.training import TINY, flags, steps, train
+from tests.training import TINY, exact, flags, steps, train
 
 MODEL_FLAGS = (
     "model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
@@ -32,11 +31,6 @@ MODEL_FLAGS = (
 @pytest.fixture
 def place(s3_place):
     return s3_place
-
-
-def exact(folder: Path) -> list[list[Any]]:
-    names = ("step", "loss", "grad_norm", "lr", "tokens", "consumed")
-    return [[record[name] for name in names] for record in steps(folder)]
 
 
 @pytest.mark.slow

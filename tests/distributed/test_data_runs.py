@@ -15,7 +15,7 @@ from tests import harness
 from tests.chats import write_lines
 from tests.system.command import write_shard
 from tests.tiers import slow
-from tests.training import audits, flags, read_checkpoint, records, same, steps, train
+from tests.training import audits, flags, records, same, steps, train
 
 ROWS = 48
 
@@ -187,7 +187,7 @@ def test_a_damaged_row_saves_the_step_before(tmp_path: Path, changes: dict) -> N
     tok.write_bytes(good)
     harness.run(train, 2, flags(cut, **common, resume_from_checkpoint=cut / "checkpoints"))
     assert losses(cut) == losses(whole)
-    same(*(read_checkpoint(each / "checkpoints" / "run" / "llama_v2-6steps") for each in (cut, whole)))
+    same(saved(cut, 6), saved(whole, 6))
 
 
 def test_data_that_fails_before_a_step_and_in_validation(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from smp_train.models.hub_names import canonical_name
 from smp_train.models.resolve import resolve
 from tests import harness
 from tests.s3_server import bucket, environment, serving, upload
-from tests.training import TINY, built, flags, group, read_checkpoint, steps, train
+from tests.training import TINY, built, exact, flags, group, read_checkpoint, same, saved, steps, train
 
 KEPT = ("run_name", "bf16", "use_synthetic_data", "train_batch_size", "max_steps", "lr", "warmup", "max_context_width")
 WIDTHS = {name: None for name in TINY if name not in KEPT}
@@ -133,12 +133,8 @@ def test_a_finetune_resumes_without_its_weights(model: Path, tmp_path: Path) -> 
     harness.run(train, 2, flags(tmp_path / "broken", **resumable))
     (own / "model.safetensors").unlink()
     harness.run(train, 2, flags(tmp_path / "broken", **resumable | {"max_steps": 4}))
-    broken, straight = ([record["loss"] for record in steps(tmp_path / run)] for run in ("broken", "straight"))
-    assert broken == straight
-    ours, theirs = (
-        read_checkpoint(tmp_path / run / "checkpoints" / "run" / "llama_v2-4steps") for run in ("broken", "straight")
-    )
-    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    assert exact(tmp_path / "broken") == exact(tmp_path / "straight")
+    same(saved(tmp_path / "broken", 4), saved(tmp_path / "straight", 4))
 
 
 REFUSED = {
@@ -207,10 +203,10 @@ def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
     options |= {"checkpoint_freq": 1, "num_kept_checkpoints": 2}
     harness.run(train, 2, flags(tmp_path, **options))
     last = tmp_path / "checkpoints" / "run" / "llama_v2-3steps"
-    saved = read_checkpoint(last)
+    entries = read_checkpoint(last)
     for folder in (tmp_path / "final", last / "hf"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-        assert all(torch.equal(model[name], saved[f"model.{name}"]) for name in model)
+        assert all(torch.equal(model[name], entries[f"model.{name}"]) for name in model)
     # Each checkpoint has its own model beside it, and goes with it.
     there = sorted(path.parts[-3] for path in tmp_path.glob("checkpoints/run/*/hf/config.json"))
     assert there == ["llama_v2-2steps", "llama_v2-3steps"]

@@ -18,7 +18,7 @@ import torch
 from smp_train.cli import VERBS
 from smp_train.errors import CheckpointError, ConfigError, DataError
 from tests import harness
-from tests.training import SAMPLE, flags, read_checkpoint, records, train
+from tests.training import SAMPLE, flags, records, same, saved, train
 
 DATA = {
     "use_synthetic_data": None, "training_dir": SAMPLE / "train", "test_dir": SAMPLE / "test", "vocab_size": 1024,
@@ -86,10 +86,7 @@ def test_export_is_complete(trained: Path, exported: Path) -> None:
 def test_resume_needs_no_flag_of_the_model(trained: Path, tmp_path: Path) -> None:
     found = {"resume_from_checkpoint": trained / "checkpoints/run/llama_v2-2steps"}
     harness.run(train, 2, flags(tmp_path, **DATA | NO_MODEL | UNVALIDATED | found))
-    again = read_checkpoint(tmp_path / "checkpoints/run/llama_v2-4steps")
-    first = read_checkpoint(trained / "checkpoints/run/llama_v2-4steps")
-    assert again.keys() == first.keys()
-    assert all(torch.equal(again[name], first[name]) for name in first)
+    same(saved(tmp_path, 4), saved(trained, 4))
     assert (tmp_path / "checkpoints/run/llama_v2-4steps/tokenizer/tokenizer.json").is_file()
 
 

@@ -13,7 +13,7 @@ import torch
 from smp_train.errors import CheckpointError
 from tests import harness
 from tests.tiers import slow
-from tests.training import SAMPLE, TINY, flags, read_checkpoint, steps, train
+from tests.training import SAMPLE, TINY, flags, same, saved, steps, train
 from tests.versions import FAMILIES, SMALL
 
 WIDTHS = (
@@ -140,16 +140,15 @@ def test_every_mesh_trains_the_same_adapters(
 
 
 def test_a_checkpoint_is_small_and_resumes_bit_for_bit(base: Path, trained: Path, tmp_path: Path) -> None:
-    whole = read_checkpoint(trained / "checkpoints/run/llama_v2-4steps")
+    whole = saved(trained, 4)
     assert all(".lora_" in name for name in whole)
     assert sum(value.numel() for value in whole.values()) < 3.1 * 4 * (2 * 32 * 20 + 2 * 48 * 6)
     found = {"resume_from_checkpoint": trained / "checkpoints/run/llama_v2-2steps"}
     no_model = {**dict.fromkeys(WIDTHS), **DATA, **LORA, **found, "lora_rank": None, "lora_alpha": None}
     harness.run(train, 1, options(tmp_path / "0", base, **found))
     harness.run(train, 2, flags(tmp_path / "1", **no_model))
-    one, two = (read_checkpoint(tmp_path / n / "checkpoints/run/llama_v2-4steps") for n in ("0", "1"))
-    assert one.keys() == two.keys() == whole.keys()
-    assert all(torch.equal(one[name], value) for name, value in whole.items())
+    same(saved(tmp_path / "0", 4), whole)
+    assert saved(tmp_path / "1", 4).keys() == whole.keys()
     rank = {"lora_rank": 2}
     for command in (options(tmp_path / "2", base, **found, **rank), flags(tmp_path / "3", **no_model | rank)):
         with pytest.raises(harness.RankFailed, match=r"rank 4.*rank 2.*lora_rank"):
