@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from tests import harness
-from tests.smp import NATIVE, OF_THE_MODEL, train_on_smp
+from tests.smp import NATIVE, train_on_smp
 from tests.smp_trees import whole
+from tests.training import NO_MODEL
 from tests.versions import FAMILIES, SMALL
 
 STEPS = 2
@@ -26,7 +27,7 @@ STEPS = 2
 def options(family: str, **changes: Any) -> dict[str, Any]:
     """Return the flags of a run of this package that has the sample's model."""
     fixed = {"num_layers": 2, "max_steps": STEPS, "model_type": family}
-    return {**dict.fromkeys(OF_THE_MODEL), **SMALL, **FAMILIES[family], "tie_word_embeddings": None, **fixed, **changes}
+    return {**NO_MODEL, **SMALL, **FAMILIES[family], "tie_word_embeddings": None, **fixed, **changes}
 
 
 def write(command_line: list[str], folder: str, kind: str, shards: int, orig: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from smp_train.distributed.host import OLDEST, older
 from smp_train.errors import SmpTrainError
 from tests import harness
-from tests.training import SAMPLE, alike, flags, numbers, train  # noqa: F401
+from tests.training import NO_MODEL, SAMPLE, alike, flags, numbers, train  # noqa: F401
 
 NEEDS_NATIVE = f"the native backend needs torch {OLDEST['torch']}"
 NATIVE = not older(torch.__version__, OLDEST["torch"])
@@ -24,8 +24,6 @@ Journal = list[tuple[str, dict[str, str]]]
 DATA = {"use_synthetic_data": None, "training_dir": SAMPLE / "train", "vocab_size": 4096, "max_context_width": 64}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "moe": 1}
 NEOX = {"model_type": "gpt_neox", "num_key_value_heads": None}
-OF_THE_MODEL = ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads",
-                "intermediate_size")  # fmt: skip
 
 
 def install() -> Any:
@@ -65,7 +63,7 @@ def pretrained_folder(folder: Path, **model: Any) -> Path:
 
 def tuned(pretrained: Path) -> dict[str, Any]:
     """Return the flags of a run that starts from a Hugging Face folder."""
-    return {"hf_pretrained_model_name_or_dir": pretrained, **dict.fromkeys(OF_THE_MODEL)}
+    return {"hf_pretrained_model_name_or_dir": pretrained, **NO_MODEL}
 
 
 def refusal_of(command_line: list[str], installed: bool, **environ: str) -> str:

@@ -18,6 +18,10 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2, "intermediate_size": 48, "max_context_width": 16, "bf16": 0, "use_synthetic_data": 1,
     "train_batch_size": 1, "max_steps": 3, "lr": 1e-3, "warmup": 0,
 }  # fmt: skip
+NO_MODEL: dict[str, Any] = dict.fromkeys(
+    ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size")
+)
+"""Changes of a run whose model something else describes: its folder, or its checkpoint."""
 
 
 def flags(folder: Path, **changes: Any) -> list[str]:

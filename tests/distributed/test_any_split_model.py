@@ -12,10 +12,8 @@ import pytest
 
 from tests import harness
 from tests.distributed.test_same_numbers import ROWS, WIDTH, train_cell
-from tests.training import alike, flags, group, train
+from tests.training import NO_MODEL, alike, flags, group, train
 
-WIDTHS = ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads",
-          "intermediate_size")  # fmt: skip
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
@@ -76,7 +74,7 @@ def train_all(cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
             degrees = DEGREES[mesh]
             split = degrees.get("tensor_parallel_degree", 1) * degrees.get("context_parallel_degree", 1)
             command_line = flags(
-                Path("unused"), **dict.fromkeys(WIDTHS), hf_pretrained_model_name_or_dir=f"{folder}/{family}",
+                Path("unused"), **NO_MODEL, hf_pretrained_model_name_or_dir=f"{folder}/{family}",
                 max_context_width=WIDTH, train_batch_size=ROWS * split // ranks.world_size, **degrees,
             )  # fmt: skip
             try:

@@ -20,12 +20,7 @@ from tests.checkpoint_files import committed, names
 from tests.distributed.test_resume import MESHES
 from tests.harness import run
 from tests.s3_server import download, there
-from tests.training import TINY, exact, flags, steps, train
-
-MODEL_FLAGS = (
-    "model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
-    "max_context_width",
-)  # fmt: skip
+from tests.training import NO_MODEL, exact, flags, steps, train
 
 
 @pytest.fixture
@@ -75,7 +70,7 @@ def test_a_start_searches_once_on_rank_0(server, place, tmp_path, named_by):
     options |= {"num_kept_checkpoints": 3, "checkpoint_type": "sharded"}
     run(there, 2, server.url, train, flags(tmp_path, **options, max_steps=3))
     if named_by == "checkpoint":
-        options |= dict.fromkeys(name for name in TINY if name in MODEL_FLAGS)
+        options |= {**NO_MODEL, "max_context_width": None}
     first, second = run(there, 2, server.url, requests_of_a_start, flags(tmp_path, **options, max_steps=3))
     assert not [each for each in second if each.startswith("List")], second
     assert not [each for each in second if "COMMITTED" in each or "1steps" in each or "2steps" in each], second

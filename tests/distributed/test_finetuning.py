@@ -23,11 +23,9 @@ from smp_train.models.hub_names import canonical_name
 from smp_train.models.resolve import resolve
 from tests import harness
 from tests.s3_server import bucket, environment, serving, upload
-from tests.training import TINY, built, exact, flags, group, read_checkpoint, same, saved, steps, train
+from tests.training import NO_MODEL, TINY, built, exact, flags, group, read_checkpoint, same, saved, steps, train
 
-KEPT = ("run_name", "bf16", "use_synthetic_data", "train_batch_size", "max_steps", "lr", "warmup", "max_context_width")
-WIDTHS = {name: None for name in TINY if name not in KEPT}
-COMMON = {**WIDTHS, "finetune": 1, "max_steps": 2}
+COMMON = {**NO_MODEL, "finetune": 1, "max_steps": 2}
 
 
 @pytest.fixture(scope="module")

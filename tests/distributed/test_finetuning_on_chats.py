@@ -22,7 +22,7 @@ from tests.chats import (
     write_tokenizer,
 )
 from tests.tiers import core
-from tests.training import TINY, audits, flags, read_checkpoint, records, steps, train
+from tests.training import NO_MODEL, audits, flags, read_checkpoint, records, steps, train
 
 ROWS, WIDTH = 24, 128
 STILL = {"lr": 1e-20, "min_lr": 1e-20, "weight_decay": 0.0}
@@ -88,9 +88,8 @@ def used(folder: Path) -> list[list[int]]:
 
 
 def options(here: Path, **changes: Any) -> dict[str, Any]:
-    widths = {name: None for name in TINY if name.startswith(("model_type", "hidden", "num_", "intermediate", "vocab"))}
     return {
-        **widths, "use_synthetic_data": None, "hf_pretrained_model_name_or_dir": here / "model", "shuffle": "none",
+        **NO_MODEL, "use_synthetic_data": None, "hf_pretrained_model_name_or_dir": here / "model", "shuffle": "none",
         "max_context_width": WIDTH, **changes,
     }  # fmt: skip
 

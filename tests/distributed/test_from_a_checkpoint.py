@@ -18,17 +18,14 @@ import torch
 from smp_train.cli import VERBS
 from smp_train.errors import CheckpointError, ConfigError, DataError
 from tests import harness
-from tests.training import SAMPLE, flags, records, same, saved, train
+from tests.training import NO_MODEL, SAMPLE, flags, records, same, saved, train
 
 DATA = {
     "use_synthetic_data": None, "training_dir": SAMPLE / "train", "test_dir": SAMPLE / "test", "vocab_size": 1024,
     "max_context_width": 64, "max_steps": 4, "checkpoint_freq": 2, "num_kept_checkpoints": 0, "validation_freq": 4,
     "fast_validation": 0, "validation_batches": 1000, "lr": 1e-2,
 }  # fmt: skip
-NO_MODEL = dict.fromkeys(
-    ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
-     "max_context_width")
-)  # fmt: skip
+BARE = {**NO_MODEL, "max_context_width": None}
 UNVALIDATED = {"validation_freq": None, "test_dir": None}
 PROMPT = "To be, or not"
 
@@ -85,7 +82,7 @@ def test_export_is_complete(trained: Path, exported: Path) -> None:
 
 def test_resume_needs_no_flag_of_the_model(trained: Path, tmp_path: Path) -> None:
     found = {"resume_from_checkpoint": trained / "checkpoints/run/llama_v2-2steps"}
-    harness.run(train, 2, flags(tmp_path, **DATA | NO_MODEL | UNVALIDATED | found))
+    harness.run(train, 2, flags(tmp_path, **DATA | BARE | UNVALIDATED | found))
     same(saved(tmp_path, 4), saved(trained, 4))
     assert (tmp_path / "checkpoints/run/llama_v2-4steps/tokenizer/tokenizer.json").is_file()
 
@@ -173,7 +170,7 @@ def test_prompt_when_a_run_ends_and_by_itself(trained: Path, tmp_path: Path) -> 
     prompt = {"prompt": PROMPT, "num_tokens": 12}
     found = {"resume_from_checkpoint": trained / "checkpoints/run/llama_v2-4steps"}
     alone = verb("generate", "--checkpoint", found["resume_from_checkpoint"], "--prompt", PROMPT, "--num_tokens", "12")
-    changes = DATA | NO_MODEL | prompt | found | UNVALIDATED | {"run_dir": tmp_path / "run"}
+    changes = DATA | BARE | prompt | found | UNVALIDATED | {"run_dir": tmp_path / "run"}
     for world in (1, 2):
         printed = harness.run(train_and_print, world, flags(tmp_path / str(world), **changes))
         assert printed[0].count(alone.strip()) == 1
@@ -202,7 +199,7 @@ def test_how_the_base_generates_goes_with_its_checkpoints(exported: Path, tmp_pa
     base = shutil.copytree(exported, tmp_path / "base")
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end], "temperature": 0.25}))
     still = {"lr": 1e-20, "min_lr": 0, "weight_decay": 0, "max_steps": 2}
-    first = DATA | NO_MODEL | UNVALIDATED | still
+    first = DATA | BARE | UNVALIDATED | still
     harness.run(train, 1, flags(tmp_path, **first, hf_pretrained_model_name_or_dir=base))
     again = first | {"resume_from_checkpoint": tmp_path / "checkpoints", "max_steps": 3}
     harness.run(train, 1, flags(tmp_path, **again, save_final_model=1, model_dir=tmp_path / "model"))

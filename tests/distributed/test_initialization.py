@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import run
 from tests.tiers import slow
-from tests.training import built, flags, group, same
+from tests.training import NO_MODEL, built, flags, group, same
 
 # Sizes that neither 2 nor 3 nor 4 ranks divide evenly: 250 rows, 66 and 154 columns.
 SMALL = {"num_heads": 3, "hidden_width": 66, "vocab_size": 250}
@@ -21,9 +21,6 @@ GPT2 = SMALL | {"model_type": "gpt2", "num_key_value_heads": None, "intermediate
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
 FEW = MIXTRAL | {"num_local_experts": 2}
 TENSOR, TWO, FOUR = {"tensor_parallel_degree": 2}, {"expert_parallel_degree": 2}, {"expert_parallel_degree": 4}
-FROM_HUB = dict.fromkeys(
-    ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size")
-)
 
 
 class Case(NamedTuple):
@@ -84,7 +81,7 @@ def test_every_mesh_has_the_bits_of_one_process_and_each_rank_draws_its_part(wor
     cases = list(CASES[world])
     if world == 4:
         run(pretrained, 1, tmp_path)
-        hub = {**FROM_HUB, "hf_pretrained_model_name_or_dir": tmp_path}
+        hub = {**NO_MODEL, "hf_pretrained_model_name_or_dir": tmp_path}
         # Of tensor ranks the rows of a shard are not consecutive.
         cases += [Case(hub | degrees) for degrees in (TWO, FOUR, TENSOR)]
     alone = [{name: value for name, value in case.changes.items() if not name.endswith("degree")} for case in cases]

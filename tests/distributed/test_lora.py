@@ -13,12 +13,9 @@ import torch
 from smp_train.errors import CheckpointError
 from tests import harness
 from tests.tiers import slow
-from tests.training import SAMPLE, TINY, flags, same, saved, steps, train
+from tests.training import NO_MODEL, SAMPLE, TINY, flags, same, saved, steps, train
 from tests.versions import FAMILIES, SMALL
 
-WIDTHS = (
-    "model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
-)  # fmt: skip
 DATA = {"use_synthetic_data": None, "training_dir": SAMPLE / "train", "max_context_width": 64}
 LORA = {"lora_rank": 4, "lora_alpha": 16, "lr": 1e-2, "max_steps": 4, "checkpoint_freq": 2, "num_kept_checkpoints": 0}
 PROMPT = "To be, or not"
@@ -32,7 +29,7 @@ def base_model(folder: Path, family: str = "llama_v2") -> Path:
     from smp_train.models.hugging_face import model_of
     from smp_train.models.resolve import resolve
 
-    widths = {**{name: TINY[name] for name in WIDTHS}, "vocab_size": 1024, "max_context_width": 128}
+    widths = {**{name: TINY[name] for name in NO_MODEL}, "vocab_size": 1024, "max_context_width": 128}
     if family != "llama_v2":
         widths = {**SMALL, **FAMILIES[family], "model_type": family, "vocab_size": 1024, "max_context_width": 128}
     spec = resolve(parse([f"--{name}={value}" for name, value in widths.items() if value is not None]).args)
@@ -43,7 +40,7 @@ def base_model(folder: Path, family: str = "llama_v2") -> Path:
 
 
 def options(folder: Path, base: Path, **changes: Any) -> list[str]:
-    model = {**dict.fromkeys(WIDTHS), "hf_pretrained_model_name_or_dir": base}
+    model = {**NO_MODEL, "hf_pretrained_model_name_or_dir": base}
     return flags(folder, **{**model, **DATA, **LORA, **changes})
 
 
@@ -144,7 +141,7 @@ def test_a_checkpoint_is_small_and_resumes_bit_for_bit(base: Path, trained: Path
     assert all(".lora_" in name for name in whole)
     assert sum(value.numel() for value in whole.values()) < 3.1 * 4 * (2 * 32 * 20 + 2 * 48 * 6)
     found = {"resume_from_checkpoint": trained / "checkpoints/run/llama_v2-2steps"}
-    no_model = {**dict.fromkeys(WIDTHS), **DATA, **LORA, **found, "lora_rank": None, "lora_alpha": None}
+    no_model = {**NO_MODEL, **DATA, **LORA, **found, "lora_rank": None, "lora_alpha": None}
     harness.run(train, 1, options(tmp_path / "0", base, **found))
     harness.run(train, 2, flags(tmp_path / "1", **no_model))
     same(saved(tmp_path / "0", 4), whole)

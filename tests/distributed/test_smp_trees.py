@@ -21,14 +21,13 @@ from tests.smp import (
     NATIVE,
     NEEDS_NATIVE,
     NEOX,
-    OF_THE_MODEL,
     alike,
     numbers,
     refusal_of,
     smp,
     train_on_smp,
 )
-from tests.training import flags, read_checkpoint, records, train
+from tests.training import NO_MODEL, flags, read_checkpoint, records, train
 
 pytestmark = pytest.mark.slow
 needs_native = pytest.mark.skipif(not NATIVE, reason=NEEDS_NATIVE)
@@ -174,7 +173,7 @@ def test_finetunes_from_the_weights(name: str, backend: str, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     start = {"finetune": 1, "pretrained_model_name": tmp_path, "pretrained_checkpoint_file": folder}
     same_run = {**SHARED, **changes} if backend == "smp" else SHARED
-    line = {**DATA, **same_run, **dict.fromkeys(OF_THE_MODEL), **start, "max_context_width": None}
+    line = {**DATA, **same_run, **NO_MODEL, **start, "max_context_width": None}
     if backend == "smp":
         step, found = harness.run(smp_trees.take_up_on_smp, world, flags(tmp_path / "tuned", backend="smp", **line))[0]
     else:
@@ -245,7 +244,7 @@ def test_trees_of_other_programs_with_optimizer_state(form: str, tmp_path: Path)
     same(resumed[0][2], resumed[1][2])
     config = tmp_path / "config.json"
     config.write_text(json.dumps(smp_trees.config_of(own)))
-    model = dict.fromkeys((*OF_THE_MODEL, "max_context_width")) | {"finetune": 1, "pretrained_model_name": tmp_path}
+    model = {**NO_MODEL, "max_context_width": None, "finetune": 1, "pretrained_model_name": tmp_path}
     harness.run(train, 1, flags(tmp_path / "tuned", **{**SHARED, **model, "pretrained_checkpoint_file": theirs}))
 
 

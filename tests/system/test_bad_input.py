@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.system.command import warm, write_shard
-from tests.training import flags
+from tests.training import NO_MODEL, flags
 
 pytestmark = pytest.mark.system
 
@@ -20,10 +20,6 @@ Mistake = Callable[[Path], dict[str, Any]]
 """Makes an input below a folder, and returns the flags that meet it."""
 SECONDS = 300.0
 """In which a command with a mistake has ended, on a machine that others use too; by itself it takes one or two."""
-
-
-LARGE = {"vocab_size": None, "hidden_width": None, "num_layers": None, "num_heads": None, "num_key_value_heads": None,
-         "intermediate_size": None, "model_size": "70b"}  # fmt: skip
 
 
 def shards(folder: Path) -> Path:
@@ -87,7 +83,7 @@ LOOKED_AT: dict[str, tuple[Mistake, int, str]] = {
     ),
     # Before anything of it is allocated, and before the data is looked at: the numbers, and what to change.
     "a model larger than the memory": (
-        lambda folder: LARGE | on(folder / "nowhere"), CONFIG,
+        lambda folder: on(folder / "nowhere", **NO_MODEL | {"model_type": "llama_v2", "model_size": "70b"}), CONFIG,
         r"llama_v2-70b \(68\.98 B parameters\) take 1027\.8 GiB .* which has [\d.]+ GiB.* --memory_check 0",
     ),
 }  # fmt: skip

@@ -24,7 +24,7 @@ import torch
 from tests.chats import PLAIN, write_tokenizer
 from tests.system.command import warm, write_shard
 from tests.tiers import core
-from tests.training import TINY, flags
+from tests.training import NO_MODEL, flags
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
@@ -239,8 +239,7 @@ FOREIGN = LLAMA | {"model_type": "foreign"} | CODE
 
 
 def train_on(folder: Path, path: Path, **changes: Any) -> list[str]:
-    own = dict.fromkeys(name for name in TINY if name.startswith(("model", "vocab", "hidden", "num_", "intermediate")))
-    return ["train", *flags(folder, **own, hf_pretrained_model_name_or_dir=path, **changes)]
+    return ["train", *flags(folder, **NO_MODEL, hf_pretrained_model_name_or_dir=path, **changes)]
 
 
 for _name, _config in {
