@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +16,8 @@ from smp_train.distributed import Runtime
 from smp_train.launch import network_check as net
 from smp_train.launch import supervisor
 from tests.harness import free_port, run
+from tests.system.command import torchrun, warm
 
-ROOT = Path(__file__).parents[2]
 NAMES = ["n0", "n1", "n2", "n3", "n4"]
 
 
@@ -155,11 +153,10 @@ def test_the_node_at_fault_is_named_to_all(
 
 def test_the_doctor_asks_all_ranks_of_a_launcher(tmp_path: Path) -> None:
     """Alone it says what to start it with."""
-    command = ["-m", "smp_train", "doctor", "--network", "240"]
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command]
-    for words, code, said in ((ranks, 0, "2 ranks on 1 nodes reach"), ([sys.executable, *command], 2, "srun")):
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-        assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    words = ["doctor", "--network", "240"]
+    with torchrun(tmp_path, 2, *words) as ranks, warm(tmp_path, *words) as alone:
+        assert (ranks.code(), "2 ranks on 1 nodes reach" in ranks.err) == (0, True), ranks.err
+        assert (alone.code(), "srun" in alone.err) == (2, True), alone.err
 
 
 def test_rank_0_that_is_not_there(tmp_path: Path) -> None:

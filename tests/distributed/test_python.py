@@ -148,15 +148,6 @@ def test_a_callback_that_raises_stops_all_by_name(
     saved = sorted(path.parent.name for path in (tmp_path / "checkpoints" / "run").glob("*/COMMITTED"))
     assert saved[-1].endswith(f"-{last}steps")
     assert [record["step"] for record in records(tmp_path) if "event" not in record] == list(range(1, last + 1))
-    # The run goes on from there.
-    again = {"max_steps": 5, "resume_from_checkpoint": tmp_path / "checkpoints", **CONSTANT}
-    (end,) = harness.run(called, 2, tmp_path, again)[0]
-    assert end.step == 5
-    undisturbed = tmp_path / "undisturbed"
-    harness.run(called, 2, undisturbed, {"max_steps": 5, **CONSTANT})
-    losses, expected = ([r["loss"] for r in records(f) if "event" not in r] for f in (tmp_path, undisturbed))
-    assert losses == expected
-    assert [r["step"] for r in records(tmp_path) if r.get("event") == "resume"] == [last]
 
 
 def own_rows(folder: Path, **changes: Any) -> Any:

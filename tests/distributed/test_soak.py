@@ -22,7 +22,6 @@ def test_a_training_that_is_killed_at_random_moments_loses_nothing(
         for name in environment("url"):
             monkeypatch.setenv(name, "")  # `soak` sets it; afterwards it is as before
     done = soak(3, s3=place == "s3", seed=3, folder=tmp_path)
-    assert done.commits == 3
     assert sum(done.killed.values()) - done.killed["a start"] == 3
 
 
