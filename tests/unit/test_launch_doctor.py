@@ -58,24 +58,20 @@ def found(name: str, findings: Iterable[Finding]) -> Finding:
 
 
 def test_command(bin_: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--folder", str(tmp_path / "runs")]) in (0, 2)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"smp-train doctor on {socket.gethostname()}"
-    assert {line.split()[0] for line in lines[1:-1]} <= {OK, WARN, FAIL}
-    assert lines[-1].endswith(f"{len(lines) - 2} looked at")
-    assert not (tmp_path / "runs").exists(), "it looks, and makes nothing"
-    code = cli.main(["doctor", "--json", "--folder", str(tmp_path / "runs")])
+    code = cli.main(["doctor", "--folder", str(tmp_path / "runs")])
     printed = capsys.readouterr()
-    findings = json.loads(printed.out)
+    lines = printed.out.splitlines()
     assert f"importing torch {packages.version('torch')} (up to 60 s)" in printed.err, "it would be silent for long"
-    assert len(findings) == len(lines) - 2
-    assert {tuple(one) for one in findings} == {("name", "seen", "fix", "level")}
-    assert code == (2 if FAIL in {one["level"] for one in findings} else 0)
-    assert all(one["fix"] for one in findings if one["level"] != OK), "each problem has its remedy"
+    assert lines[0] == f"smp-train doctor on {socket.gethostname()}"
+    assert lines[-1].endswith(f"{len(lines) - 2} looked at")
+    assert code == (2 if any(line.startswith(FAIL) for line in lines) else 0)
+    assert not (tmp_path / "runs").exists(), "it looks, and makes nothing"
     (tmp_path / "file").touch()
-    assert cli.main(["doctor", "--folder", str(tmp_path / "file" / "runs")]) == 2
-    line = f"fail folder {tmp_path}/file/runs: Not a directory; give another --folder"
-    assert line in capsys.readouterr().out
+    assert cli.main(["doctor", "--json", "--folder", str(tmp_path / "file/runs")]) == 2
+    findings = json.loads(capsys.readouterr().out)
+    assert len(findings) == len(lines) - 2
+    assert all(one["fix"] for one in findings if one["level"] != OK), "each problem has its remedy"
+    assert [one["seen"] for one in findings if one["name"].startswith("folder ")] == ["Not a directory"]
     assert cli.main(["doctor", "--moon"]) == 2
 
 
@@ -110,8 +106,6 @@ CASES: dict[str, Case] = {
     ),
     "one GPU": (machine.gpus, {"nvidia-smi": f"echo '{GPU.format(0)}'"}, "p5.48xlarge", {"GPUs": FAIL}, "of the 8"),
     "errors": (machine.gpus, {"nvidia-smi": f"echo '{GPU.format(0)}{GPU.format(3)}'"}, "", {"GPUs": FAIL}, "on [1]"),
-    "broken": (machine.gpus, {"nvidia-smi": "echo 'Unable to'; exit 9"}, "", {"GPUs": FAIL}, "nvidia-smi: Unable to"),
-    "no Slurm": (services.slurm, {}, "", {"Slurm": OK}, "is not here"),
     "Slurm is down": (
         services.slurm, {"sbatch": "", "scontrol": "echo 'Slurmctld(primary) is DOWN'"}, "", {"Slurm": FAIL}, "is DOWN",
     ),
@@ -127,15 +121,12 @@ CASES: dict[str, Case] = {
          "scontrol": 'case "$1" in ping) echo "is UP";; *) echo "TaskPlugin = task/none";; esac'},
         "", {"Slurm": OK, "pyxis": OK, "restart": OK}, "answers",
     ),
-    "no images": (services.containers, {}, "", {"images": OK, "enroot": OK}, "neither docker nor podman"),
     "images": (
         services.containers, {"docker": "echo fine", "enroot": "exit 1"}, "", {"docker": OK, "enroot": WARN}, "answers",
     ),
     "no daemon": (
         services.containers, {"docker": "exit 1", "enroot": "echo 4"}, "", {"docker": WARN, "enroot": OK}, "not answer",
     ),
-    "no kubectl": (services.kubernetes, {}, "", {"kubectl": OK}, "is not here"),
-    "kubectl": (services.kubernetes, {"kubectl": "echo c"}, "", {"kubectl": OK}, "connected to c"),
     "kubectl alone": (services.kubernetes, {"kubectl": "exit 1"}, "", {"kubectl": WARN}, "no cluster"),
 }  # fmt: skip
 

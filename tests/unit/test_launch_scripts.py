@@ -106,25 +106,18 @@ OPTIONS = {
 SMP_IMAGE = "658645717510.dkr.ecr.us-west-2.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
 NATIVE_IMAGE = "763104351884.dkr.ecr.us-west-2.amazonaws.com/pytorch-training:{}"
 MISTAKES: dict[str, tuple[dict[str, str], list[str], str]] = {
-    "unknown flag": ({}, ["--max_stepz=7"], "--max_steps"),
     "value of a flag": ({}, ["--max_steps=x"], "max_steps"),
     "two models": ({}, ["--hf_model=gpt2", "--from_scratch=1"], "--from_scratch"),
-    "unknown preset": ({}, ["--model_size=71b"], "71b"),
     "too large for the GPUs": ({"INSTANCE_TYPE": "g5.xlarge"}, ["--model_size=70b"], "A10G"),
     "no FP8": ({"INSTANCE_TYPE": "p4d.24xlarge"}, ["--fp8=1"], "A100"),
     "unknown instance type": ({"INSTANCE_TYPE": "p5.48xlrge"}, [], "did you mean p5.48xlarge"),
     "Trainium": ({"INSTANCE_TYPE": "trn1.32xlarge"}, [], "Trainium"),
     "no number": ({"NPROC": "abc"}, [], "NPROC: invalid int value: 'abc'"),
-    "no process": ({"NPROC": "0"}, [], "NPROC: 0: must be"),
     "more processes than GPUs": ({"NPROC": "9", "INSTANCE_TYPE": "p5.48xlarge"}, [], "8 GPUs"),
-    "no attempt": ({"MAX_ATTEMPTS": "0"}, [], "MAX_ATTEMPTS: 0: must be"),
     "preflight": ({"PREFLIGHT": "soon"}, [], "PREFLIGHT: invalid int value: 'soon'"),
     "profiler": ({"PROFILE": "all"}, [], "PROFILE all"),
     "degrees and processes": ({"NPROC": "3", "shard_degree": "5"}, [], "24 processes"),
-    "degrees and model": ({}, ["--tensor_parallel_degree=3"], "32 attention heads"),
-    "interpreter": ({"PYTHON": "/no/python"}, [], "PYTHON /no/python"),
     "interpreter without torch": ({"PYTHON": "{}/python"}, [], "torch"),
-    "image": ({"IMAGE": "/no.sqsh"}, [], "IMAGE /no.sqsh"),
     "processors of the image": ({"IMAGE": SMP_IMAGE, "INSTANCE_TYPE": "p6e-gb200.36xlarge"}, [], "aarch64"),
     "CUDA of the image": ({"IMAGE": "a/b:cu124", "INSTANCE_TYPE": "p6-b200.48xlarge"}, [], "B200"),
     "torch of the image": ({"IMAGE": NATIVE_IMAGE.format("2.5.1")}, [], "2.5.1"),
@@ -132,10 +125,8 @@ MISTAKES: dict[str, tuple[dict[str, str], list[str], str]] = {
     "mount with too many colons": ({"IMAGE": "a/b", "FSX_MOUNT": "/tmp:/x:ro:y"}, [], "FSX_MOUNT /tmp:/x:ro:y"),
     "colon in a path": ({"IMAGE": "a/b", "RUN_DIR": "{}/a:b"}, [], "colon"),
     "run folder": ({"RUN_DIR": "{}/file/run"}, [], "/file"),
-    "folder of checkpoints": ({"CHECKPOINT_DIR": "{}/file"}, [], "/file"),
     "no data": ({"TRAINING_DIR": "/no/data"}, [], "--training_dir /no/data"),
     "no shards": ({"TRAINING_DIR": "{}/empty"}, [], "is empty"),
-    "no data to validate on": ({"TEST_DIR": "/no/data"}, [], "--test_dir /no/data"),
 }
 
 
@@ -265,32 +256,18 @@ def slurm_of(folder: Path, job: str, command: str) -> dict[str, str]:
     return {"PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHON": ""}
 
 
-@pytest.mark.parametrize(("script", "job", "link"), [(SLURM[1], "", True), (SLURM[2], "77", False)])
-def test_a_script_that_is_run_is_of_its_own_checkout(
-    script: str, job: str, link: bool, checkout: Path, tmp_path: Path
-) -> None:
-    """Also in a shell on the nodes of a job."""
-    environ = slurm_of(tmp_path / "slurm", "0", "/elsewhere/launchers/hyperpod_slurm/x.sh")
-    path = checkout / "launchers/hyperpod_slurm" / script
-    if link:
-        (tmp_path / "train here").symlink_to(path)
-        path = tmp_path / "train here"
-    done = run(path, "--dry_run", cwd=tmp_path, **environ, SLURM_JOB_ID=job)
-    assert done.returncode == 0, done.stderr
-    assert f"{checkout}/.venv/bin/python" in shlex.split(done.stdout)
-    assert not (tmp_path / "slurm/asked").exists()
-
-
-def test_a_job_is_of_the_checkout_that_its_script_was_submitted_from(checkout: Path, tmp_path: Path) -> None:
-    script, submitted = checkout / "launchers/hyperpod_slurm/launch_training_conda.sh", tmp_path / "train here"
-    submitted.symlink_to(script)
+def test_a_script_runs_the_checkout_that_it_is_of_or_was_submitted_from(checkout: Path, tmp_path: Path) -> None:
+    script, link = checkout / "launchers/hyperpod_slurm/launch_training_conda.sh", tmp_path / "train here"
+    link.symlink_to(script)
     spool = tmp_path / "spool/job00077/slurm_script"
     spool.parent.mkdir(parents=True)
     shutil.copy(script, spool)
-    environ = slurm_of(tmp_path / "slurm", "77", f"{submitted} --lr 1 --run_name a b")
-    done = run(spool, "--dry_run", cwd=tmp_path, **environ, SLURM_JOB_ID="77")
-    assert done.returncode == 0, done.stderr
-    assert f"{checkout}/.venv/bin/python" in shlex.split(done.stdout)
+    environ = slurm_of(tmp_path / "slurm", "77", f"{link} --lr 1 --run_name a b")
+    for path, job, asked in ((link, "", False), (script, "78", False), (spool, "77", True)):
+        done = run(path, "--dry_run", cwd=tmp_path, **environ, SLURM_JOB_ID=job)
+        assert done.returncode == 0, done.stderr
+        assert f"{checkout}/.venv/bin/python" in shlex.split(done.stdout)
+        assert (tmp_path / "slurm/asked").exists() is asked
     done = run(spool, "--dry_run", cwd=tmp_path, **environ, SLURM_JOB_ID="78")
     assert (done.returncode, "HYPERPOD_PATH" in done.stderr) == (2, True), "of this job nothing is known"
 
