@@ -12,9 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from smp_train.arguments import Resolved
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import cluster, planned, preflight, timing
 from smp_train.launch.command import ask, call
@@ -84,24 +82,29 @@ def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, Spec, Job]:
     options, training = split(arguments, parser())
     image, agent = options.image or "", {name: getattr(options, name) for name in AGENT_OPTIONS}
     spec = build(training, options)
-    instance = spec.machines.instance
+    args, instance, shared = spec.resolved.args, spec.machines.instance, shared_folders(spec.resolved.args)
     timing.check_limit(timing.slurm_seconds(options.time), options.save_before, f"--time {options.time}")
     if image:
-        check_image(instance, image, spec.resolved.args.backend)
+        check_image(instance, image, args.backend)
     agent["instance_type"] = instance.name if instance else None
     container_env = {*spec.environment, *filter(None, (options.container_env or "").split(","))}
+    read_paths = [path for path in paths_of(args, "read") if os.path.exists(path)]
+    written = [*shared, *(path for path in paths_of(args, "written") if "://" not in path)]
     job = Job(
         flags=spec.train_flags,
-        code_dir=str(code_dir(spec)),
+        code_dir=str(CODE_DIR if CHECKOUT else Path(spec.run_dir, "code")),  # every node has it
         run_dir=spec.run_dir,
         python=options.python or ("python3" if image else sys.executable),
         agent=[f"--{name}={value}" for name, value in agent.items() if value],
-        in_place=spec.resolved.args.recovery == "in_place",
+        in_place=args.recovery == "in_place",
         max_attempts=options.max_attempts,
         image=image,
         mounts=options.mounts if image else [],
         container_env=sorted(container_env) if image else [],
-        **named_paths(spec.resolved, spec.run_dir),
+        read=list(map(os.path.abspath, [*(folder for _, folder in preflight.data_folders(args)), *read_paths])),
+        written=[os.path.abspath(path.replace("{run_dir}", spec.run_dir)) for path in written],
+        checkpoints=[os.path.abspath(f"{folder}/{args.run_name}") for folder in shared],
+        checkpoints_in_s3=any("://" in folder for folder in args.checkpoint_dir),
     )
     if image:
         mounts(job)
@@ -148,31 +151,13 @@ def _header_value(key: str, value: str) -> str:
     return value
 
 
-def named_paths(resolved: Resolved, run_dir: str) -> dict[str, Any]:
-    """Return the fields of a job for the files and folders that its flags name."""
-    args = resolved.args
-    read_paths = [path for path in paths_of(args, "read") if os.path.exists(path)]
-    written = [*shared_folders(args), *(path for path in paths_of(args, "written") if "://" not in path)]
-    return {
-        "read": list(map(os.path.abspath, [*(folder for _, folder in preflight.data_folders(args)), *read_paths])),
-        "written": [os.path.abspath(path.replace("{run_dir}", run_dir)) for path in written],
-        "checkpoints": [os.path.abspath(f"{folder}/{args.run_name}") for folder in shared_folders(args)],
-        "checkpoints_in_s3": any("://" in folder for folder in args.checkpoint_dir),
-    }
-
-
-def code_dir(spec: Spec) -> Path:
-    """Return the folder that has the package on every node: the checkout, or a copy in the run folder."""
-    return CODE_DIR if CHECKOUT else Path(spec.run_dir, "code")
-
-
-def prepare(spec: Spec, job: Job) -> None:
+def prepare(job: Job) -> None:
     """Make the folders of the run, and copy the package there unless this is a checkout."""
     make_folders(job)
     if CHECKOUT:
         return
+    old, new = Path(job.code_dir), Path(f"{job.code_dir}.{os.getpid()}")
     try:
-        new, old = Path(f"{code_dir(spec)}.{os.getpid()}"), code_dir(spec)
         shutil.copytree(CODE_DIR / "smp_train", new / "smp_train", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.rmtree(old, ignore_errors=True)
         new.rename(old)
@@ -247,7 +232,7 @@ def main(arguments: Sequence[str]) -> int:
     print(sbatch(script, "--test-only"), file=sys.stderr)
     if options.check:
         return 0
-    prepare(spec, job)
+    prepare(job)
     number = sbatch(script, "--parsable").partition(";")[0]
     if not number.isdigit():
         raise SmpTrainError(f"sbatch answered {number!r}, which is not a job id")
