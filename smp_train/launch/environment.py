@@ -48,7 +48,7 @@ def variables(instance: Instance | None, *, kubernetes: bool = False) -> dict[st
     if instance.efa:
         # Forked data workers run out of huge pages otherwise (ENOMEM).
         values["FI_EFA_USE_HUGE_PAGE"] = "0"
-    if instance.family in ("g5", "g6", "g6e") and instance.gpus > 1:
+    if instance.name.startswith(("g5.", "g6.", "g6e.")) and instance.gpus > 1:
         values["NCCL_SHM_USE_CUDA_MEMCPY"] = "1"
     return values
 

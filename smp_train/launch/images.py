@@ -46,7 +46,7 @@ def check_image(instance: Instance | None, image: str, backend: str = "auto") ->
             f"{instance.arch} (docker_build.sh on such a node makes one), or another instance type"
         )
     cuda = re.search(r"\bcu(?:da)?(\d\d)\.?(\d)\b", image)
-    if instance and cuda and not instance.runs_cuda(f"{cuda[1]}.{cuda[2]}"):
+    if instance and cuda and (int(cuda[1]), int(cuda[2])) < release(instance.min_cuda):
         raise ConfigError(
             f"--image {image}: CUDA {cuda[1]}.{cuda[2]} does not know the {instance.gpu} of {instance.name}, which "
             f"needs {instance.min_cuda}; take a newer image, or another instance type"

@@ -47,15 +47,6 @@ class Instance:
         """Upper bound of what a driver reports, which is up to 7 % above 10^9 bytes per GB (H100, 80 GB: 85.5e9)."""
         return self.gpu_memory_gb << 30
 
-    @property
-    def family(self) -> str:
-        """The part before the first dot, such as p5en."""
-        return self.name.partition(".")[0]
-
-    def runs_cuda(self, version: str) -> bool:
-        """Return whether a program built for CUDA ``version`` (such as 12.4) runs on this instance's GPUs."""
-        return release(version) >= release(self.min_cuda)
-
 
 @dataclass(frozen=True)
 class Machines:

@@ -279,20 +279,14 @@ class NetworkCheck:
         return verdict
 
 
-def transport(log: str) -> str:
-    """Return the provider that NCCL uses according to its log (INIT, NET), such as efa; or sockets, or ""."""
-    provider = re.search(r"NET/OFI Selected provider is (\S+)", log, re.IGNORECASE)
-    if provider:
-        return provider[1].rstrip(",")
-    return "sockets" if re.search(r"NET/Socket\s*: ?Using|Using network Socket", log) else ""
-
-
 def describe(verdict: Verdict, runtime: Runtime, device: str, log: str, efa: int) -> list[str]:
     """Return rank 0's lines on a verdict; ``log`` is NCCL's, ``efa`` counts the adapters of each node."""
     if verdict.message:
         return [f"error: preflight: {verdict.message}"]
     size = (CPU_BYTES if device == "cpu" else GPU_BYTES) >> 20
-    through = transport(log)
+    provider = re.search(r"NET/OFI Selected provider is ([^\s,]+)", log, re.IGNORECASE)
+    sockets = re.search(r"NET/Socket\s*: ?Using|Using network Socket", log)
+    through = provider[1] if provider else "sockets" if sockets else ""
     lines = [
         f"preflight: {runtime.world_size} ranks on {runtime.num_nodes} nodes reach each other: all-reduce of {size} "
         f"MiB at {verdict.rate:.2f} GB/s" + (f" through {through}" if through else "")

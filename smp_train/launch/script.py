@@ -105,33 +105,25 @@ def variables(kind: str, environ: Mapping[str, str]) -> dict[str, str]:
 def script_flags(user_flags: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Return the training flags that the variables choose and the user has not given."""
     is_given = parse(user_flags, {}).given
-    choices: list[str] = []
-
-    def choose(flag: str, value: str, unless: Sequence[str] = ()) -> None:
-        if value and not any(map(is_given, (flag, *unless))):
-            choices.extend((f"--{flag}", value))
-
+    choices: list[tuple[str, str, Sequence[str]]] = []  # flag, value, flags of the user that exclude it
     if "BATCH_SIZE" in values:
-        choose("train_batch_size", values["BATCH_SIZE"])
-        choose("gradient_accumulation_steps", values["GRAD_ACCUM_STEPS"])
-        for flag, value in FSDP2.items():
-            choose(flag, value, UNLESS.get(flag, ()))
+        choices += [("train_batch_size", values["BATCH_SIZE"], ())]
+        choices += [("gradient_accumulation_steps", values["GRAD_ACCUM_STEPS"], ())]
+        choices += [(flag, value, UNLESS.get(flag, ())) for flag, value in FSDP2.items()]
         if read_bool(values["USE_HF_MODEL"]) and not is_given("model_size"):
-            choose("hf_pretrained_model_name_or_dir", values["HF_MODEL"], MODEL)
+            choices += [("hf_pretrained_model_name_or_dir", values["HF_MODEL"], MODEL)]
         else:
-            choose("from_scratch", "1", MODEL)
-            choose("model_size", values["MODEL_SIZE"], MODEL)
+            choices += [("from_scratch", "1", MODEL), ("model_size", values["MODEL_SIZE"], MODEL)]
     else:
-        choose("model_type", values["model_type"], MODEL)
-        choose("model_size", values["model_size"], MODEL)
+        choices += [("model_type", values["model_type"], MODEL), ("model_size", values["model_size"], MODEL)]
     folder = values["TRAINING_DIR"]
-    choose("use_synthetic_data", values["use_synthetic_data"] or ("" if folder else "1"), DATA)
-    choose("training_dir", folder, DATA)
-    choose("test_dir", values["TEST_DIR"])
-    choose("run_dir", values["RUN_DIR"])
-    choose("checkpoint_dir", values["CHECKPOINT_DIR"])
-    choose("hybrid_shard_degree", values["shard_degree"])
-    return choices
+    choices += [
+        ("use_synthetic_data", values["use_synthetic_data"] or ("" if folder else "1"), DATA),
+        ("training_dir", folder, DATA), ("test_dir", values["TEST_DIR"], ()), ("run_dir", values["RUN_DIR"], ()),
+        ("checkpoint_dir", values["CHECKPOINT_DIR"], ()), ("hybrid_shard_degree", values["shard_degree"], ()),
+    ]  # fmt: skip
+    chosen = [(flag, value) for flag, value, unless in choices if value and not any(map(is_given, (flag, *unless)))]
+    return [word for flag, value in chosen for word in (f"--{flag}", value)]
 
 
 def options_of(kind: str) -> tuple[LaunchParser, dict[str, str]]:
