@@ -93,7 +93,7 @@ def with_flags(config: PretrainedConfig, flags: dict[str, Any], weights: str | N
     if not flags:
         return config
     family = family_of(config.model_type)
-    original = transformers4_names(config.to_dict(), config.model_type)
+    original = transformers4_names(config.to_dict())
     fields = dict(original)
     apply_flags(fields, family, location, flags)
     if {"hidden_width", "num_heads"} & flags.keys() and not weights:
@@ -174,11 +174,11 @@ def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
         return [f"--model_type: {saved.get('model_type')} there, {kind} here"]
     flags = {target: flag for flag, target in family_of(kind).fields.items()} | {"rope_scaling": "rope_scaling_type"}
     saved_fields, current = (
-        transformers4_names(type(config).from_dict(transformers4_names(fields, kind)).to_dict(), kind)
+        transformers4_names(type(config).from_dict(transformers4_names(fields)).to_dict())
         for fields in (saved, config.to_dict())
     )
     # Fields of the model's class, but not of every model.
-    compared = transformers4_names(CONFIG_MAPPING[kind]().to_dict(), kind).keys() - PretrainedConfig().to_dict().keys()
+    compared = transformers4_names(CONFIG_MAPPING[kind]().to_dict()).keys() - PretrainedConfig().to_dict().keys()
     compared |= {"tie_word_embeddings", *flags}
     return [
         f"{'--' + flags[key] if key in flags else key}: {saved_fields.get(key)} there, {current.get(key)} here"
@@ -212,4 +212,4 @@ def with_sample_flags(recorded: dict[str, Any], config: PretrainedConfig) -> dic
     targets = {flag: family_of(config.model_type).fields.get(flag) for flag in ("num_heads", *rotary)}
     values = {target: recorded.get(f"cli_args.{flag}") for flag, target in targets.items() if target}
     numbers = {target: value for target, value in values.items() if isinstance(value, int | float)}
-    return transformers4_names(config.to_dict(), config.model_type) | numbers if numbers else None
+    return transformers4_names(config.to_dict()) | numbers if numbers else None

@@ -136,6 +136,7 @@ def _block(name: str, view: Tensor, param: Tensor) -> HubTensor | None:
 def named_once(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by their names in memory, tied parameters under their first name."""
     first: dict[int, tuple[str, Tensor]] = {}
+    # state_dict() rather than named_parameters(): its hooks make FSDP2 put the sharded parameters back.
     for name, value in model.state_dict(keep_vars=True).items():
         first.setdefault(id(value), (name, value))
     return dict(first.values())

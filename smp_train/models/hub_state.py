@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp_train.distributed.dtensor import DTensor, Shard, local_tensor, part_of
-from smp_train.models.hub_names import HubNames, HubTensor, canonical_name, hub_names, is_split
+from smp_train.models.hub_names import HubNames, HubTensor, canonical_name, hub_names, is_split, named_once
 from smp_train.models.lora import is_adapted, is_adapter
 
 State = dict[str, Any]
@@ -38,10 +38,8 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     names: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     adapted = is_adapted(model)
-    # state_dict() rather than named_parameters(): its hooks make FSDP2 put the sharded parameters back.
-    for name, value in model.state_dict(keep_vars=True).items():
-        included = not adapted or is_adapter(name) != base
-        if included and isinstance(value, torch.Tensor) and id(value) not in names:
+    for name, value in named_once(model).items():
+        if isinstance(value, torch.Tensor) and (not adapted or is_adapter(name) != base):
             names[id(value)] = canonical_name(name)
             tensors[canonical_name(name)] = value.detach()
     optim = None

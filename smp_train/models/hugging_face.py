@@ -270,20 +270,17 @@ def _refuse_kernels(fields: dict[str, Any], name: object) -> None:
             _refuse_kernels(value, name)
 
 
-def transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str, Any]:
+def transformers4_names(fields: dict[str, Any]) -> dict[str, Any]:
     """Return configuration fields with ``rope_parameters`` of transformers 5 under the names of transformers 4."""
     rope = fields.get("rope_parameters")
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return dict(fields)
     fields, rope = dict(fields), dict(rope)
     del fields["rope_parameters"]
-    neox = hf_model_type == "gpt_neox"
-    for new, old in (
-        ("rope_theta", "rotary_emb_base" if neox else "rope_theta"),
-        ("partial_rotary_factor", "rotary_pct" if neox else "partial_rotary_factor"),
-    ):
-        if new in rope:
-            fields[old] = rope.pop(new)
+    neox = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    for name, of_neox in neox.items():
+        if name in rope:
+            fields[of_neox if fields.get("model_type") == "gpt_neox" else name] = rope.pop(name)
     if rope.get("rope_type", "default") != "default":
         fields["rope_scaling"] = rope
     return fields
@@ -298,7 +295,7 @@ def readable(fields: dict[str, Any]) -> dict[str, Any]:
 
     if transformers_major() >= 5:
         return fields
-    fields = transformers4_names(fields, fields.get("model_type", ""))
+    fields = transformers4_names(fields)
     if "dtype" in fields and not hasattr(PretrainedConfig(), "dtype"):
         fields["torch_dtype"] = fields.pop("dtype")
     return fields

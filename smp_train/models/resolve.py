@@ -130,12 +130,7 @@ def resolve(args: Arguments, *, needs_weights: bool = True) -> ModelSpec:
     trust_code(bool(args.trust_remote_code))
     source, flags = model_source(args), _model_flags(args)
     if source.config is not None:
-        try:
-            opened = open_configuration(source.config, source.weights)
-        except ConfigError as failure:
-            if source.config != args.hf_pretrained_model_name_or_dir:
-                raise
-            raise ConfigError(f"--hf_pretrained_model_name_or_dir: {failure}") from None
+        opened = open_configuration(source.config, source.weights)
         config = with_flags(opened.config, flags, opened.weights, source.config)
         name, lora = opened.name or config.model_type, _lora(args, opened.weights, needs_weights)
         return ModelSpec(name, _family_of(config), config, opened.weights, lora, opened.generation)
