@@ -29,7 +29,8 @@ from smp_train.inference.generation import prompt_ids
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models import smp_names, tokenizer
 from smp_train.models.flops import count_parameters, flops_per_token
-from smp_train.models.resolve import ModelSpec, names_model, resolve, row_length
+from smp_train.models.hugging_face import ModelSpec
+from smp_train.models.resolve import names_model, resolve, row_length
 from smp_train.models.state_memory import check_state, in_short
 from smp_train.parallel import compile
 from smp_train.progress import Progress

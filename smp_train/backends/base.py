@@ -24,7 +24,7 @@ from smp_train.losses import Loss
 
 if TYPE_CHECKING:
     from smp_train.data.batch import Batch
-    from smp_train.models.resolve import ModelSpec
+    from smp_train.models.hugging_face import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from smp_train.arguments import Arguments
     from smp_train.data.batch import Batch
     from smp_train.distributed import Runtime
-    from smp_train.models.resolve import ModelSpec
+    from smp_train.models.hugging_face import ModelSpec
 
 logger = logging.getLogger("smp_train.smp")
 

@@ -19,9 +19,9 @@ from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models import tokenizer as tokenizers
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.hub_state import gather_state
-from smp_train.models.hugging_face import CONFIG_FILE, GENERATION_FILE, open_configuration, trust_code
+from smp_train.models.hugging_face import CONFIG_FILE, GENERATION_FILE, ModelSpec, open_configuration, trust_code
 from smp_train.models.lora import merge_adapters
-from smp_train.models.resolve import ModelSpec, resolve_saved
+from smp_train.models.resolve import resolve_saved
 from smp_train.storage.paths import place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -105,10 +105,10 @@ def open_model(location: str, model: str | None = None) -> SavedModel:
                 f"{location} is a checkpoint of AWS's sample, which does not say which model it is; add --model FOLDER "
                 f"(one with its {CONFIG_FILE}) or --model NAME (on the hub)"
             )
-        name, config, weights, generation = open_configuration(model or location, location if model else None)
-        if weights is None:
+        spec = open_configuration(model or location, location if model else None)
+        if spec.pretrained is None:
             raise CheckpointError(f"{location} has a {CONFIG_FILE} and no weights")
-        return SavedModel(location, ModelSpec(name, config.model_type, config, weights, generation=generation))
+        return SavedModel(location, spec)
 
 
 def _spec_of(checkpoint: Checkpoint, model: str | None) -> ModelSpec:
@@ -116,7 +116,7 @@ def _spec_of(checkpoint: Checkpoint, model: str | None) -> ModelSpec:
     if model is not None and spec.lora is None:
         raise ConfigError(f"--model {model}: {checkpoint.path} says which model it is; leave --model out")
     if model is not None:
-        spec = replace(spec, pretrained=open_configuration(model).weights or model)
+        spec = replace(spec, pretrained=open_configuration(model).pretrained or model)
     if spec.lora is not None and not place(spec.pretrained or "").exists():
         raise CheckpointError(
             f"{checkpoint.path} holds adapters of {spec.pretrained}, which is not there; give those weights, --model"

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from smp_train.errors import ConfigError, first_line
 from smp_train.models import lora
 from smp_train.models.hub_names import attach_hub_names
-from smp_train.models.hugging_face import model_of, transformers_major
+from smp_train.models.hugging_face import ModelSpec, model_of, transformers_major
 from smp_train.models.recording import construct_on_meta
-from smp_train.models.resolve import ModelSpec
 
 logger = logging.getLogger("smp_train.models")
 

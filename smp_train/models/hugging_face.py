@@ -11,10 +11,11 @@ import logging
 import os
 import socket
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from smp_train.distributed import ALL_RANKS
@@ -24,6 +25,8 @@ from smp_train.storage.paths import Place, S3Path, place
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from smp_train.models.lora import Lora
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
@@ -145,25 +148,31 @@ def model_of(config: Any, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, trust_remote_code=_trusted, **options)
 
 
-class Opened(NamedTuple):
-    """A model's configuration and the location of its weights."""
+@dataclass(frozen=True)
+class ModelSpec:
+    """The model to build and its initial weights."""
 
     name: str
+    """``llama_v2-7b`` for a preset, ``llama_v2`` for a family with widths, else the Hugging Face name."""
+    model_type: str
+    """The family's name, used in the names of checkpoint folders."""
     config: PretrainedConfig
-    weights: str | None
-    """Folder or file; None: random initial weights."""
-    generation: dict[str, Any] | None
-    """Content of generation_config.json, None without that file."""
+    pretrained: str | None = None
+    """Folder or file of the weights to start from; None: random initial weights."""
+    lora: Lora | None = None
+    """Adapters to train instead of the weights."""
+    generation: Mapping[str, Any] | None = None
+    """Content of the generation_config.json next to the weights."""
 
 
-def open_configuration(location: str, weights: str | None = None) -> Opened:
+def open_configuration(location: str, weights: str | None = None) -> ModelSpec:
     """Return the model of a folder, of a config.json (without weights), of a checkpoint's meta.json, or of a hub name.
 
     ``weights`` replace those in the folder. Raises `ConfigError`.
     """
     path, name = place(location), location
     if path.is_file():
-        return Opened(path.parent.name, _read_config(path), weights, _read_generation(path.parent))
+        return _spec(path.parent.name, path, weights)
     if path.is_dir():
         folder, name = path, path.name
         if not (folder / CONFIG_FILE).is_file():
@@ -180,7 +189,15 @@ def open_configuration(location: str, weights: str | None = None) -> Opened:
     else:
         folder = _download(location, with_weights=weights is None)
     weights = weights or (str(folder) if weight_files(folder) else None)
-    return Opened(name, _read_config(folder / CONFIG_FILE), weights, _read_generation(folder))
+    return _spec(name, folder / CONFIG_FILE, weights)
+
+
+def _spec(name: str, file: Place, weights: str | None) -> ModelSpec:
+    config = _read_config(file)
+    model_type = config.model_type
+    if model_type == "llama":
+        model_type = "llama_v3" if config.vocab_size >= 100_000 else "llama_v2"
+    return ModelSpec(name or model_type, model_type, config, weights, generation=_read_generation(file.parent))
 
 
 def _download(name: str, *, with_weights: bool) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,7 @@ from smp_train.arguments.values import nearest
 from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.configuration import SHAPES, apply_flags, check_widths, checked, following_heads, with_flags
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, SYNONYMS, Family, family_of
-from smp_train.models.hugging_face import CONFIG_FILE, OUR_META, open_configuration, trust_code
+from smp_train.models.hugging_face import CONFIG_FILE, OUR_META, ModelSpec, open_configuration, trust_code
 from smp_train.storage.paths import Place, place
 
 if TYPE_CHECKING:
@@ -27,23 +27,6 @@ PRESETS = Path(__file__).parent / "presets"
 DEFAULT_CONTEXT = 2048
 """Default length of training rows in tokens; a model with fewer positions takes its number of positions."""
 DEFAULT_WIDTHS = {"hidden_width": 768, "num_layers": 12, "num_heads": 12, "max_context_width": DEFAULT_CONTEXT}
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """The model to build and its initial weights."""
-
-    name: str
-    """``llama_v2-7b`` for a preset, ``llama_v2`` for a family with widths, else the Hugging Face name."""
-    model_type: str
-    """The family's name, used in the names of checkpoint folders."""
-    config: PretrainedConfig
-    pretrained: str | None = None
-    """Folder or file of the weights to start from; None: random initial weights."""
-    lora: Lora | None = None
-    """Adapters to train instead of the weights."""
-    generation: Mapping[str, Any] | None = None
-    """Content of the generation_config.json next to the weights."""
 
 
 class Preset(NamedTuple):
@@ -130,10 +113,9 @@ def resolve(args: Arguments, *, needs_weights: bool = True) -> ModelSpec:
     trust_code(bool(args.trust_remote_code))
     source, flags = model_source(args), _model_flags(args)
     if source.config is not None:
-        opened = open_configuration(source.config, source.weights)
-        config = with_flags(opened.config, flags, opened.weights, source.config)
-        name, lora = opened.name or config.model_type, _lora(args, opened.weights, needs_weights)
-        return ModelSpec(name, _family_of(config), config, opened.weights, lora, opened.generation)
+        spec = open_configuration(source.config, source.weights)
+        config = with_flags(spec.config, flags, spec.pretrained, source.config)
+        return replace(spec, config=config, lora=_lora(args, spec.pretrained, needs_weights))
     if source.weights is not None and not _has_model_flags(args):
         raise ConfigError(
             f"{source.weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
@@ -280,13 +262,6 @@ def _family_and_size(args: Arguments) -> tuple[str, str]:
         f"--model_type {model_type} is not known; known: {', '.join(sorted(FAMILIES))}, or any causal LM type of "
         f"transformers{nearest(name, FAMILIES)}"
     )
-
-
-def _family_of(config: PretrainedConfig) -> str:
-    """Return the family name of a Hugging Face configuration, its own type for other families."""
-    if config.model_type == "llama":
-        return "llama_v3" if config.vocab_size >= 100_000 else "llama_v2"
-    return config.model_type
 
 
 def _preset(family: str, size: str) -> Preset:

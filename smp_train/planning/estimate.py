@@ -32,7 +32,7 @@ from smp_train.distributed.host_memory import pinned_bytes
 from smp_train.errors import ConfigError, one_line
 from smp_train.models.flops import count_parameters
 from smp_train.models.hub_state import gather_state, present
-from smp_train.models.resolve import ModelSpec
+from smp_train.models.hugging_face import ModelSpec
 from smp_train.planning import step_memory
 from smp_train.planning.memory import Memory, PlannedRun
 from smp_train.planning.work import WorkCounter

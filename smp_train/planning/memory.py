@@ -9,7 +9,7 @@ from typing import Any
 
 from smp_train.arguments import Arguments, checkpointing
 from smp_train.distributed.degrees import Degrees, plan
-from smp_train.models.resolve import ModelSpec
+from smp_train.models.hugging_face import ModelSpec
 from smp_train.models.state_memory import CHECKPOINT_BYTES, GIB
 from smp_train.planning.step_memory import Part, Phase, Use
 from smp_train.planning.work import Work

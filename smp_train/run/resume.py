@@ -23,7 +23,8 @@ from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models import tokenizer
 from smp_train.models.configuration import changes_from
-from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
+from smp_train.models.hugging_face import ModelSpec
+from smp_train.models.resolve import names_model, resolve_saved
 from smp_train.run.best import Best
 from smp_train.run.start import Start
 from smp_train.run.start_log import nothing_to_resume_line

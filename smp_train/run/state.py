@@ -20,7 +20,7 @@ from smp_train.data.loader import Loader
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import SmpTrainError
 from smp_train.learning_rates import Schedule
-from smp_train.models.resolve import ModelSpec
+from smp_train.models.hugging_face import ModelSpec
 from smp_train.run.best import Best
 from smp_train.run.spikes import Spikes
 from smp_train.run.start import Start

@@ -16,8 +16,9 @@ from smp_train.models.build import build_meta, materialise
 from smp_train.models.configuration import with_flags
 from smp_train.models.families import FAMILIES
 from smp_train.models.flops import count_parameters
+from smp_train.models.hugging_face import ModelSpec
 from smp_train.models.initialization import initialise
-from smp_train.models.resolve import ModelSpec, presets, resolve, settled_flags
+from smp_train.models.resolve import presets, resolve, settled_flags
 from tests.chats import PLAIN, write_tokenizer
 from tests.releases import need_model
 

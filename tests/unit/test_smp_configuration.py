@@ -13,9 +13,9 @@ import torch
 from smp_train.arguments import Arguments
 from smp_train.checkpoints.hf.export import export
 from smp_train.models.build import build_meta, materialise
-from smp_train.models.hugging_face import config_of
+from smp_train.models.hugging_face import ModelSpec, config_of
 from smp_train.models.initialization import initialise
-from smp_train.models.resolve import ModelSpec, resolve
+from smp_train.models.resolve import resolve
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 96, "bos_token_id": 1,
          "eos_token_id": 2, "max_position_embeddings": 32, "dtype": "float32"}  # fmt: skip

@@ -21,9 +21,9 @@ from smp_train.errors import CheckpointError, ConfigError, first_few
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hub_names import attach_hub_names, canonical_name, hub_names, named_once, to_hub
 from smp_train.models.hub_state import gather_state
-from smp_train.models.hugging_face import GENERATION_FILE, model_of
+from smp_train.models.hugging_face import GENERATION_FILE, ModelSpec, model_of
 from smp_train.models.lora import merge_adapters
-from smp_train.models.resolve import ModelSpec, resolve_saved
+from smp_train.models.resolve import resolve_saved
 from smp_train.models.tokenizer import saved_files, tokenizer_files
 from smp_train.models.weight_writer import SHARD_BYTES, LazyTensors, Progress, write_weights
 from smp_train.storage.paths import place
