@@ -3,6 +3,7 @@
 import math
 import resource
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -155,35 +156,27 @@ def test_other_distributions_and_computed_values() -> None:
     assert torch.equal(ours.table, torch.arange(5.0) * 2)
 
 
-def test_initializations_that_need_the_whole_tensor_are_refused() -> None:
+def test_initializations_that_cannot_be_drawn_in_parts_are_refused() -> None:
     transformers_init = pytest.importorskip("transformers.initialization", reason="came with transformers 5")
 
-    def unset() -> nn.Module:
-        module = nn.Module()
-        module.register_parameter("left", nn.Parameter(torch.empty(4)))
-        return module
-
-    def linear(init: Any, **kwargs: Any) -> nn.Module:
+    def linear(source: Any, name: str, **options: Any) -> nn.Module:
         module = nn.Linear(4, 4)
-        init(module.weight, **kwargs)
+        getattr(source, name)(module.weight, **options)  # looked up while its record is taken
         return module
 
-    for named, construct in (
-        ("left", unset),
-        ("weight", lambda: linear(nn.init.orthogonal_)),
-        ("weight", lambda: linear(nn.init.sparse_, sparsity=0.5)),
-        ("weight", lambda: linear(torch.nn.init.eye_)),
-        ("weight", lambda: linear(transformers_init.orthogonal_)),
-    ):
+    for construct in (
+        partial(linear, nn.init, "orthogonal_"), partial(linear, nn.init, "eye_"),
+        partial(linear, nn.init, "sparse_", sparsity=0.5), partial(linear, transformers_init, "orthogonal_"),
+        lambda: nn.ParameterList([torch.empty(4)]),
+    ):  # fmt: skip
         model = construct_on_meta(construct)
         materialise(model, "cpu")
-        with pytest.raises(SmpTrainError, match=named):
+        with pytest.raises(SmpTrainError, match=next(name for name, _ in model.named_parameters())):
             initialise(model, 1)
     assert nn.init.orthogonal_ is transformers_init.TORCH_INIT_FUNCTIONS["orthogonal_"]
-    with pytest.raises(SmpTrainError, match="build_meta"):
-        initialise(nn.Linear(2, 2), 1)
-    with pytest.raises(SmpTrainError, match="materialise"):
-        initialise(build_meta(spec_of("gpt2")), 1)
+    for model, missing in ((nn.Linear(2, 2), "build_meta"), (build_meta(spec_of("gpt2")), "materialise")):
+        with pytest.raises(SmpTrainError, match=missing):
+            initialise(model, 1)
 
 
 def build_the_largest() -> tuple[float, int]:
