@@ -38,21 +38,18 @@ def partition(name: str | None) -> dict[str, str]:
 
 def restart_warnings(config: Mapping[str, str], srun_help: str, *, has_gres: bool = False) -> list[tuple[str, str]]:
     """Return (setting, consequence) for settings with which a lost node ends the run, or requeues the whole job."""
-    warnings = []
-    if config.get("JobRequeue") == "0":
-        warnings.append(("JobRequeue=0", "this cluster does not requeue jobs by itself; a lost node ends the run"))
-    if "--auto-resume" not in srun_help:
-        return warnings
-    requeued = "; after a lost node the job is requeued"
-    if config.get("TaskPlugin") not in ("task/none", "(null)"):
-        setting = f"TaskPlugin={config.get('TaskPlugin')}"
-        warnings.append((setting, f"HyperPod's auto-resume needs task/none{requeued}"))
-    if "Alloc" in config.get("PrologFlags", ""):
-        setting = f"PrologFlags={config['PrologFlags']}"
-        warnings.append((setting, f"HyperPod's auto-resume does not work with Alloc{requeued}"))
-    if has_gres:
-        warnings.append(("--gpus_per_node", f"Slurm does not swap nodes of jobs with GRES{requeued}"))
-    return warnings
+    hyperpod, requeued = "--auto-resume" in srun_help, "; after a lost node the job is requeued"
+    plugin, prolog = config.get("TaskPlugin"), config.get("PrologFlags", "")
+    rows = (
+        (config.get("JobRequeue") == "0", "JobRequeue=0",
+         "this cluster does not requeue jobs by itself; a lost node ends the run"),
+        (hyperpod and plugin not in ("task/none", "(null)"), f"TaskPlugin={plugin}",
+         f"HyperPod's auto-resume needs task/none{requeued}"),
+        (hyperpod and "Alloc" in prolog, f"PrologFlags={prolog}",
+         f"HyperPod's auto-resume does not work with Alloc{requeued}"),
+        (hyperpod and has_gres, "--gpus_per_node", f"Slurm does not swap nodes of jobs with GRES{requeued}"),
+    )  # fmt: skip
+    return [(setting, consequence) for is_set, setting, consequence in rows if is_set]
 
 
 def warnings(spec: Spec, options: argparse.Namespace) -> list[str]:
