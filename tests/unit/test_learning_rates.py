@@ -51,21 +51,14 @@ COSINE_AT_80_PERCENT = FLOOR + (PEAK - FLOOR) * (1 + math.cos(math.pi * FIVE_SIX
         ("wsd", 799, PEAK, {}), ("wsd", 849, FLOOR + (PEAK - FLOOR) * (1 - math.sqrt(50 / 200)), {}),
         ("cosine", 499, FLOOR, {"decay_iters": 500}), ("cosine", 900, FLOOR, {"decay_iters": 500}),
         ("linear", 1000, (PEAK + FLOOR) / 2, {"decay_iters": 2001, "warmup": 0}),
+        # A warm-up is a count from 1 up, and a fraction of the span below.
+        ("cosine", 0, PEAK / 40, {"warmup": 40}), ("cosine", 0, PEAK, {"warmup": 1}),
+        ("cosine", 0, PEAK / 5, {"warmup": 0.1, "decay_iters": 50}),
+        ("cosine", 0, PEAK / 29, {"warmup": 0.29, "max_steps": 100}),  # 0.29 * 100 is 28.999...
     ],
 )  # fmt: skip
 def test_rates_of_single_updates(style, step, expected, options):
     assert build(style, **options)(step) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({"warmup": 40}, 40), ({"warmup": 1}, 1), ({"warmup": 0.1, "decay_iters": 50}, 5),
-        ({"warmup": 0.29, "max_steps": 100}, 29),  # 0.29 * 100 is 28.999...
-    ],
-)  # fmt: skip
-def test_warm_up_is_a_count_from_one_up_and_a_fraction_of_the_span_below(options, steps):
-    assert build("cosine", **options).warmup_steps == steps
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,6 @@ def test_lines_say_how_far_the_work_is_also_while_it_is_silent(capsys):
         until(capsys, "4 of 8 MB")
     with Progress("saving"):
         assert re.fullmatch(r"saving: \d+ s", until(capsys, "saving"))
-
-
-def test_secrets_of_urls_are_not_shown(capsys):
     with Progress("Reading s3://key:secret@bucket/x"):
         assert "secret" not in until(capsys, "Reading s3://")
 
