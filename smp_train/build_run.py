@@ -249,10 +249,12 @@ def open_checkpoints(
     args: Arguments, ranks: Runtime, backend: Backend, spec: ModelSpec, start: Start, opened: ExitStack
 ) -> CheckpointManager:
     """Check that the run can write its checkpoints and models; collective."""
+    per_node = ranks.local_world_size
     checkpoints = CheckpointManager(
         list(map(Policy, args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints)),
         run_name=start.name, model_type=spec.model_type, owner=start.owner, generation=start.generation,
         asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
+        buddy=per_node if args.recovery == "in_place" and per_node < ranks.world_size else 0,
     )  # fmt: skip
     opened.callback(checkpoints.close)
     checkpoints.keeps_scheduled = args.on_spike == "rollback"

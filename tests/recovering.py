@@ -30,15 +30,19 @@ class Recovering:
     """The ranks of a run, started on entry and killed on exit."""
 
     def __init__(
-        self, folder: Path, world: int, *words: str, deaths: Sequence[Death] = (), number: int = signal.SIGKILL
-    ) -> None:
-        self.folder, self.words = folder, words
+        self, folder: Path, world: int, *words: str, deaths: Sequence[Death] = (), number: int = signal.SIGKILL,
+        lose: Callable[[int], object] = lambda rank: None, per_node: int = 0,
+    ) -> None:  # fmt: skip
+        """Ranks take themselves for ``per_node`` ranks of a node; ``lose`` is called before a rank is replaced."""
+        self.folder, self.words, self.lose = folder, words, lose
         self.node = Node(world, master_port=free_port())
         markers = folder / "markers"
         markers.mkdir(parents=True)
         self.environ = {
             dying.DEATHS: json.dumps([(*death, int(number)) for death in deaths]), dying.MARKERS: str(markers),
         }  # fmt: skip
+        per_node = per_node or world
+        self.place = Node(per_node, world // per_node, master_port=self.node.master_port)
         self.recovery, self.messages = Recovery(self.node), queue.SimpleQueue[Any]()
         self.ranks: dict[int, tuple[int, Command]] = {}
         self.ended: list[Command] = []
@@ -59,7 +63,7 @@ class Recovering:
 
     def start(self, rank: int, generation: int) -> None:
         """Start the process of a rank that first joins ``generation``."""
-        environ = self.node.environment(rank, environment(self.folder, self.environ)) | {GENERATION: str(generation)}
+        environ = self.place.environment(rank, environment(self.folder, self.environ)) | {GENERATION: str(generation)}
         self.ranks[rank] = generation, warm(self.folder, dying.__file__, "train", *self.words, environ=environ)
 
     def until_the_end(self) -> End:
@@ -90,6 +94,7 @@ class Recovering:
                 for rank in message.replaced:
                     self.ranks[rank][1].kill()
                     self.ended.append(self.ranks[rank][1])
+                    self.lose(rank)
                     self.start(rank, message.number)
         raise AssertionError(f"no sign of {what} after {PATIENCE_SECONDS:.0f} s\n{self.err}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +17,11 @@ from smp_train.checkpoints.checkpoint import TORCHS
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.folder import RunFolder, folder_of_run
 from smp_train.checkpoints.format import META, NODE_LOCAL, TOKENIZER, Marker, folder_name, parse_folder_name
-from smp_train.checkpoints.node_local import facts_of_part, is_node_local, local_part
+from smp_train.checkpoints.node_local import copy_part, facts_of_part, is_node_local, local_part
 from smp_train.checkpoints.owner import Ownership
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.distributed import heartbeat
-from smp_train.distributed.agree import alone, rank, replays, unless, with_rank
+from smp_train.distributed.agree import ALL_RANKS, alone, rank, replays, unless, with_rank
 from smp_train.distributed.job import Job
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.hub_state import present
@@ -89,6 +90,7 @@ class CheckpointManager:
     `staged`, which waits for the copy, before anything changes the state. The save is committed when `finish` has
     returned. Only one save is under way at a time. Where the host lacks memory for a copy, saves are synchronous.
 
+    Each node-local part is copied to the rank ``buddy`` higher, which is on another node; not if ``buddy`` is 0.
     ``owner`` is rank 0's ownership of the run's folders. It is None on other ranks, and where no other job can write.
     ``on_stage`` is called with the name of each stage of a save that this rank enters: ``write``, ``checksum``, and on
     rank 0 ``commit``, ``publish``, ``retain``.
@@ -96,12 +98,13 @@ class CheckpointManager:
 
     def __init__(
         self, policies: Sequence[Policy], *, run_name: str, model_type: str, owner: Ownership | None = None,
-        generation: int = 1, asynchronous: bool = False, on_stage: Callable[[str], None] = lambda stage: None,
+        generation: int = 1, asynchronous: bool = False, buddy: int = 0,
+        on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:  # fmt: skip
         if parse_folder_name(folder_name(model_type, 0)) is None or "/" in model_type:
             raise ConfigError(f"model type {model_type!r} cannot be part of a folder's name")
         self.model_type, self.owner, self.generation = model_type, owner, generation
-        self.asynchronous, self.on_stage = asynchronous, on_stage
+        self.asynchronous, self.buddy, self.on_stage = asynchronous, buddy, on_stage
         self.tokenizer: dict[str, bytes] = {}
         """The tokenizer's files by name. Those that rank 0 has are stored in every durable checkpoint."""
         self.best: int | None = None
@@ -217,7 +220,7 @@ class CheckpointManager:
         """Write and commit into one folder, then apply the policy's retention; collective."""
         if not target.node_local:
             saved = self._write(target, request)
-            self._retain(target, saved)
+            self._retain(target.policy, target.folder, os.path.basename(saved.path))
             return saved
         parents = [durable.policy.parent for durable in self._targets if not durable.node_local]
         meta = {**request.meta, NODE_LOCAL: facts_of_part(parents, request.meta.get("mesh"))}
@@ -228,8 +231,14 @@ class CheckpointManager:
 
         # Every rank commits its part before any rank deletes an older one, so all ranks always have a step in common.
         saved = gather("cannot save", save_part)[rank()]
+        committed = [(target.folder, os.path.basename(saved.path))]
+        try:
+            committed += [copy_part(*committed[0], self.buddy)] if self.buddy else []
+        except CheckpointError as failure:
+            logger.warning("Step %d is saved without copies on other nodes: %s", saved.step, failure, extra=ALL_RANKS)
         with alone():
-            self._retain(target, saved)
+            for folder, name in committed:
+                self._retain(target.policy, folder, name)
         return saved
 
     def _write(self, target: Target, request: Request) -> Saved:
@@ -308,22 +317,21 @@ class CheckpointManager:
                     target.folder.delete(attempt)
             raise
 
-    def _retain(self, target: Target, saved: Saved) -> None:
-        """Delete, on rank 0, the run's checkpoints that the policy does not keep, after ``saved`` is committed.
+    def _retain(self, policy: Policy, folder: RunFolder, newest: str) -> None:
+        """Delete, on rank 0, the run's checkpoints that the policy does not keep, after ``newest`` is committed.
 
         Checkpoints of later generations stay: a job that took over wrote them. Damaged ones stay and do not count.
         A failure to delete costs disk space, but does not stop the run.
         """
-        folder, keep = target.folder, target.policy.keep
-        if rank() != 0 or keep <= 0:
+        if rank() != 0 or policy.keep <= 0:
             return
         try:
             self.on_stage("retain")
             ours = [old for old in folder.committed() if old.marker and old.generation <= self.generation]
             intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
-            scheduled = [old.name for old in intact if self.keeps_scheduled and target.policy.due(old.step)]
-            kept = {saved.path.rpartition("/")[2], *scheduled[:1]}
-            for old in reversed(intact[keep:]):
+            scheduled = [old.name for old in intact if self.keeps_scheduled and policy.due(old.step)]
+            kept = {newest, *scheduled[:1]}
+            for old in reversed(intact[policy.keep :]):
                 if old.step != self.best and old.name not in kept:
                     self._check_owner()  # a job that has taken over may resume from this old checkpoint
                     folder.delete(old.name)

@@ -20,6 +20,7 @@ from smp_train.errors import CheckpointError
 from smp_train.models.hub_state import gather_state
 from smp_train.run.resume import find_checkpoint
 from smp_train.run.start import Candidate, Start
+from smp_train.storage.folder import FolderStorage
 from tests.checkpoint_files import committed, flipped, names
 from tests.harness import RankFailed, run
 from tests.small_model import digests, group, prepare, same_on_all
@@ -43,12 +44,12 @@ def found(folder: str, mesh: Any = MESH) -> Any:
     return find_checkpoint(cast(Any, args), cast(Any, None), Start("run", True, candidates), mesh)[0]
 
 
-def write(folder: str, layout: str) -> dict[int, dict[str, str]]:
+def write(folder: str, layout: str, buddy: int = 0) -> dict[int, dict[str, str]]:
     """Save steps 2 and 3 near, and step 2 far; return the digests of each."""
     with group():
         near, far = folders(folder)
         policies = [Policy(near, 1, 2), Policy(far, 2, 2)]
-        manager = CheckpointManager(policies, run_name="run", model_type="m", asynchronous=True)
+        manager = CheckpointManager(policies, run_name="run", model_type="m", asynchronous=True, buddy=buddy)
         model, optimizer = prepare(layout, seed=1)
         optimizer.register_step_pre_hook(lambda *_: manager.staged())
         seen = {}
@@ -129,6 +130,75 @@ def test_an_intact_local_step_is_taken_where_all_durable_ones_are_damaged(tmp_pa
         run(read, 2, str(tmp_path), "fsdp")
     assert (tmp_path / "far" / "run" / "m-2steps" / "DAMAGED").exists()
     assert (tmp_path / "far" / "run" / "m-2steps" / "COMMITTED").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_node", [pytest.param(1, marks=pytest.mark.core), 2])
+def test_a_lost_node_gets_its_parts_from_the_next_one(tmp_path: Path, per_node: int) -> None:
+    """Nodes share a folder here: a node's disk is its ranks' folders."""
+    world, near = 2 * per_node, tmp_path / "near" / "run"
+    seen = same_on_all(run(write, world, str(tmp_path), "fsdp", per_node))
+    disks = [near / f"rank{rank:05d}" for rank in range(world)]
+    copies = [disks[rank - per_node] / f"copy-of-rank{rank:05d}" for rank in range(world)]
+    assert [names(folder) for folder in disks + copies] == [["m-2steps", "m-3steps"]] * 2 * world
+    shutil.copytree(near, tmp_path / "kept")
+
+    def lose_second_node() -> None:
+        shutil.rmtree(near)
+        shutil.copytree(tmp_path / "kept", near)
+        for disk in disks[per_node:]:
+            shutil.rmtree(disk)
+
+    lose_second_node()
+    finds(tmp_path, world, "fsdp", 3, "near", seen)
+    assert all(names(disk) == ["m-3steps"] for disk in disks[per_node:])
+    lose_second_node()
+    damage(copies[-1] / "m-3steps")
+    finds(tmp_path, world, "fsdp", 2, "near", seen)
+    lose_second_node()
+    shutil.rmtree(copies[-1])
+    finds(tmp_path, world, "fsdp", 2, "far", seen)
+    damage(disks[0] / "m-3steps")
+    finds(tmp_path, world, "fsdp", 2, "far", seen)  # the first node has no copy of its own parts
+
+
+def damage(checkpoint: Path) -> None:
+    (path,) = checkpoint.glob("*.distcp")
+    path.write_bytes(flipped(path.read_bytes()))
+
+
+def copying(folder: str) -> list[str]:
+    """Save four steps, and fail to write a copy of the second one and to read a part of the third one."""
+    with group():
+        near, far = folders(folder)
+        Path(far).mkdir(exist_ok=True)
+        begin, ranges = RunFolder.begin, FolderStorage.ranges
+
+        def fail_to_begin(self: RunFolder, *args: Any) -> str:
+            if "/copy-of-rank" in self.location and dist.get_rank() == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return begin(self, *args)
+
+        def fail_to_read(self: FolderStorage, spans: Any) -> Any:
+            if dist.get_rank() == 0:
+                raise OSError(errno.EIO, "Input/output error")
+            return ranges(self, spans)
+
+        manager = CheckpointManager([Policy(near, 1, 2), Policy(far, 9, 1)], run_name="run", model_type="m", buddy=1)
+        for step, failing_begin, failing_ranges in (
+            (1, begin, ranges), (2, fail_to_begin, ranges), (3, begin, fail_to_read), (4, begin, ranges),
+        ):  # fmt: skip
+            RunFolder.begin, FolderStorage.ranges = failing_begin, failing_ranges  # type: ignore[method-assign]
+            manager.save(step, {"model": {f"w{dist.get_rank()}": torch.ones(3)}}, {"mesh": MESH})
+        assert len(manager.finish()) == 4
+        return names(Path(folder) / "near" / "run" / "rank00001" / "copy-of-rank00000")
+
+
+@pytest.mark.slow
+def test_a_save_counts_without_its_copy(tmp_path: Path) -> None:
+    assert same_on_all(run(copying, 2, str(tmp_path))) == ["m-1steps", "m-4steps"]
+    for rank in (0, 1):
+        assert committed(tmp_path / "near" / "run" / f"rank{rank:05d}") == ["m-4steps", "m-3steps"]
 
 
 def committing(folder: str) -> tuple[int, int]:

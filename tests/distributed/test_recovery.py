@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,37 @@ def test_a_save_to_the_nodes_own_memory_is_gone_back_to(tmp_path: Path) -> None:
     assert [each["step"] for each in recoveries(tmp_path)] == [7]
     expected = {record["step"]: record["loss"] for record in steps(tmp_path / "straight")}
     assert all(record["loss"] == expected[record["step"]] for record in steps(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharded", "async_sharded"])
+def test_a_lost_nodes_state_comes_from_copies_on_another_node(tmp_path: Path, kind: str) -> None:
+    """Without a replica, all go back to a step after the last durable checkpoint.
+
+    The run has resumed from a node-local step whose parts are deleted before the nodes are lost.
+    """
+    options = HYBRID | {"sharding_strategy": "full_shard", "hybrid_shard_degree": None, "checkpoint_type": kind}
+    run(train, 4, flags(tmp_path / "straight", **options, max_steps=10))
+    words = [
+        *flags(tmp_path, **options | {"checkpoint_dir": None, "max_steps": None}),
+        *("--checkpoint_dir", str(tmp_path / "checkpoints"), f"local:{tmp_path / 'near'}"),
+        *("--checkpoint_freq", "6", "1", "--num_kept_checkpoints", "2", "2"),
+    ]
+    run(train, 4, [*words, "--max_steps=3"])
+    words += [f"--resume_from_checkpoint={tmp_path / 'checkpoints'}", "--recovery=in_place", "--max_steps=10"]
+
+    def lose(rank: int) -> None:
+        shutil.rmtree(tmp_path / "near" / "run" / f"rank{rank:05d}")
+
+    deaths: list[Death] = [(2, 9, "forward"), (3, 9, "forward")]
+    with Recovering(tmp_path / "log", 4, *words, deaths=deaths, lose=lose, per_node=2) as ranks:
+        assert ranks.until_the_end() == End(None), ranks.err
+    assert ["near" in each["checkpoint"] for each in records(tmp_path) if each.get("event") == "resume"] == [True]
+    (event,) = recoveries(tmp_path)
+    assert event["step"] == 8 or (event["step"] == 7 and kind == "async_sharded")
+    expected = {record["step"]: [record[name] for name in EXACT] for record in steps(tmp_path / "straight")}
+    assert all([record[name] for name in EXACT] == expected[record["step"]] for record in steps(tmp_path))
+    same(last_checkpoint(tmp_path), last_checkpoint(tmp_path / "straight"))
 
 
 @pytest.mark.slow
