@@ -7,6 +7,7 @@ thread leaves its step and joins it.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pickle
@@ -58,7 +59,14 @@ class Member:
         self._read(self.first)
         self.run = self._store.compare_set(self._key("run"), "", uuid.uuid4().hex).decode()
         """An id of this run of the supervisors."""
-        threading.Thread(target=self._follow, args=(followed,), name="smp-train-member", daemon=True).start()
+        self._follower = threading.Thread(target=self._follow, args=(followed,), name="smp-train-member", daemon=True)
+        self._follower.start()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """End the thread: the process would abort if the thread's wait ended while Python shuts down."""
+        self._store_connections(shut_all_but=())
+        self._follower.join(1.0)
 
     @property
     def _port(self) -> int:

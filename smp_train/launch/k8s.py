@@ -12,11 +12,11 @@ from smp_train.launch import planned, timing
 from smp_train.launch.command import call, say
 from smp_train.launch.flags import inline_files
 from smp_train.launch.images import check_image
-from smp_train.launch.manifests import GRACE_SECONDS, manifest, on_hyperpod, resource
+from smp_train.launch.manifests import GRACE_SECONDS, RESOURCES, manifest, on_hyperpod
 from smp_train.launch.options import LaunchParser, split
-from smp_train.launch.spec import VARIABLE, Spec, build, describe
+from smp_train.launch.spec import VARIABLE, Spec, build, describe, refuse_recovery
 
-OPERATORS = ("kubeflow", "hyperpod")
+OPERATORS = ("kubeflow", "hyperpod")  # --recovery in_place needs neither
 CONNECT = "`aws eks update-kubeconfig --name CLUSTER` connects kubectl"
 ADVICE = (
     ("no matches for kind", "the operator of this kind is not installed in the cluster"),
@@ -75,6 +75,10 @@ def prepare(arguments: Sequence[str]) -> tuple[Spec, argparse.Namespace]:
         raise ConfigError(f"--operator {operator}: is not kubeflow or hyperpod{nearest(operator, OPERATORS)}")
     if options.hang_after and operator != "hyperpod":
         raise ConfigError("--hang_after: only HyperPod's operator watches the log; add --operator hyperpod")
+    if operator == "hyperpod":
+        refuse_recovery(spec.resolved, "hyperpodrun")
+    if spec.resolved.args.recovery != "off":
+        options.operator = "job"
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", namespace):
         raise ConfigError(f"--namespace {namespace}: small letters, digits and dashes only, at most 63")
     options.job_name = _job_name(options.job_name, spec)
@@ -149,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
 
     spec, options = prepare(arguments)
     text = str(yaml.safe_dump(manifest(spec, options), sort_keys=False, width=200))
-    job, in_namespace = f"{resource(options)}/{options.job_name}", f"-n {options.namespace}"
+    job, in_namespace = f"{RESOURCES[options.operator]}/{options.job_name}", f"-n {options.namespace}"
     lines = [*warnings(options), *timing.save_warnings(spec.resolved, spec.machines, None, GRACE_SECONDS)]
     if options.dry_run:
         describe(spec, lines)
@@ -168,11 +172,15 @@ def main(arguments: Sequence[str]) -> int:
         say(f"the cluster would take {job}")
         return 0
     kubectl("create", "-f", "-", text=text)
-    pod = f"{options.job_name}-{'worker' if options.operator == 'kubeflow' else 'pods'}-0"
-    print(f"submitted {job}")
+    pod = first = f"{options.job_name}-{'worker' if options.operator == 'kubeflow' else 'pods'}-0"
+    if options.operator == "job":
+        labels = f"job-name={options.job_name}", "job-completion-index=0"
+        pod, first = job, "-l " + ",".join(f"batch.kubernetes.io/{label}" for label in labels)
+        job += f" service/{options.job_name}"
+    print(f"submitted {RESOURCES[options.operator]}/{options.job_name}")
     print(f"pods:   kubectl get pods {in_namespace} | grep ^{options.job_name}-")
     print(f"log:    {spec.run_dir}/metrics.jsonl on the volume")
-    print(f"follow: kubectl logs {in_namespace} -f {pod}")
+    print(f"follow: kubectl logs {in_namespace} -f {first}")
     print(f"stop:   kubectl exec {in_namespace} {pod} -- touch {spec.run_dir}/STOP    (saves first)")
     print(f"cancel: kubectl delete {in_namespace} {job}")
     return 0

@@ -1,6 +1,6 @@
-"""Kubernetes manifests of one run: Kubeflow's `PyTorchJob`, and `HyperPodPyTorchJob` of HyperPod's operator.
+"""Kubernetes manifests of one run: `PyTorchJob` of Kubeflow, `HyperPodPyTorchJob`, or `Job` for recovery in place.
 
-Both start one agent per pod (torchrun, hyperpodrun) on the same command line. The objects are in manifests.yaml;
+Each starts one agent per pod (torchrun, hyperpodrun, ours) on the same command line. The objects are in manifests.yaml;
 ``options`` are the checked options of `k8s.prepare`.
 """
 
@@ -13,6 +13,7 @@ from string import Template
 from typing import Any
 
 from smp_train.distributed.job import KUBERNETES_JOB
+from smp_train.launch.coordinator import POD_IP
 from smp_train.launch.nsys import recording
 from smp_train.launch.spec import Spec
 from smp_train.launch.srun_step import SMP_CLUSTER_LOGS
@@ -21,6 +22,10 @@ GRACE_SECONDS = 600
 """How long a pod may take to save after SIGTERM."""
 SHUTDOWN_SECONDS = GRACE_SECONDS - 30
 """How long the pod's agent waits for its processes after SIGTERM."""
+RESOURCES = {"kubeflow": "pytorchjob", "hyperpod": "hyperpodpytorchjob", "job": "job"}
+"""Kind of the object, in kubectl's form, by operator; a `Job` needs none."""
+LOST_NODE_SECONDS = 30
+"""How long a `Job` waits before it replaces the pod of a node that does not answer; Kubernetes itself waits 300 s."""
 
 
 def on_hyperpod(options: argparse.Namespace) -> bool:
@@ -28,16 +33,12 @@ def on_hyperpod(options: argparse.Namespace) -> bool:
     return bool(options.instance_type and options.instance_type.startswith("ml."))
 
 
-def resource(options: argparse.Namespace) -> str:
-    """Return the kind of the object, in kubectl's form."""
-    return "pytorchjob" if options.operator == "kubeflow" else "hyperpodpytorchjob"
-
-
 def manifest(spec: Spec, options: argparse.Namespace) -> dict[str, Any]:
     """Return the object for the API server."""
     import yaml
 
     machines, hyperpod, restarts = spec.machines, options.operator == "hyperpod", options.max_restarts
+    is_job = options.operator == "job"
     labels = {"kueue.x-k8s.io/queue-name": options.queue, "kueue.x-k8s.io/priority-class": options.priority}
     efa = machines.instance.efa if machines.instance else 0
     gpus = machines.processes if machines.instance else 0
@@ -51,12 +52,18 @@ def manifest(spec: Spec, options: argparse.Namespace) -> dict[str, Any]:
         "ENV": _environment(spec, options),
         "MOUNTS": [{"name": name, "mountPath": path} for name, _, path in volumes],
         "PORTS": [{"containerPort": 8080}] if hyperpod else [],  # hyperpodrun listens there for the operator
-        "RESOURCES": {"nvidia.com/gpu": gpus, "vpc.amazonaws.com/efa": efa},
+        "RESOURCES": {"nvidia.com/gpu": gpus or None, "vpc.amazonaws.com/efa": efa or None},
         "VOLUMES": [{"name": name, **volume} for name, volume, _ in volumes],
         "GRACE_SECONDS": GRACE_SECONDS,
         "INSTANCE_TYPE": options.instance_type,
         "HEALTH": "Schedulable" if on_hyperpod(options) else None,
         "SERVICE_ACCOUNT": options.service_account,
+        "SUBDOMAIN": options.job_name if is_job else None,
+        "RESTART_POLICY": "Never" if is_job else None,
+        "TOLERATIONS": [
+            {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute",
+             "tolerationSeconds": LOST_NODE_SECONDS} for state in ("not-ready", "unreachable")
+        ] if is_job else [],
         "NAME": options.job_name,
         "NAMESPACE": options.namespace,
         "LABELS": labels,
@@ -83,7 +90,7 @@ def _without_empty(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     members = {name: _without_empty(member) for name, member in value.items()}
-    return {name: member for name, member in members.items() if member not in (None, 0, {}, [])}
+    return {name: member for name, member in members.items() if member not in (None, {}, [])}
 
 
 def command(spec: Spec, options: argparse.Namespace) -> list[str]:
@@ -96,6 +103,9 @@ def command(spec: Spec, options: argparse.Namespace) -> list[str]:
             f"--shutdown-timeout={SHUTDOWN_SECONDS}",
         ]  # fmt: skip
     run = [*agent, "--module", "smp_train.launch.entry", *spec.train_flags]
+    if options.operator == "job":
+        ours = ["python", "-m", "smp_train.launch.node_agent", f"--nproc={spec.machines.processes}"]
+        run = [*ours, "--", *spec.train_flags]
     if options.profile == "nsys":
         folder = f"{spec.run_dir}/profile"
         make = ["/bin/bash", "-c", 'mkdir -p "$0" && exec "$@"', folder]
@@ -112,13 +122,19 @@ def _environment(spec: Spec, options: argparse.Namespace) -> list[dict[str, Any]
     # A restarted pod has another host name; training recognizes the job by this variable.
     job = {"PYTHONUNBUFFERED": "1", KUBERNETES_JOB: f"{options.namespace}/{options.job_name}"}
     values = {**spec.environment, **job}
-    if options.operator != "hyperpod":
+    fields: dict[str, str] = {}
+    if options.operator == "job":
+        values |= {"NNODES": str(spec.machines.nodes), "MASTER_ADDR": f"{options.job_name}-0.{options.job_name}"}
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        fields = {"NODE_RANK": index, POD_IP: "status.podIP"}
+    elif options.operator == "kubeflow":
         # A variable, as torchrun before torch 2.13 refuses the flag of this name.
         values.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    secrets = [(name, {"secretKeyRef": {"name": secret, "key": key}}) for name, secret, key in options.secrets]
+    sources = [(name, {"secretKeyRef": {"name": secret, "key": key}}) for name, secret, key in options.secrets]
+    sources += [(name, {"fieldRef": {"fieldPath": path}}) for name, path in fields.items()]
     return [
         *({"name": name, "value": _literal(values[name])} for name in sorted(values)),
-        *({"name": name, "valueFrom": source} for name, source in secrets),
+        *({"name": name, "valueFrom": source} for name, source in sources),
     ]
 
 

@@ -76,8 +76,6 @@ def build(
     # Absolute: batch script, task and training may each start in another folder.
     flags = [*training, *PROFILE_FLAGS[options.profile]]
     completed, resolved = launch_flags.complete(flags, base=base or os.getcwd())
-    if kubernetes:
-        refuse_recovery(resolved, "torchrun or hyperpodrun")
     if getattr(options, "spare_nodes", None) and resolved.args.recovery == "off":
         raise ConfigError(f"--spare_nodes {options.spare_nodes}: needs --recovery in_place, which replaces lost nodes")
     backend = check_run(resolved, image, machines)
@@ -114,7 +112,7 @@ def refuse_recovery(resolved: Resolved, launcher: str) -> None:
     if resolved.args.recovery != "off":
         raise ConfigError(
             f"--recovery {resolved.args.recovery}: the processes are started by {launcher}, which replaces none that "
-            "dies; use --recovery off, launch slurm or launch local"
+            "dies; use --recovery off, or launch slurm, k8s (without --operator) or local"
         )
 
 

@@ -30,7 +30,9 @@ command = [sys.executable, *sys.argv[7:]]
 sys.exit(supervise(command, node, log_dir=Path("logs"), grace_seconds=0.2, recovery=Recovery(node))[0])
 """
 WORKER = """
-import os, sys, time
+import os, signal, sys, time
+if "SMP_TRAIN_JOB" in os.environ:
+    signal.signal(signal.SIGTERM, lambda *_: None)
 me = os.environ["RANK"] + "-" + os.environ["SMP_TRAIN_GENERATION"]
 open("new-" + me, "w").write(f"{os.getpid()} {os.environ['GROUP_RANK']} {os.environ['LOCAL_RANK']}")
 os.rename("new-" + me, "began-" + me)
@@ -260,6 +262,18 @@ def test_a_lost_node_is_awaited_for_a_limited_time(tmp_path: Path) -> None:
         assert run.codes() == [75, -signal.SIGKILL]
         assert "generation 2: node 1 (" in run.main.err
         assert "no process is replaced: no spare node is left" in run.main.err
+
+
+def test_pods_are_to_be_started_again_after_a_request_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """One pod is asked to stop; all ranks save and end with 0. A pod that ended with 0 would not be started again."""
+    monkeypatch.setenv("SMP_TRAIN_JOB", "namespace/name")
+    with Run(tmp_path, 1, nodes=2) as run:
+        run.train()
+        run.agents[1].signal(signal.SIGTERM)
+        run.finish()
+        assert run.codes() == [143, 143]
 
 
 def test_the_loss_of_the_coordinator_ends_the_run(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def validate(manifest: dict[str, Any]) -> None:
             ["--operator", "hyperpod", "--hang_after", "1800", "--host_paths", "/opt/dlami/nvme:/local",
              "--priority=high", "--profile", "nsys"],
         ),
+        ("job", ["--recovery", "in_place", "--hybrid_shard_degree=8", "--queue=team", "--secrets=HF_TOKEN=hub:token"]),
     ],
 )  # fmt: skip
 def test_manifest(name: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +154,17 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     monkeypatch.setattr(planned, "check", lambda *run: [])  # which takes ten seconds, and has tests of its own
     return tmp_path / "calls"
+
+
+def test_a_job_for_recovery_in_place_is_submitted(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", *JOB, "--recovery=in_place", "--hybrid_shard_degree=8"]) == 0
+    out = capsys.readouterr().out
+    pod_0 = "-l batch.kubernetes.io/job-name=llama-v2-7b,batch.kubernetes.io/job-completion-index=0"
+    for words in (
+        "submitted job/llama-v2-7b\n", f"logs -n kubeflow -f {pod_0}\n", "exec -n kubeflow job/llama-v2-7b -- touch",
+        "delete -n kubeflow job/llama-v2-7b service/llama-v2-7b\n",
+    ):  # fmt: skip
+        assert words in out
 
 
 def test_submitted_after_the_cluster_was_asked(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:

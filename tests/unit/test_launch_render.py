@@ -130,7 +130,10 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         (["slurm", "--nproc", "2", "--partion", "x"], "unknown flag --partion; did you mean --partition?"),
         (["slurm", "--nproc", "2"], "no training data"),
         ([*SAGEMAKER_RUN, "--recovery=in_place"], "--recovery in_place: the processes are started by SageMaker"),
-        ([*K8S_RUN, "--recovery=in_place"], "--recovery in_place: the processes are started by torchrun"),
+        (
+            [*K8S_RUN, "--recovery=in_place", "--operator=hyperpod"],
+            "--recovery in_place: the processes are started by hyperpodrun",
+        ),
         ([*SLURM, "--spare_nodes=1"], "--spare_nodes 1: needs --recovery in_place"),
         (["slurm", "--nodes"], "argument --nodes: expected one argument"),
         ([*SLURM, "--probe=maybe"], "--probe: maybe: expects 0 or 1"),
