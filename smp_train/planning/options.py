@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.validation import check_flags
-from smp_train.arguments.verb_parser import parser_with_train_flags
+from smp_train.arguments.verb_parser import at_least, parser_with_train_flags, positive
 from smp_train.distributed.host import check_native_releases
 from smp_train.errors import ConfigError
 from smp_train.launch import instances
@@ -34,25 +33,22 @@ def options() -> argparse.ArgumentParser:
     """Return the parser of this verb's own flags."""
     parser = parser_with_train_flags("plan", ABOUT, "--model_type, --hybrid_shard_degree")
     add = parser.add_argument
-    add("--devices", type=int, help="GPUs of the whole run, or with --distributed_backend gloo processes")
-    add("--memory_gib", type=float, help="memory of each, in GiB; without it the plan says what is needed")
+    add("--devices", type=at_least(1), help="GPUs of the whole run, or with --distributed_backend gloo processes")
+    add("--memory_gib", type=positive, help="memory of each, in GiB; without it the plan says what is needed")
     add("--instance_type", help="EC2 instance type, such as p5.48xlarge, in place of these two")
-    add("--nodes", type=int, default=1, help="instances (default: 1)")
+    add("--nodes", type=at_least(1), default=1, help="instances (default: 1)")
     add("--search", action="store_true", help="find the best degrees, checkpointing, offloading and micro-batch; flags "
         "that are given stay as they are, and so does the global batch")
     add("--json", action="store_true", help="print one JSON object: bytes, seconds of a step, hours of a budget")
     add("--tokens", type=number, help="train on so many, such as 15e12 or 1T: hours, and with a price the cost")
-    add("--price_per_hour", type=float, help="of one instance, in any currency")
-    add("--device_hours_per_failure", type=float, default=HOURS_PER_FAILURE,
+    add("--price_per_hour", type=positive, help="of one instance, in any currency")
+    add("--device_hours_per_failure", type=positive, default=HOURS_PER_FAILURE,
         help=f"of one device (default: {HOURS_PER_FAILURE:,.0f}, Llama 3's)")  # fmt: skip
-    add("--interruptions_per_hour", type=float, default=0.0, help="of one spot instance (default: 0)")
-    add("--restart_minutes", type=float, default=RESTART_MINUTES,
+    add("--interruptions_per_hour", type=not_negative, default=0.0, help="of one spot instance (default: 0)")
+    add("--restart_minutes", type=not_negative, default=RESTART_MINUTES,
         help=f"from a failure to the next step (default: {RESTART_MINUTES:.0f}, an assumption)")  # fmt: skip
-    add(
-        "--write_gb_per_s",
-        type=float,
-        help="what a node writes of a checkpoint, 10^9 bytes/s; without it saves are free",
-    )
+    add("--write_gb_per_s", type=positive,
+        help="what a node writes of a checkpoint, 10^9 bytes/s; without it saves are free")  # fmt: skip
     return parser
 
 
@@ -67,36 +63,30 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, Resolved]:
         )
     check_native_releases()
     machine(own_flags)
-    check_cost(own_flags)
+    if own_flags.tokens is None and own_flags.price_per_hour is not None:
+        raise ConfigError("plan: --price_per_hour is for a budget; give --tokens")
+    if own_flags.tokens is not None and own_flags.instance_type is None:
+        raise ConfigError("plan: --tokens needs --instance_type: the speed of other devices is not known")
     checked(resolved.args)
     settled_flags(resolved.args)  # refuses an unknown preset
     return own_flags, resolved
 
 
 def number(text: str) -> float:
-    """Read a number such as 15e12, 300B or 1T; ValueError otherwise."""
+    """Read a number above 0 such as 15e12, 300B or 1T."""
     unit = UNITS.get(text[-1:].upper())
-    return float(text[:-1]) * unit if unit else float(text)
+    return positive(text[:-1]) * unit if unit else positive(text)
+
+
+def not_negative(text: str) -> float:
+    """Read a finite number from 0 up."""
+    return positive(text) if float(text) else 0.0
 
 
 def short_number(tokens: float) -> str:
     """Return a number as `number` reads it: 1.5T; numbers below 1,000 have no unit."""
     unit = max((name for name, size in UNITS.items() if size <= tokens), key=UNITS.__getitem__, default="")
     return f"{tokens / UNITS.get(unit, 1):.4g}{unit}"
-
-
-def check_cost(own_flags: argparse.Namespace) -> None:
-    """Raise `ConfigError` for impossible flags of the cost."""
-    positive = ("tokens", "price_per_hour", "device_hours_per_failure", "write_gb_per_s")
-    values = vars(own_flags)
-    wrong = [name for name in positive if values[name] is not None and not 0 < values[name] < math.inf]
-    wrong += [name for name in ("interruptions_per_hour", "restart_minutes") if not 0 <= values[name] < math.inf]
-    if wrong:
-        raise ConfigError(f"plan: --{wrong[0]} {values[wrong[0]]:g}: give a positive number")
-    if own_flags.tokens is None and own_flags.price_per_hour is not None:
-        raise ConfigError("plan: --price_per_hour is for a budget; give --tokens")
-    if own_flags.tokens is not None and own_flags.instance_type is None:
-        raise ConfigError("plan: --tokens needs --instance_type: the speed of other devices is not known")
 
 
 class Devices(NamedTuple):
@@ -118,12 +108,12 @@ def machine(own_flags: argparse.Namespace) -> Devices:
         )
     if own_flags.instance_type is None:
         count, gib = own_flags.devices, own_flags.memory_gib
-        if count < 1 or own_flags.nodes != 1 or (gib is not None and not 0 < gib < math.inf):
-            raise ConfigError("plan: --devices and --memory_gib are positive, and --nodes goes with --instance_type")
+        if own_flags.nodes != 1:
+            raise ConfigError("plan: --nodes goes with --instance_type")
         return Devices(count, min(count, 8), None if gib is None else int(gib * GIB), None)
     instance = instances.find(own_flags.instance_type)
-    if own_flags.nodes < 1 or own_flags.memory_gib is not None:
-        raise ConfigError("plan: --nodes must be at least 1, and --memory_gib goes with --devices")
+    if own_flags.memory_gib is not None:
+        raise ConfigError("plan: --memory_gib goes with --devices")
     host = instance.host_memory_gib * GIB // instance.gpus
     return Devices(own_flags.nodes * instance.gpus, instance.gpus, instance.gpu_bytes, host)
 

@@ -83,4 +83,4 @@ def test_help_and_mistakes_need_neither_torch_nor_numpy() -> None:
     assert (helped, helped_too, code, another, last) == ("0", "0", "2", "2", "2")
     assert "--modl; did you mean --model" in flag
     assert "--model_size 8b" in size
-    assert "--tokens -5:" in tokens
+    assert "--tokens: -5:" in tokens

@@ -137,22 +137,23 @@ def test_saves() -> None:
     assert spent(write_gb_per_s=0.1)["save"]["blocked"] == pytest.approx(5000 - 3600)
 
 
-BUDGET: dict[str, Any] = {
-    "tokens": None, "price_per_hour": None, "device_hours_per_failure": 1.0, "write_gb_per_s": None,
-    "interruptions_per_hour": 0.0, "restart_minutes": 1.0, "instance_type": None,
-}  # fmt: skip
+P5 = "--instance_type=p5.48xlarge"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("words", "named"),
     [
-        ({"price_per_hour": 1.0}, "give --tokens"), ({"tokens": float("inf")}, "--tokens inf"),
-        ({"tokens": 1e9}, "--instance_type"), ({"restart_minutes": float("nan")}, "--restart_minutes"),
+        ([P5, "--price_per_hour=1"], "give --tokens"), ([P5, "--tokens=inf"], "--tokens: inf: must be above 0"),
+        (["--devices=8", "--tokens=1e9"], "--instance_type"), (["--devices=8", "--nodes=2"], "--nodes"),
+        (["--devices=0"], "--devices: 0: must be at least 1"), ([P5, "--memory_gib=80"], "--memory_gib"),
+        ([P5, "--restart_minutes=nan"], "--restart_minutes: nan"),
+        ([P5, "--interruptions_per_hour=-1"], "--interruptions_per_hour: -1"),
     ],
 )  # fmt: skip
-def test_impossible_budgets_are_refused(wrong: dict[str, float], named: str) -> None:
+def test_impossible_machines_and_budgets_are_refused(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        options.check_cost(SimpleNamespace(**BUDGET | wrong))  # type: ignore[arg-type]
+        options.read(["--model_type=llama_v2", "--model_size=7b", *words])
+    options.read(["--model_type=llama_v2", "--model_size=7b", P5, "--tokens=1T", "--interruptions_per_hour=0"])
 
 
 def test_numbers_of_tokens() -> None:
