@@ -24,7 +24,7 @@ LAUNCH = "smp-train launch"
 GENERATION = "SMP_TRAIN_GENERATION"
 """Variable of our launcher's processes with --recovery in_place: the generation that the process joins first."""
 JOB_VARIABLES = (
-    "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "PALS_APID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
+    "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
 )  # fmt: skip
 """Identify a job: equal for all its processes, different for other jobs on the same nodes."""
 
@@ -56,10 +56,6 @@ LAUNCHERS = {
     "mvapich2": Launcher(
         "MVAPICH2's mpirun", "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
         "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "pals": Launcher(
-        "PALS' mpiexec", "PALS_RANKID", "PALS_RANKID", "PMI_SIZE PALS_SIZE", "PALS_LOCAL_RANKID PMI_LOCAL_RANK",
-        "PALS_LOCAL_SIZE PMI_LOCAL_SIZE", "PALS_NODEID",
     ),
     "mpich": Launcher(
         "MPICH's mpiexec", "MPI_LOCALRANKID PMI_LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK",
@@ -196,8 +192,7 @@ def _numbers(environ: Mapping[str, str], launcher: str) -> tuple[int, int, int, 
     nodes = _number(environ, names.num_nodes, max(-(-world // max(local, 1)), 1))
     # By default, launchers fill one node after another; some can place consecutive ranks on the nodes in turn.
     node = rank // local if local > 0 and rank % local == local_rank else rank % nodes
-    # On one node, PALS_NODEID may be the node's number in a larger allocation.
-    return rank, world, local_rank, local, _number(environ, names.node_rank, node) if nodes > 1 else node, nodes
+    return rank, world, local_rank, local, _number(environ, names.node_rank, node), nodes
 
 
 def _first(environ: Mapping[str, str], names: str) -> str | None:
@@ -235,13 +230,6 @@ def _address(environ: Mapping[str, str], launcher: str, world: int, nodes: int) 
         return expand_hostlist(environ["SLURM_STEP_NODELIST"])[0]
     if environ.get("MASTER_ADDR") or nodes == 1:
         return environ.get("MASTER_ADDR") or LOOPBACK
-    nodefile = environ.get("PBS_NODEFILE")
-    try:
-        hosts = Path(nodefile).read_text(encoding="utf-8").split() if nodefile else []
-    except OSError as problem:
-        raise ConfigError(f"PBS_NODEFILE={nodefile}: {problem.strerror or problem}; set MASTER_ADDR") from None
-    if hosts:
-        return hosts[0]
     raise ConfigError(
         f"MASTER_ADDR is not set, and {LAUNCHERS[launcher].title} does not report on which of the {nodes} nodes rank 0 "
         "runs; export MASTER_ADDR=<first host> (mpiexec: pass it on with -x MASTER_ADDR, or -env)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +32,7 @@ OPENMPI = {
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 PALS = {
     "PALS_RANKID": "5", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "5", "PMI_SIZE": "8",
-    "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "MASTER_ADDR": "x1", "PALS_APID": "abc",
+    "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "MASTER_ADDR": "x1",
 }  # fmt: skip
 SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2", "MASTER_ADDR": "algo-1"}
 
@@ -59,7 +58,7 @@ PLACES: dict[str, tuple[dict[str, str], str, tuple]] = {
     "MVAPICH2": (MVAPICH2, "mvapich2", ON_ONE_NODE),
     # Its proxies are Slurm tasks themselves.
     "MPICH inside a Slurm step": ({**SRUN, **HYDRA}, "mpich", (1, 2, 1, 2, 0, 1, "127.0.0.1")),
-    "PALS": (PALS, "pals", (5, 8, 1, 4, 1, 2, "x1")),
+    "PALS, by MPICH's variables": (PALS, "mpich", (5, 8, 1, 4, 1, 2, "x1")),
     "srun --mpi=pmi2": ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7"}, "srun", SRUNS),
     "srun with a container's copies": ({**SRUN, **COPIES}, "srun", SRUNS),
     "srun of one task": (ONE_TASK, "srun", ALONE),
@@ -97,9 +96,6 @@ REFUSED: dict[str, tuple[dict[str, str], list[str]]] = {
     "Open MPI without rank": (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), ["not OMPI_COMM_WORLD_RANK", "Open MPI"]),
     "Open MPI on nodes without address": (without({**OPENMPI, **ON_NODES}, "MASTER_ADDR"), ["MASTER_ADDR", "2 nodes"]),
     "bare PMI": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["not MPI_LOCALRANKID or PMI_LOCAL_RANK"]),
-    "PALS with a list that is not there": (
-        without(PALS, "MASTER_ADDR", PBS_NODEFILE="/nowhere"), ["PBS_NODEFILE=/nowhere: No such file"],
-    ),
     "srun without nodelist": (without(SRUN, "SLURM_STEP_NODELIST"), ["MASTER_ADDR", "srun"]),
     "srun whose counts do not add up": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4(x2)"), ["4(x2)", "7 tasks"]),
     "SageMaker with hosts that are no list": (without(SAGEMAKER, SM_HOSTS="algo-1"), ["SM_HOSTS=algo-1", "JSON"]),
@@ -125,12 +121,6 @@ def test_all_processes_of_a_job_derive_one_port() -> None:
     assert detect(SRUN).master_port != detect(without(SRUN, SLURM_JOB_ID="13")).master_port
     assert detect(without(SRUN, MASTER_PORT="1234")).master_port == 1234
     assert detect(OPENMPI).master_port == 29500
-
-
-def test_pals_takes_the_first_host_of_pbs(tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts"
-    hosts.write_text("x3001\nx3002\n")
-    assert detect(without(PALS, "MASTER_ADDR", PBS_NODEFILE=str(hosts))).master_addr == "x3001"
 
 
 @pytest.mark.parametrize(
