@@ -66,9 +66,6 @@ class TensorBoard(Tracker):
     def start(self, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # The next `log` raises an error of TensorBoard's own thread; suppress that thread's traceback.
-        hook = threading.excepthook
-        threading.excepthook = lambda at: None if type(at.thread).__module__.startswith("tensorboard.") else hook(at)
         self._writer = SummaryWriter(self._folder, purge_step=self._step + 1)
         rows = "".join(f"| {name} | {value} |\n" for name, value in config.items())
         self._writer.add_text("configuration", f"| setting | value |\n|---|---|\n{rows}", self._step)

@@ -1,6 +1,5 @@
 """Trackers get a run's numbers, never hold it up, and fail with one warning."""
 
-import errno
 import json
 import logging
 import math
@@ -122,30 +121,6 @@ def test_a_package_that_is_missing_is_one_warning_that_names_the_remedy(tmp_path
     for line, (name, extra) in zip(said, remedies.items(), strict=True):
         assert line.startswith(name)
         assert f"pip install '.[{extra}]'" in line
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_up_is_one_warning_of_tensorboard(tmp_path, warnings, monkeypatch):
-    record_writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
-    full, tracebacks = OSError(errno.ENOSPC, "No space left on device"), []
-    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
-    write = record_writer.RecordWriter.write
-
-    def until_full(self, data):
-        if b"train/loss" in data:
-            raise full
-        write(self, data)
-
-    monkeypatch.setattr(record_writer.RecordWriter, "write", until_full)
-    writer = MetricsWriter(tmp_path)
-    writer.trackers = Trackers({"tb": ("tensorboard", trackers.TensorBoard(str(tmp_path / "tb"), 0))}, {})
-    for step in range(1, 20):
-        writer.step({"step": step, "loss": 1.0})
-    writer.event("finish", step=19)
-    writer.close()
-    (warning,) = warnings()
-    assert "No space left" in warning
-    assert tracebacks == []
 
 
 @pytest.mark.parametrize(
