@@ -11,7 +11,7 @@ import time
 import pytest
 
 from smp_train.errors import ConfigError
-from smp_train.telemetry import page, run_data
+from smp_train.telemetry import report, run_data
 from smp_train.telemetry.metrics import MetricsWriter
 from smp_train.telemetry.report import main
 from smp_train.telemetry.run_data import POINTS, RunData, duration, read_runs, smooth, thinned, three
@@ -66,7 +66,7 @@ def test_the_page_holds_what_counts_of_a_killed_run_and_no_secret(tmp_path):
     run = write_run(tmp_path, "</script><b>mine", remark="<script>alert(1)</script>")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "lo')  # killed while it wrote
-    path = page.write_page(read_runs([str(tmp_path)]), tmp_path / "report.html")
+    path = report.write_page(read_runs([str(tmp_path)]), tmp_path / "report.html")
     assert b"planted" not in path.read_bytes()
     assert not re.search(r"(src|href)=[\"'](?!data:)|url\(|@import|fetch\(", path.read_text()), "nothing from elsewhere"
     (found,) = of_page(path)["runs"]
@@ -87,7 +87,7 @@ def test_the_page_holds_what_counts_of_a_killed_run_and_no_secret(tmp_path):
     assert found["given"] == ["lr"]
     assert (found["headline"]["state"], found["headline"]["step"]) == ("running", "60 of 60")
     run.mark_done(60)
-    assert of_page(page.write_page(read_runs([str(tmp_path)]), path))["runs"][0]["headline"]["state"] == "finished"
+    assert of_page(report.write_page(read_runs([str(tmp_path)]), path))["runs"][0]["headline"]["state"] == "finished"
 
 
 def test_several_runs_lie_over_each_other(tmp_path, capsys):
@@ -123,7 +123,7 @@ def test_a_live_page_follows_the_run_to_its_end(tmp_path, monkeypatch, capsys):
         if len(seen) == 3:
             run.mark_stopped(63)
 
-    monkeypatch.setattr(page.time, "sleep", meanwhile)
+    monkeypatch.setattr(report.time, "sleep", meanwhile)
     assert main([str(tmp_path), "--live", "2"]) == 0
     assert seen == [(2, 60), (2, 61), (2, 62)]
     assert of_page(out)["live"] == 0
@@ -138,10 +138,10 @@ def test_a_live_page_ends_some_time_after_a_process_that_was_killed(tmp_path, mo
     facts = json.loads(run.run_json.read_text())
     run.run_json.write_text(json.dumps({**facts, "pid": gone.pid}))
     now = [0.0]
-    monkeypatch.setattr(page.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(page.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    page.follow([str(tmp_path)], tmp_path / "report.html", 7.0)
-    assert page.GRACE_SECONDS <= now[0] < page.GRACE_SECONDS + 7
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(report.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    report.follow([str(tmp_path)], tmp_path / "report.html", 7.0)
+    assert report.GRACE_SECONDS <= now[0] < report.GRACE_SECONDS + 7
     found = of_page(tmp_path / "report.html")
     assert (found["live"], found["runs"][0]["attempts"][-1]["how"]) == (0, "killed or failed")
 
@@ -258,7 +258,7 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path, width, theme, count
         profile = {"event": "profile", "step": 55, "time": time.time(), "verdict": "Bound.", "operators": ["9 %  mm"]}
         slow = {"step": 61, "time": time.time(), "loss": 5.0, "slowest_share": 0.05, "slowest_rank": 3, "toString": 1.0}
         file.write("".join(json.dumps(each) + "\n" for each in (other, death, profile, slow)))
-    path = page.write_page(read_runs(folders), tmp_path / "report.html")
+    path = report.write_page(read_runs(folders), tmp_path / "report.html")
     path.write_text(path.read_text().replace("</body>", f"<script>{USE}</script></body>"))
     command = [
         CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
