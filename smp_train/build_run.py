@@ -21,7 +21,7 @@ from smp_train.checkpoints.node_local import check_saver, is_node_local
 from smp_train.checkpoints.save import CheckpointManager, Policy
 from smp_train.data.loader import Loader
 from smp_train.data.open_data import open_data
-from smp_train.distributed import Runtime, heartbeat
+from smp_train.distributed import Runtime, generation, heartbeat
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.distributed.watch import watch
 from smp_train.errors import ConfigError
@@ -34,7 +34,8 @@ from smp_train.models.resolve import names_model, resolve, row_length
 from smp_train.models.state_memory import check_state, in_short
 from smp_train.parallel import compile
 from smp_train.progress import Progress
-from smp_train.run import auto, resume
+from smp_train.run import auto, resizing, resume
+from smp_train.run.resizing import Kept
 from smp_train.run.spikes import Spikes
 from smp_train.run.start import Start, choose_start
 from smp_train.run.start_log import how_to_resume, output_line, shared_folder_warning, start_line
@@ -51,20 +52,27 @@ from smp_train.telemetry.step_times import StepTimes
 
 log = get_logger()
 
-def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:
+def build_run(
+    resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack, kept: Kept | None = None
+) -> Run:
     """Open the run folder and the data, build the model, and return the run; collective.
 
-    On a failure ``opened`` closes what was opened.
+    ``kept`` is this rank's state if the run is built again. On a failure ``opened`` closes what was opened.
     """
     check_inputs(resolved.inputs)
-    resolved, start = choose_start(resolved, ranks)
-    resolved = resume.with_saved_row_length(resolved, start)
-    args = resolved.args
-    if ranks.is_main:
-        opened.push(start.delete_new_folders)
-    folder, metrics = open_run_folder(args, ranks)
+    resolved, settled = resizing.settled(kept, resolved, ranks)
+    if settled is None:
+        resolved, start = choose_start(resolved, ranks)
+        resolved = resume.with_saved_row_length(resolved, start)
+        if ranks.is_main:
+            opened.push(start.delete_new_folders)
+    else:
+        start = settled.start
+    folder, metrics = open_run_folder(resolved.args, ranks)
     opened.callback(metrics.close)
-    resolved, choice = auto.choose(resolved, ranks, device, folder)
+    choice = None
+    if settled is None:
+        resolved, choice = auto.choose(resolved, ranks, device, folder)
     args = resolved.args
     stop = StopRequest(folder.stop)
     opened.callback(stop.close)
@@ -99,14 +107,17 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
             dp_size=topology.dp_size, pin_memory=device.type == "cuda", inputs=resolved.inputs,
             tokenizer=tokenizer_for_text,
         )  # fmt: skip
-    resumed, start = resume.find_checkpoint(args, spec, start, topology.mesh)
+    if settled is None:
+        resumed, start = resume.find_checkpoint(args, spec, start, topology.mesh)
+    else:
+        resumed = settled.resumed
     with distributed.together("reading the tokenizer"):
         if ranks.is_main:
             reads_text = tokenizer_for_text.cache_info().currsize > 0
             checkpoints.tokenizer = resume.tokenizer_of_run(args, spec, resumed, reads_text=reads_text)
             use_tokenizer(args, spec, checkpoints.tokenizer, new=resumed is None or names_model(args))
     with distributed.together("looking at the checkpoint folders"):
-        if ranks.is_main:
+        if ranks.is_main and settled is None:
             log.info(start_line(args, start, resumed))
             if warning := shared_folder_warning(args, start):
                 log.warning("%s", warning)
@@ -123,7 +134,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         while_building(args, backend.degrees, ranks, device, folder.logs, smp=smp),
         Progress("Building the model", shown=shown),
     ):
-        model = backend.build(meta, seed=args.seed, initial=resumed is None)
+        model = backend.build(meta, seed=args.seed, initial=resumed is None and settled is None)
     memory.row("model built")
     if any(map(is_node_local, args.checkpoint_dir)):
         check_saver(backend.saver)
@@ -132,7 +143,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     if spec.lora is not None:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         log.info("Adapters: %d parameters, %.2f%% of the model's, are trained", trained, 100 * trained / parameters)
-    log.info(where_weights_are_from(args, backend, spec, resumed))
+    if settled is None:
+        log.info(where_weights_are_from(args, backend, spec, resumed))
     optimizer = train_utils.build_optimizer(args, backend, model)
     # A background save copies the state during the next forward and backward pass; the update waits for the copy.
     optimizer.register_step_pre_hook(lambda *_: checkpoints.staged())
@@ -144,7 +156,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         resumed=resumed, inputs=resolved.inputs,
         spikes=Spikes(args.on_spike, args.spike_threshold, args.spike_window),
         times=StepTimes(ranks, device) if args.telemetry == "full" else None, choice=choice,
-        id=distributed.from_main(run_id(start, resumed)),
+        id=settled.id if settled is not None else distributed.from_main(run_id(start, resumed)),
+        generation=generation.joined(),
     )  # fmt: skip
     distributed.on_main("writing run.json", lambda: write_run(run, parameters))
     memory.row("model and optimizer built")

@@ -16,7 +16,8 @@ from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import DataError
 from smp_train.inference import generation
 from smp_train.progress import MOVED, Progress
-from smp_train.run import recovery
+from smp_train.run import recovery, resizing
+from smp_train.run.resizing import Kept
 from smp_train.run.resume import changed_settings, set_position
 from smp_train.run.saving import best_checkpoint, complete_model, load, load_best, save, save_final_model, save_last
 from smp_train.run.start_log import how_to_resume, output_line
@@ -51,61 +52,78 @@ def group_settings(args: Arguments) -> dict[str, Any]:
 
 def train(resolved: Resolved, ranks: Runtime) -> Run:
     """Train, or evaluate with --evaluate_only, and return the closed run. Raises `SmpTrainError`, as `main`."""
-    run = start(resolved, ranks)
-    try:
-        if recovery.replaces():
-            join(run)
-        else:
-            resume(run)
-        with train_utils.garbage_collected_together():
-            run.stopped = not validate(run) if run.args.evaluate_only else fit(run)
-        if run.callback_failure is not None:
-            if not run.args.evaluate_only:
-                save_last(run)
-            raise run.callback_failure
-        finish(run)
-    except BaseException as failure:
-        no_memory = out_of_memory(
-            failure, run.args, run.backend.degrees, ranks, run.model, run.optimizer, device=run.backend.topology.device,
-            step=run.progress.step + 1, folder=run.folder.logs, smp=run.backend.name == "smp",
-        )  # fmt: skip
-        heartbeat.end()
-        run.screen.close()
-        run.checkpoints.close()
-        run.metrics.close()
-        # Destroying the process group waits for the peers, which may never come: the process ends without it.
-        if ranks.world_size == 1:
-            run.close()
-        if no_memory is not None:
-            raise no_memory from failure
-        raise
-    run.close()
-    return run
-
-
-def start(resolved: Resolved, ranks: Runtime) -> Run:
-    """Form the process group and build the run; collective. A replacement begins again if another rank dies."""
+    kept: Kept | None = None
     while True:
-        recovery.prepare(resolved.args, ranks)
+        run = start(resolved, ranks, kept)
         try:
-            device = distributed.start(ranks, **group_settings(resolved.args))
-            recovery.read_transcript()
+            if run.generation > 1:
+                join(run, kept)
+            else:
+                resume(run)
+            with train_utils.garbage_collected_together():
+                run.stopped = not validate(run) if run.args.evaluate_only else fit(run)
+            if run.callback_failure is not None:
+                if not run.args.evaluate_only:
+                    save_last(run)
+                raise run.callback_failure
+            finish(run)
+        except recovery.Resized:
+            kept = resizing.keep(run)
+        except BaseException as failure:
+            no_memory = out_of_memory(
+                failure, run.args, run.backend.degrees, ranks, run.model, run.optimizer,
+                device=run.backend.topology.device, step=run.progress.step + 1, folder=run.folder.logs,
+                smp=run.backend.name == "smp",
+            )  # fmt: skip
+            heartbeat.end()
+            run.screen.close()
+            run.checkpoints.close()
+            run.metrics.close()
+            # Destroying the process group waits for the peers, which may never come: the process ends without it.
+            if ranks.world_size == 1:
+                run.close()
+            if no_memory is not None:
+                raise no_memory from failure
+            raise
+        else:
+            run.close()
+            return run
+        del run
+        resizing.free_memory()
+
+
+def start(resolved: Resolved, ranks: Runtime, kept: Kept | None = None) -> Run:
+    """Form the process group and build the run; collective. A process begins again if another rank dies meanwhile.
+
+    Such a process is a replacement, or one that has ``kept`` its state.
+    """
+    while True:
+        recovery.check(resolved.args, ranks)
+        try:
+            if kept is not None and kept.has_met:
+                device, kept.has_met = kept.device, False
+            else:
+                device = distributed.start(ranks, **group_settings(resolved.args))
+                resizing.compare(kept)
+            ranks = distributed.renumbered(ranks)
+            recovery.begin_transcript()
             with ExitStack() as opened:
                 if ranks.world_size == 1:
                     opened.callback(distributed.stop)
-                run = build_run(resolved, ranks, device, opened)
+                run = build_run(resolved, ranks, device, opened, kept)
                 opened.pop_all()
                 return run
         except Exception as failure:
-            if not (recovery.replaces() and recovery.interrupts(failure)):
+            if not ((recovery.replaces() or kept is not None) and recovery.interrupts(failure)):
                 raise
             distributed.stop()
 
 
-def join(run: Run) -> None:
-    """Bring a process that replaces a dead rank to the position of its peers; collective."""
+def join(run: Run, kept: Kept | None) -> None:
+    """Bring a run that was not built at the first start to the position of its peers; collective."""
     if run.resumed is not None and "data" in run.resumed.meta:
         run.train_data.check_state(run.resumed.meta["data"], allow_data_change=True)
+    resizing.restore(run, kept)
     recovery.join(run)
     track(run)
 
@@ -147,7 +165,7 @@ def track(run: Run) -> None:
 
 def fit(run: Run) -> bool:
     """Train to the last step or until asked to stop; return whether the run was stopped; collective."""
-    if not recovery.replaces() and not begin(run):
+    if run.generation <= 1 and not begin(run):
         return run.stopped
     run.read_from_here()
     profiler = Profiler(run.args, run.folder.path, run.runtime.rank, run.metrics.event)

@@ -1,6 +1,6 @@
-"""A run whose dead ranks are replaced, on one node: the coordinator in this process, ranks forked from a warm server.
+"""A run whose dead ranks are replaced: the coordinator in this process, ranks forked from a warm server.
 
-The supervisor's part is played here, in a few lines, so that a replacement does not import torch again.
+The part of the nodes' supervisors is played here, in a few lines, so that a replacement does not import torch again.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,40 +32,60 @@ class Recovering:
 
     def __init__(
         self, folder: Path, world: int, *words: str, deaths: Sequence[Death] = (), number: int = signal.SIGKILL,
-        lose: Callable[[int], object] = lambda rank: None, per_node: int = 0,
+        lose: Callable[[int], object] = lambda rank: None, nodes: int = 1,
     ) -> None:  # fmt: skip
-        """Ranks take themselves for ``per_node`` ranks of a node; ``lose`` is called before a rank is replaced."""
+        """``lose`` is called before a rank is replaced."""
         self.folder, self.words, self.lose = folder, words, lose
-        self.node = Node(world, master_port=free_port())
+        port = free_port()
+        self.nodes = [Node(world // nodes, nodes, node, master_port=port) for node in range(nodes)]
+        self.node, self.world_size = self.nodes[0], world
         markers = folder / "markers"
         markers.mkdir(parents=True)
         self.environ = {
             dying.DEATHS: json.dumps([(*death, int(number)) for death in deaths]), dying.MARKERS: str(markers),
         }  # fmt: skip
-        per_node = per_node or world
-        self.place = Node(per_node, world // per_node, master_port=self.node.master_port)
-        self.recovery, self.messages = Recovery(self.node), queue.SimpleQueue[Any]()
+        self.supervisors, self.messages = list(map(Recovery, self.nodes)), queue.SimpleQueue[Any]()
+        self.answers = [threading.Event() for _ in self.nodes]
+        """Set while a node's supervisor lives; it hangs otherwise."""
+        self.recovery = self.supervisors[0]
         self.ranks: dict[int, tuple[int, Command]] = {}
         self.ended: list[Command] = []
         self.reported: set[Command] = set()
         self.generations: list[Generation] = []
 
     def __enter__(self) -> Recovering:
-        self.recovery.start(self.messages.put)
-        for rank in range(self.node.processes):
+        for node, answers in enumerate(self.answers):
+            answers.set()
+            self.supervisors[node].start(self.messages.put if node == 0 else lambda message: None, answers.wait)
+        for rank in range(self.world_size):
             self.start(rank, 1)
         return self
 
     def __exit__(self, *_: object) -> None:
         for _, command in self.ranks.values():
             command.kill()
-        self.recovery.flush()
-        heartbeat.unlink(heartbeat.lasting_name(self.node.master_addr, self.node.master_port, 0))
+        for node, answers in enumerate(self.answers):
+            answers.set()
+            heartbeat.unlink(heartbeat.lasting_name(self.node.master_addr, self.node.master_port, node))
+        for supervisor in self.supervisors:
+            supervisor.flush()
 
     def start(self, rank: int, generation: int) -> None:
         """Start the process of a rank that first joins ``generation``."""
-        environ = self.place.environment(rank, environment(self.folder, self.environ)) | {GENERATION: str(generation)}
+        environ = self.node.environment(rank, environment(self.folder, self.environ), self.world_size)
+        environ[GENERATION] = str(generation)
         self.ranks[rank] = generation, warm(self.folder, dying.__file__, "train", *self.words, environ=environ)
+
+    def lose_node(self, node: int) -> None:
+        """Kill a node's ranks, and let its supervisor hang until `find_node`."""
+        self.answers[node].clear()
+        for rank in range(node * self.node.processes, (node + 1) * self.node.processes):
+            self.ranks[rank][1].kill()
+            self.reported.add(self.ranks[rank][1])
+
+    def find_node(self, node: int) -> None:
+        """Let a lost node's supervisor go on, without ranks."""
+        self.answers[node].set()
 
     def until_the_end(self) -> End:
         """Replace ranks until the coordinator ends the run, and return the end."""
@@ -91,10 +112,18 @@ class Recovering:
                 return message
             if isinstance(message, Generation):
                 self.generations.append(message)
+                if message.world is not None:
+                    before, self.world_size = self.ranks, len(message.world)
+                    self.ranks = {rank: before[old] for rank, old in enumerate(message.world) if old >= 0}
+                    left_out = [before[rank][1] for rank in before.keys() - {*message.world}]
+                    for command in left_out:
+                        command.kill()
+                    self.ended += left_out
                 for rank in message.replaced:
-                    self.ranks[rank][1].kill()
-                    self.ended.append(self.ranks[rank][1])
-                    self.lose(rank)
+                    if rank in self.ranks:
+                        self.ranks[rank][1].kill()
+                        self.ended.append(self.ranks[rank][1])
+                        self.lose(rank)
                     self.start(rank, message.number)
         raise AssertionError(f"no sign of {what} after {PATIENCE_SECONDS:.0f} s\n{self.err}")
 

@@ -18,11 +18,11 @@ from smp_train.distributed.agree import (
     world_size,
 )
 from smp_train.distributed.environment import Runtime, detect, expand_hostlist, is_sagemaker, smp_installed
-from smp_train.distributed.group import start, start_attempted, started, stop
+from smp_train.distributed.group import renumbered, start, start_attempted, started, stop
 from smp_train.distributed.long_work import finish_together
 
 __all__ = [
     "ALL_RANKS", "Runtime", "alone", "any_rank", "detect", "expand_hostlist", "finish_together", "from_main", "gather",
-    "is_sagemaker", "largest", "on_main", "rank", "smp_installed", "start", "start_attempted", "started", "stop",
-    "together", "world_size",
+    "is_sagemaker", "largest", "on_main", "rank", "renumbered", "smp_installed", "start", "start_attempted", "started",
+    "stop", "together", "world_size",
 ]  # fmt: skip

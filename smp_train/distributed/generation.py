@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -38,10 +39,15 @@ class Member:
     def __init__(self, runtime: Runtime, seconds: float) -> None:
         """Connect to the supervisors' store, which must answer within ``seconds``; follow generations in a thread."""
         self.runtime, self.seconds = runtime, seconds
+        """This process's place in the generation that it joined last."""
+        self._next: Runtime | None = runtime
+        """Its place in the newest generation; None if the newest generation leaves it out."""
         self.first = int(os.environ[GENERATION])
         self.joined = 0
         """The generation that this process joined last."""
         self.newest = self.first
+        self.resized = 0
+        """The newest generation for which the run must be built again, with another number of ranks; 0 for none."""
         self.replaced: list[int] = []
         """Ranks that the newest generation replaced."""
         self.noticed: float | None = None
@@ -56,7 +62,7 @@ class Member:
         self._store, followed = self._connect(), self._connect()
         self._lasting = self._store_connections()
         """Local ports of the connections to the store that outlive a generation."""
-        self._read(self.first)
+        self._read(self.first)  # the launcher has given this process its place in it
         self.run = self._store.compare_set(self._key("run"), "", uuid.uuid4().hex).decode()
         """An id of this run of the supervisors."""
         self._follower = threading.Thread(target=self._follow, args=(followed,), name="smp-train-member", daemon=True)
@@ -84,6 +90,10 @@ class Member:
     def _read(self, generation: int) -> None:
         record = json.loads(self._store.get(self._key(f"generation/{generation}")))
         self.replaced, self.reason, self._lost_hosts = record["replaced"], record["reason"], record["hosts"]
+        if record["resized"]:
+            self.resized = generation
+        if record["world"] is not None and generation > self.first and self._next is not None:
+            self._next = place_in(record["world"], self._next)
 
     def _follow(self, store: Any) -> None:
         """Answer each new generation by making collectives fail; end this process if the generation replaces it."""
@@ -100,7 +110,7 @@ class Member:
                 self.newest += 1
                 self.noticed = self.noticed or time.monotonic()
                 self._changed.notify_all()
-            if self.runtime.rank in self.replaced:
+            if self._next is None or self._next.rank in self.replaced:
                 os._exit(1)
             call, since = main_thread_call(), time.monotonic()
             while self._fail_collectives():
@@ -143,6 +153,11 @@ class Member:
         """Whether this process replaces a dead rank of a run that trains."""
         return self.first > 1
 
+    @property
+    def joined_resized(self) -> bool:
+        """Whether all ranks of the joined generation build the run again."""
+        return self.joined == self.resized
+
     def leave(self, destroy_groups: Callable[[], object] = lambda: None) -> None:
         """Destroy this process's groups, and stop making collectives fail until there is a newer generation.
 
@@ -152,7 +167,8 @@ class Member:
             if self.superseded():
                 abort_nccl()  # a communicator's end could wait for the dead rank
             destroy_groups()
-            self.joined = self.newest
+            with self._changed:
+                self.joined, self.runtime = self.newest, self._next or self.runtime
 
     def join(self, seconds: float) -> tuple[Any, str]:
         """Join the newest generation; once all ranks have joined it, return its store and the prefix of its keys.
@@ -180,8 +196,13 @@ class Member:
             if not self.superseded():
                 raise RuntimeError(f"the store at {self.runtime.master_addr}:{self._port} does not answer")
 
-    def begin_training(self, start: Sequence[Any]) -> None:
-        """Allow replacements from now on; they replay ``start``, the collectives of the run's start. Rank 0 only."""
+    def begin_training(self, start: Sequence[Any], sharing: int, sizes: Sequence[int]) -> None:
+        """Allow replacements from now on; they replay ``start``, the collectives of the run's start. Rank 0 only.
+
+        ``sizes`` are the possible numbers of ranks, multiples of ``sharing``, the ranks of one replica; the first call
+        counts.
+        """
+        self._store.compare_set(self._key("sizes"), "", json.dumps([sharing, *sizes]))
         self._store.set(self._key("training"), pickle.dumps(list(start)))
 
     def start_of_run(self) -> list[Any]:
@@ -200,6 +221,16 @@ class Member:
             self._store.set(self._key("refused"), reason)
 
 
+def place_in(world: Sequence[int], place: Runtime) -> Runtime | None:
+    """Return a rank's new place if rank R is now ``world[R]`` of before; None if it has no place any more."""
+    if place.rank not in world:
+        return None
+    rank, local = world.index(place.rank), place.local_world_size
+    return replace(
+        place, rank=rank, world_size=len(world), node_rank=rank // local, num_nodes=len(world) // local
+    )  # fmt: skip
+
+
 @contextmanager
 def no_recovery(reason: str) -> Iterator[None]:
     """Make a failure in the body end the run, since a recovery would leave the ranks in different states."""
@@ -209,6 +240,11 @@ def no_recovery(reason: str) -> Iterator[None]:
         if member is not None:
             member.refuse(reason)
         raise
+
+
+def joined() -> int:
+    """Return the generation that this process joined last; 0 if dead ranks are not replaced."""
+    return 0 if member is None else member.joined
 
 
 def begin(runtime: Runtime, seconds: float) -> Member | None:

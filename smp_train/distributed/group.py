@@ -87,12 +87,13 @@ def start(
     def form() -> None:
         try:
             store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
+            place = renumbered(runtime)
             # Torch names a group by the number of groups before it, and counts one that it could not form. The name
             # must be the same on all ranks, of which one may just have started.
             dist.distributed_c10d._world.group_count = 0
             # No device_id: DeviceMesh would split the group, and torch 2.8 and 2.9 cannot split one with two backends.
             dist.init_process_group(
-                backend, store=store, rank=runtime.rank, world_size=runtime.world_size, timeout=timeout
+                backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
             )
             agree.host_group = None if mixed else dist.new_group(backend="gloo", timeout=timeout)
         except (RuntimeError, ValueError, OSError) as problem:
@@ -116,6 +117,11 @@ def form_again() -> None:
     """End the process group, and form it as `start` did, with the ranks of the newest generation."""
     stop()
     _form()
+
+
+def renumbered(runtime: Runtime) -> Runtime:
+    """Return this process's place in the generation that it has joined, if dead ranks are replaced."""
+    return runtime if generation.member is None else generation.member.runtime
 
 
 def start_attempted() -> bool:
@@ -142,7 +148,7 @@ def meet(runtime: Runtime, seconds: float) -> Any:
     global _meeting
     if (member := generation.begin(runtime, seconds)) is not None:
         store, prefix = member.join(seconds)
-        _meeting = Meeting(runtime, prefix, store)
+        _meeting = Meeting(member.runtime, prefix, store)
         return store
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, serves = (runtime.master_addr, runtime.master_port), runtime.is_main and not agent_serves

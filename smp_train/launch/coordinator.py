@@ -26,6 +26,7 @@ from smp_train.distributed.job import KUBERNETES_JOB
 from smp_train.errors import LOST_PEER
 from smp_train.launch.command import node_name, say
 from smp_train.launch.node import Failure, Node
+from smp_train.launch.world import Sizes, larger_world, smaller_world
 
 PREFIX = "recovery"
 """Prefix of this module's keys in the store."""
@@ -74,6 +75,10 @@ class Generation:
     """Hosts that were lost with all their ranks."""
     nodes: dict[int, int] = field(default_factory=dict)
     """The node that starts the replacement, by rank."""
+    world: list[int] | None = None
+    """By new rank, the rank before, or -1 for an added rank; None if the ranks are the same."""
+    resized: bool = False
+    """Whether all ranks build the run again, as their number has changed now or in an unfinished recovery before."""
 
     def text(self) -> str:
         """Return the value of this generation's key."""
@@ -109,6 +114,8 @@ class Beat(NamedTuple):
     host: str
     name: str
     time: float
+    warm: bool = True
+    """Whether the node's warm processes are ready to become ranks."""
 
 
 @dataclass
@@ -128,6 +135,8 @@ class Members:
     """Nodes that have, or had, ranks."""
     awaited: set[int] = field(default_factory=set)
     """Lost nodes whose ranks wait for a node in the current generation."""
+    resized: bool = False
+    """Whether the current generation builds the run again."""
 
     @staticmethod
     def first(node: Node) -> Members:
@@ -154,9 +163,25 @@ class Members:
             self.steps = [step] if progress else [*self.steps, step]
         return self.steps.count(step) < AT_ONE_STEP
 
+    def next(
+        self, nodes: dict[int, int], reason: str, hosts: Collection[str], world: list[int], *, unfinished: bool = False
+    ) -> Generation:
+        """Return the next generation, in which ``nodes`` start processes; ``unfinished`` recoveries are repeated."""
+        changed = world != [*self.nodes]
+        return Generation(
+            self.generation + 1, sorted(nodes), reason, sorted(filter(None, hosts)), nodes, world if changed else None,
+            changed or (self.resized and unfinished),
+        )  # fmt: skip
+
     def join(self, generation: Generation, lost: Collection[int] = ()) -> None:
         """Make the replacements of a generation current, in place of their predecessors."""
-        self.generation = generation.number
+        self.generation, self.resized = generation.number, generation.resized
+        if generation.world is not None:
+            before = {*self.nodes.values()}
+            staying = {new: old for new, old in enumerate(generation.world) if old >= 0}
+            self.nodes = {new: self.nodes[old] for new, old in staying.items()}
+            self.joined = {new: self.joined[old] for new, old in staying.items()}
+            self.used -= before - {*self.nodes.values()}
         self.nodes |= generation.nodes
         self.used |= {*generation.nodes.values()}
         self.joined |= dict.fromkeys(generation.replaced, generation.number)
@@ -165,19 +190,26 @@ class Members:
 
 def decide(
     members: Members, deaths: Sequence[Event], lost: Collection[int], beats: Mapping[int, Beat], *, training: bool,
-    refused: str, step: int | None, patience: float = 0.0, silence: float = NODE_SECONDS,
+    refused: str, step: int | None, sizes: Sizes, patience: float = 0.0, silence: float = NODE_SECONDS,
 ) -> Generation | End | None:  # fmt: skip
     """Return the next generation, or the end of the run, after ``deaths`` of members and losses of nodes.
 
     ``beats`` are the last heartbeats of all nodes. ``refused`` is a rank's reason why nothing can be recovered, or "".
     ``step`` is where training went on after the last recovery; None if that recovery has not ended. Without a spare
-    node, the generation leaves the ranks of lost nodes there, until a node returns or is started again; the other ranks
-    wait. It is the run's end when the longest ``silence`` of a lost node exceeds ``patience``. Returns None meanwhile.
+    node for each lost node, the run goes on with the largest possible number of ranks on the living nodes. If there is
+    no such number, the generation leaves the ranks of lost nodes there, until a node returns or is started again; the
+    other ranks wait. The run ends when the longest ``silence`` of a lost node exceeds ``patience``. Returns None
+    meanwhile.
     """
     homeless = members.on(lost)
     mistake = next((event for event in deaths if event.code in (2, 3, 4)), None)
     spares = sorted(beats.keys() - members.used - {*lost})
-    takers = dict(zip(gone := sorted({members.nodes[rank] for rank in homeless}), spares, strict=False))
+    gone = sorted({members.nodes[rank] for rank in homeless})
+    takers, staying = dict(zip(gone, spares, strict=False)), [*members.nodes]
+    if len(takers) < len(gone) and (smaller := smaller_world(members.nodes, lost, sizes)):
+        takers, staying = {}, smaller
+    shrinks = len(staying) < len(members.nodes)
+    waits = len(takers) < len(gone) and not shrinks
     new = {event.rank for event in deaths} | {rank for rank in homeless if members.nodes[rank] not in members.awaited}
     dead = sorted(new | {rank for rank in homeless if members.nodes[rank] in takers})
     obstacles = {
@@ -187,7 +219,7 @@ def decide(
         "other ranks have finished": bool(members.finished),
         refused: bool(refused),
         "no rank is left": len(new.union(homeless)) == len(members.nodes),
-        "no spare node is left": len(takers) < len(gone) and silence > patience,
+        "no spare node is left": waits and silence > patience,
     }
     why = next((why for why, holds in obstacles.items() if holds), "")
     if not why and new and not members.recovered(step):
@@ -200,12 +232,25 @@ def decide(
         return None
     reasons = [event.description() for event in deaths if event.rank not in homeless]
     reasons += [f"node {node} ({beats[node].name}) gave no sign of life for {NODE_SECONDS:g} s" for node in gone]
-    if len(takers) < len(gone):
+    if waits:
         reasons.append(f"waiting up to {patience:g} s for a node to be started again")
+    if shrinks:
+        reasons.append(f"{len(staying)} ranks go on")
     # In tests several nodes share a host; a host is lost only if all of its nodes are.
     hosts = {beats[node].host for node in gone} - {beat.host for node, beat in beats.items() if node not in lost}
-    nodes = {rank: takers.get(members.nodes[rank], members.nodes[rank]) for rank in dead}
-    return Generation(members.generation + 1, dead, "; ".join(reasons), sorted(filter(None, hosts)), nodes)
+    nodes = {new: takers.get(members.nodes[old], members.nodes[old]) for new, old in enumerate(staying) if old in dead}
+    return members.next(nodes, "; ".join(reasons), hosts, staying, unfinished=step is None)
+
+
+def grow(members: Members, lost: Collection[int], beats: Mapping[int, Beat], sizes: Sizes) -> Generation | None:
+    """Return a generation with more ranks, on living nodes without ranks; None if no larger number is possible."""
+    spares = sorted(node for node, beat in beats.items() if beat.warm and node not in members.used | {*lost})
+    added = larger_world(members.nodes, spares, sizes)
+    if not added:
+        return None
+    names = ", ".join(f"{node} ({beats[node].name})" for node in sorted({*added.values()}))
+    world = [*members.nodes, *(-1 for _ in added)]
+    return members.next(added, f"node {names} joins: {len(world)} ranks go on", (), world)
 
 
 class Coordinator:
@@ -235,7 +280,7 @@ class Coordinator:
                 events += self._events()
             asked |= any(event.asked for event in events)
             deaths = self.members.ended(events)
-            if time.monotonic() - looked > BEAT_SECONDS:
+            if look := time.monotonic() - looked > BEAT_SECONDS:
                 looked = time.monotonic()
                 self._look()
             lost = {node for node, silent in self.silence.items() if silent > NODE_SECONDS}
@@ -247,6 +292,8 @@ class Coordinator:
                 # Kubernetes starts a pod again unless its exit code is 0.
                 again = asked and KUBERNETES_JOB in os.environ
                 answer = End(Failure(0, node_name(), 143, "stopped") if again else None)
+            elif look and self._value("step") and not self._value("refused"):
+                answer = grow(self.members, lost, self.beats, self._sizes())
             if isinstance(answer, End):
                 self.store.set("end", json.dumps([asdict(answer.failure) if answer.failure else None, answer.why]))
                 break
@@ -261,15 +308,19 @@ class Coordinator:
             time.sleep(POLL_SECONDS)
 
     def _answer(self, deaths: Sequence[Event], lost: Collection[int]) -> Generation | End | None:
-        def value(key: str) -> str:
-            return self.store.get(key).decode() if self.store.check([key]) else ""
-
-        training, step = self.store.check(["training"]), value("step")
+        training, step = self.store.check(["training"]), self._value("step")
         silence = max((self.silence[self.members.nodes[rank]] for rank in self.members.on(lost)), default=0.0)
         return decide(
-            self.members, deaths, lost, self.beats, training=training, refused=value("refused"),
-            step=int(step) if step else None, patience=self.node.patience, silence=silence,
+            self.members, deaths, lost, self.beats, training=training, refused=self._value("refused"),
+            step=int(step) if step else None, sizes=self._sizes(), patience=self.node.patience, silence=silence,
         )  # fmt: skip
+
+    def _value(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _sizes(self) -> Sizes:
+        sharing, *sizes = json.loads(self._value("sizes") or "[1]")
+        return Sizes(sharing, sizes)
 
     def _events(self) -> list[Event]:
         """Return the events that have not been read yet."""
@@ -304,10 +355,12 @@ class Recovery:
         self.heard = float("inf")
         """When the store last answered, by the monotonic clock; inf before the first answer."""
         self.coordinator: Coordinator | None = None
+        self.is_warm: Callable[[], bool] = lambda: True
         self.threads: list[threading.Thread] = []
 
-    def start(self, receive: Callable[[Message], None]) -> None:
-        """Connect in a thread, which calls ``receive`` with the coordinator's decisions."""
+    def start(self, receive: Callable[[Message], None], is_warm: Callable[[], bool] = lambda: True) -> None:
+        """Connect in a thread, which calls ``receive`` with the coordinator's decisions, and reports ``is_warm()``."""
+        self.is_warm = is_warm
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is a page of C++ frames
         self._in_thread(lambda: self._run(receive))
 
@@ -379,7 +432,7 @@ class Recovery:
         receive(Joined(number))
         host = os.environ.get(POD_IP) or socket.gethostname()
         while True:
-            store.set(f"node/{number}", json.dumps(Beat(host, node_name(), time.time())))
+            store.set(f"node/{number}", json.dumps(Beat(host, node_name(), time.time(), self.is_warm())))
             if store.check(["end"]):
                 failure, why = json.loads(store.get("end"))
                 store.add("left", 1)

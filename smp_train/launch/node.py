@@ -33,17 +33,21 @@ class Node:
     patience: float = 0.0
     """Seconds that a lost node may take to return, or to be started again, if no spare node is left."""
 
-    def environment(self, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of any rank of the run: ``environ`` with torchrun's variables for ``rank``."""
+    def environment(self, rank: int, environ: Mapping[str, str], world_size: int | None = None) -> dict[str, str]:
+        """Return the environment of any rank of the run: ``environ`` with torchrun's variables for ``rank``.
+
+        ``world_size`` is the present number of ranks, if it has changed.
+        """
+        world_size = world_size or self.nodes * self.processes
         inherited = {name: value for name, value in environ.items() if name not in STALE}
         inherited.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self.processes // 2)))
         return inherited | {
             "RANK": str(rank),
-            "WORLD_SIZE": str(self.nodes * self.processes),
+            "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": str(rank % self.processes),
             "LOCAL_WORLD_SIZE": str(self.processes),
             "GROUP_RANK": str(rank // self.processes),
-            "GROUP_WORLD_SIZE": str(self.nodes),
+            "GROUP_WORLD_SIZE": str(world_size // self.processes),
             "ROLE_NAME": LAUNCH,
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),

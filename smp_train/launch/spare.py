@@ -30,6 +30,13 @@ class Spare:
                 start_new_session=True, preexec_fn=replace_rank,
             )  # fmt: skip
 
+    def imported(self) -> bool:
+        """Return whether the process has imported all that a rank imports."""
+        try:
+            return self.socket.recv(1, socket.MSG_DONTWAIT) == b"" and self.process.poll() is None
+        except OSError:  # not yet, or it has become a rank
+            return False
+
     def become(
         self, arguments: Sequence[str], environ: Mapping[str, str], outputs: Sequence[int | None]
     ) -> subprocess.Popen[bytes] | None:
@@ -58,6 +65,8 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     cli.import_verb("train")
     with socket.socket(fileno=os.dup(0)) as channel:
+        with suppress(OSError):  # it becomes a rank already
+            channel.shutdown(socket.SHUT_WR)  # `Spare.imported` sees that
         streams = socket.recv_fds(channel, 1, 3)[1]
         text = b"".join(iter(lambda: channel.recv(1 << 16), b""))
     if len(streams) < 3:

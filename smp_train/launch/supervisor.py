@@ -59,7 +59,7 @@ def supervise(
         if recovery is None or node.node_rank == 0:  # other nodes may have been started again
             workers.start_all()
         if recovery:
-            recovery.start(workers.inbox.put)
+            recovery.start(workers.inbox.put, workers._is_warm)
         failure = workers.wait(grace_seconds)
     finally:
         workers.end()
@@ -71,7 +71,7 @@ def supervise(
     return (failure.code if failure else int(bool(unfinished))), failure
 
 
-Message = tuple[int, "subprocess.Popen[bytes]"] | coordinator.Message
+Message = subprocess.Popen[bytes] | coordinator.Message
 """A rank's process that ended, or a message of the coordinator."""
 
 
@@ -90,6 +90,8 @@ class _Workers:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.generations: dict[int, int] = {}
         """The generation that each process joined first."""
+        self.world_size: int | None = None
+        """The number of ranks, if it has changed."""
         self.running: set[int] = set()
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.pumps: list[threading.Thread] = []
@@ -97,7 +99,7 @@ class _Workers:
         self.asked: set[int] = set()
         """Ranks that were sent a request. A second one could kill a Python program that has saved and is ending."""
         self.interrupted = False
-        self.spare: Spare | None = None
+        self.spares: list[Spare] = []
         self.replaced = False
         """Another node has taken this node's place."""
         self.number = node.node_rank
@@ -111,7 +113,7 @@ class _Workers:
             self.send(signal.SIGTERM, self.processes.keys() - self.asked)  # workers that missed the request
 
     def start(self, rank: int, generation: int = 1) -> None:
-        environ = self.node.environment(rank, self.environ)
+        environ = self.node.environment(rank, self.environ, self.world_size)
         if self.log_dir:
             cause = self.log_dir / f"cause-rank-{rank}"
             with suppress(OSError):
@@ -123,8 +125,8 @@ class _Workers:
         pipes = [os.pipe() for _ in "12"] if self.log_dir and not (rank == 0 and sys.stderr.isatty()) else []
         outputs: list[int | None] = [*(write for _, write in pipes)] or [None, None]
         process = None
-        if self.spare:
-            process, self.spare = self.spare.become(self.command[2:], environ, outputs), None
+        if self.spares:
+            process = self.spares.pop(0).become(self.command[2:], environ, outputs)
         process = process or subprocess.Popen(
             self.command,
             env=environ,
@@ -136,16 +138,16 @@ class _Workers:
         )
         self.processes[rank], self.generations[rank] = process, generation
         self.running.add(rank)
-        self._in_thread(self._watch, rank, process)
+        self._in_thread(self._watch, process)
         for (read, write), sink in zip(pipes, (sys.stdout, sys.stderr), strict=False):
             os.close(write)
             if self.log_dir:
                 log = self.log_dir / f"rank-{rank}.log"
                 self.pumps.append(self._in_thread(_copy, os.fdopen(read, "rb"), log, sink))
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()
-        self.inbox.put((rank, process))
+        self.inbox.put(process)
 
     @staticmethod
     def _in_thread(target: Callable[..., object], *args: object) -> threading.Thread:
@@ -180,10 +182,20 @@ class _Workers:
 
     def _reap_orphans(self) -> None:
         """Collect the children that ended ranks have left behind: process 1 of a container is their new parent."""
-        own = {process.pid for process in (*self.processes.values(), *([self.spare.process] if self.spare else []))}
+        own = {process.pid for process in (*self.processes.values(), *(spare.process for spare in self.spares))}
         with suppress(ChildProcessError):  # no children
             while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and child.si_pid not in own:
                 os.waitpid(child.si_pid, 0)
+
+    def _spares_wanted(self) -> int:
+        """Return how many processes to keep warm: one, or all of a node that has no rank yet."""
+        if [*self.command[:2]] != [sys.executable, "-m"]:
+            return 0
+        return 1 if self.processes else self.node.processes
+
+    def _is_warm(self) -> bool:
+        """Return whether this node's warm processes have imported what a rank imports."""
+        return sum(spare.imported() for spare in [*self.spares]) >= self._spares_wanted()
 
     def _may_get_ranks(self) -> bool:
         """Return whether the coordinator may still give ranks to this node."""
@@ -193,8 +205,8 @@ class _Workers:
     def _on_message(self, message: Message) -> Failure | None:
         """Handle a message; return the failure if the message ends the run."""
         if isinstance(message, Warm):
-            if not self.spare and [*self.command[:2]] == [sys.executable, "-m"]:
-                self.spare = Spare(self.node.environment(0, self.environ))
+            while len(self.spares) < self._spares_wanted():
+                self.spares.append(Spare(self.node.environment(0, self.environ)))
         elif isinstance(message, Joined):
             self.number = message.node
             if 0 < self.number < self.node.nodes:
@@ -207,25 +219,34 @@ class _Workers:
             if message.why:
                 self.say(f"no process is replaced: {message.why}")
             return message.failure
-        elif self.processes.get(message[0]) is message[1]:  # else this process was replaced
-            rank, process = message
-            self.running.discard(rank)
-            code = process.wait()
-            failure = self._failure(rank, code if code > 0 else 128 - code)
-            if self.recovery is None or self.decided or self.interrupted:
-                return failure if code else None
-            self.recovery.report(
-                Event(
-                    rank, self.generations[rank], failure.code if code else 0, failure.node, failure.cause,
-                    bool(self.signals),
-                )
-            )  # fmt: skip
+        else:
+            return self._on_end(message)
+        return None
+
+    def _on_end(self, process: subprocess.Popen[bytes]) -> Failure | None:
+        """Handle the end of a process; return its failure if that ends the run."""
+        rank = next((rank for rank, each in self.processes.items() if each is process), None)
+        if rank is None:  # it was replaced
+            return None
+        self.running.discard(rank)
+        code = process.wait()
+        failure = self._failure(rank, code if code > 0 else 128 - code)
+        if self.recovery is None or self.decided or self.interrupted:
+            return failure if code else None
+        self.recovery.report(
+            Event(
+                rank, self.generations[rank], failure.code if code else 0, failure.node, failure.cause,
+                bool(self.signals),
+            )
+        )  # fmt: skip
         return None
 
     def _replace(self, generation: Generation) -> None:
         """Start this node's replacements, and end processes that another node replaces."""
         if self.node.node_rank == 0:
             self.say(f"generation {generation.number}: {generation.reason}")
+        if generation.world is not None:
+            self._renumber(generation.world)
         for rank in generation.replaced:
             old = self.processes.pop(rank, None)
             if old is not None:
@@ -238,6 +259,19 @@ class _Workers:
             elif old is not None and not self.processes:
                 self.say("another node has taken this one's place, which gave no sign of life: its ranks were ended")
                 self.replaced = True
+
+    def _renumber(self, world: Sequence[int]) -> None:
+        """Give this node's processes their new ranks, and end those that have none."""
+        before, generations, running = self.processes, self.generations, self.running
+        new = {old: rank for rank, old in enumerate(world) if old in before}
+        for rank in before.keys() - new.keys():
+            before[rank].kill()
+        self.processes = {rank: before[old] for old, rank in new.items()}
+        self.generations = {rank: generations[old] for old, rank in new.items()}
+        self.running = {new[old] for old in running if old in new}
+        self.world_size = len(world)
+        for rank in self.processes.keys() - self.running:
+            self._on_end(self.processes[rank])  # the coordinator knows the end under the old rank only
 
     def _failure(self, rank: int, code: int) -> Failure:
         cause = CAUSES.get(code, "error" if code < 128 else f"signal-{code - 128}")
@@ -272,11 +306,11 @@ class _Workers:
     def end(self) -> None:
         """Kill the remaining processes, and wait until their output is copied."""
         self.send(signal.SIGKILL)
-        if self.spare:
-            self.spare.end()
+        for spare in self.spares:
+            spare.end()
         if self.recovery:
             self.recovery.flush()
-            for node_rank in {rank // self.node.processes for rank in self.generations}:
+            for node_rank in range(self.node.nodes):
                 heartbeat.unlink(heartbeat.lasting_name(self.node.master_addr, self.node.master_port, node_rank))
         self.drain()
 

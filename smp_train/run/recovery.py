@@ -5,6 +5,9 @@ other ranks fails; they leave the step, form the process groups again, and bind 
 replacement replays the recorded collectives of the run's start, and copies weights and optimizer state from a replica;
 without a living replica, all ranks load the newest checkpoint. The step is then repeated with the same samples.
 
+If a node is lost and no spare node is left, the run goes on with fewer replicas, and with more when nodes return
+(`run.resizing`).
+
 Either all ranks make an update or none does: `commit` is the last collective before the update, over all ranks. If it
 succeeded on any living rank, every rank had its final gradient, and ranks on which it failed make the update now.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -52,27 +55,44 @@ class LeaveStep(BaseException):
     """Raised to leave a step that the present generation cannot finish; handlers of `Exception` do not catch it."""
 
 
-def prepare(args: Arguments, ranks: Runtime) -> None:
-    """Record the run's start if ranks may be replaced. Raises `ConfigError` without a supervisor that replaces them."""
-    if args.recovery == "off" or args.evaluate_only or ranks.world_size == 1:
-        return
-    if GENERATION not in os.environ:
+class Resized(BaseException):
+    """Raised to leave the loop, because the run must be built again for another number of ranks."""
+
+
+def check(args: Arguments, ranks: Runtime) -> None:
+    """Raise `ConfigError` if ranks shall be replaced, but there is no supervisor that replaces them."""
+    off = args.recovery == "off" or args.evaluate_only or ranks.world_size == 1
+    if not off and GENERATION not in os.environ:
         raise ConfigError(f"--recovery {args.recovery} needs our launcher: start the run by smp-train launch")
+
+
+def begin_transcript() -> None:
+    """Record the collectives of the start, once the process group is formed; a replacement replays the recorded ones.
+
+    In a generation with another number of ranks all ranks start, and none replays.
+    """
+    member = generation.member
+    if member is None:
+        return
     agree.recorded = []
-
-
-def read_transcript() -> None:
-    """Make a replacement replay the recorded start of the run; call it once the process group is formed."""
-    if replaces():
-        assert generation.member is not None
-        agree.replay(generation.member.start_of_run())
+    if member.replaces and not member.joined_resized:
+        agree.replay(member.start_of_run())
 
 
 def begin_training(run: Run) -> None:
     """Allow the replacement of ranks from now on. Not collective."""
     results, agree.recorded = agree.recorded, None
     if run.runtime.is_main and generation.member is not None and results is not None:
-        generation.member.begin_training(results)
+        generation.member.begin_training(results, run.backend.degrees.sharing, world_sizes(run))
+
+
+def world_sizes(run: Run) -> list[int]:
+    """Return the numbers of ranks, up to the present one, with which the run can make the same global batches."""
+    degrees, rows = run.backend.degrees, run.train_data.global_batch // run.args.train_batch_size
+    data_ranks = degrees.data_parallel // degrees.replicate
+    counts = range(1, degrees.replicate + 1)
+    sizes = [count * degrees.sharing for count in counts if rows % (count * data_ranks) == 0]
+    return [size for size in sizes if size > 1]
 
 
 def end_training(run: Run) -> None:
@@ -82,8 +102,13 @@ def end_training(run: Run) -> None:
 
 
 def replaces() -> bool:
-    """Return whether this process replaces a dead rank."""
+    """Return whether this process replaces a dead rank, or joins a run that trains already."""
     return generation.member is not None and generation.member.replaces
+
+
+def outgrown(run: Run) -> bool:
+    """Return whether the newest generation has another number of ranks than the run was built for."""
+    return generation.member is not None and run.generation < generation.member.resized
 
 
 def interrupts(failure: BaseException) -> bool:
@@ -124,14 +149,18 @@ def commit(run: Run, values: Tensor) -> None:
 
 
 def meet(run: Run) -> list[dict[str, Any]]:
-    """Form the groups of the newest generation, bind the model to them, and return the `position` of each rank."""
+    """Form the groups of the newest generation, bind the model to them, and return the `position` of each rank.
+
+    If the generation has another number of ranks, the model is not bound: only the default group works.
+    """
     heartbeat.enter(heartbeat.START)
     while True:
         try:
             if run.checkpoints.abandon():  # save again, if no update was made since
                 run.saved_step, run.unfinished = 0, True
             group.form_again()
-            run.backend.rebind(run.model)
+            if not outgrown(run):
+                run.backend.rebind(run.model)
             return exchange(run)
         except Exception as failure:
             if not interrupts(failure):
@@ -146,7 +175,10 @@ def exchange(run: Run) -> list[dict[str, Any]]:
 
 
 def recover(run: Run) -> None:
-    """Bring all ranks of the newest generation to the same position; collective."""
+    """Bring all ranks of the newest generation to the same position; collective.
+
+    Raises `Resized` if the run must be built again first; only the update in progress is then complete.
+    """
     member = generation.member
     assert member is not None
     began, waited = member.noticed or time.monotonic(), 0.0
@@ -155,6 +187,9 @@ def recover(run: Run) -> None:
         try:
             if not run.has_met:
                 meet(run)
+            if outgrown(run):
+                finish_pending(run)
+                raise Resized
             waited = synchronize(run, began)
             break
         except Exception as failure:
@@ -171,9 +206,12 @@ def recover(run: Run) -> None:
 
 
 def join(run: Run) -> None:
-    """Bring a replacement, whose start is complete, to the position of its peers; collective."""
-    run.progress = Position(step=-1)
+    """Bring a run, which was built while its peers train or were built again, to the same position; collective.
+
+    A replacement's step is -1.
+    """
     agree.replay(None)
+    begin_training(run)
     try:
         exchange(run)
     except Exception as failure:
@@ -187,13 +225,7 @@ def synchronize(run: Run, began: float) -> float:
 
     Returns the longest wait of any rank, in seconds; this rank's wait started at ``began``.
     """
-    if run.pending_step is not None:
-        if StepNumbers.read(run.pending_step.copy).exceeded:
-            raise give_up("a spike in the step before")
-        with agree.alone():  # other ranks may have logged this step already
-            times, run.times = run.times, None
-            finish_pending_step(run)
-            run.times = times
+    finish_pending(run)
     positions = exchange(run)
     living = [rank for rank, each in enumerate(positions) if each["step"] >= 0]
     if len({positions[rank]["step"] for rank in living}) > 1:
@@ -207,6 +239,17 @@ def synchronize(run: Run, began: float) -> float:
         adopt(run, positions[first])
     own_checkpoints(run)
     return max(distributed.gather("measuring the recovery", lambda: time.monotonic() - began))
+
+
+def finish_pending(run: Run) -> None:
+    """Log the update in progress. Not collective, as other ranks may have logged it already."""
+    if run.pending_step is not None:
+        if StepNumbers.read(run.pending_step.copy).exceeded:
+            raise give_up("a spike in the step before")
+        with agree.alone():
+            times, run.times = run.times, None
+            finish_pending_step(run)
+            run.times = times
 
 
 def position(run: Run) -> dict[str, Any]:
@@ -274,17 +317,22 @@ def copy_state(run: Run, sources: Mapping[int, int]) -> None:
     if not same:
         return
     rank, source, replicas_group = run.runtime.rank, min(same.values()), run.backend.replica_group()
-    create_optimizer_state(run.optimizer)
-    moments = [run.optimizer.state[p] for group in run.optimizer.param_groups for p in group["params"]]
-    for state in (run.model.state_dict(keep_vars=True), *moments):
-        for _, value in sorted(state.items()):
-            local = local_tensor(value).detach()
-            # An aborted broadcast may write anything: other living ranks keep their own state.
-            dist.broadcast(local if rank in (source, *same) else local.clone(), source, group=replicas_group)
+    for local in local_state(run):
+        # An aborted broadcast may write anything: other living ranks keep their own state.
+        dist.broadcast(local if rank in (source, *same) else local.clone(), source, group=replicas_group)
     if run.backend.topology.device.type == "cuda":
         torch.cuda.synchronize()
     if generation.member is not None and generation.member.superseded():
         raise LostPeerError("the copy was aborted")
+
+
+def local_state(run: Run) -> Iterator[Tensor]:
+    """Yield this rank's tensors of weights and optimizer state, in the same order on all ranks of any replica."""
+    create_optimizer_state(run.optimizer)
+    moments = [run.optimizer.state[p] for group in run.optimizer.param_groups for p in group["params"]]
+    for state in (run.model.state_dict(keep_vars=True), *moments):
+        for _, value in sorted(state.items()):
+            yield local_tensor(value).detach()
 
 
 def go_back(run: Run) -> None:

@@ -69,6 +69,8 @@ class Run:
     audit: DataAudit | None
     resumed: Checkpoint | None
     """The checkpoint to resume from; None for a fresh start."""
+    generation: int = 0
+    """The generation of ranks that it was built for, if dead ranks are replaced."""
     progress: Position = field(default_factory=Position)
     best: Best = field(default_factory=Best)
     inputs: ProgramInputs = field(default_factory=ProgramInputs)

@@ -182,7 +182,7 @@ def test_a_lost_nodes_state_comes_from_copies_on_another_node(tmp_path: Path, ki
         shutil.rmtree(tmp_path / "near" / "run" / f"rank{rank:05d}")
 
     deaths: list[Death] = [(2, 9, "forward"), (3, 9, "forward")]
-    with Recovering(tmp_path / "log", 4, *words, deaths=deaths, lose=lose, per_node=2) as ranks:
+    with Recovering(tmp_path / "log", 4, *words, deaths=deaths, lose=lose, nodes=2) as ranks:
         assert ranks.until_the_end() == End(None), ranks.err
     assert ["near" in each["checkpoint"] for each in records(tmp_path) if each.get("event") == "resume"] == [True]
     (event,) = recoveries(tmp_path)
@@ -233,3 +233,58 @@ def test_a_failure_of_all_ranks_is_not_answered_by_replacements(tmp_path: Path) 
     assert end.failure.code == 1
     assert "the loss is" in end.why
     assert ranks.generations == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "changes", "deaths"),
+    [
+        (2, {"checkpoint_type": "async_sharded", "data_audit": 1}, []),
+        (2, {"hybrid_shard_degree": 1, "tensor_parallel_degree": 2, **COMPILED}, []),
+        (4, {**REPLICATED, "gradient_accumulation_steps": 3}, [(0, 0, "the groups")]),
+    ],
+    ids=["shards", "tensor, compiled", "three of four, a death"],
+)
+def test_a_run_goes_on_with_fewer_replicas_and_with_more_again(
+    tmp_path: Path, nodes: int, changes: dict[str, Any], deaths: list[Death]
+) -> None:
+    """No sample is lost or repeated; sums are in another order, so losses are equal within float32's precision."""
+    options = {**HYBRID, "checkpoint_freq": 5, "max_steps": 1000, **changes, "attn_pdrop": 0.0}
+
+    def last_step() -> int:
+        written = tmp_path / "run" / "metrics.jsonl"
+        return max((record["step"] for record in steps(tmp_path)), default=0) if written.exists() else 0
+
+    words = flags(tmp_path, recovery="in_place", **options)
+    with Recovering(tmp_path / "log", 4, *words, nodes=nodes, deaths=deaths) as ranks:
+        ranks.attend(lambda: last_step() >= 3, "step 3")
+        ranks.lose_node(1)
+        ranks.attend(lambda: len(recoveries(tmp_path)) == 1, "the smaller run")
+        smaller, after = ranks.world_size, last_step()
+        ranks.attend(lambda: last_step() > after + 3, "its steps")
+        ranks.find_node(1)
+        ranks.attend(lambda: ranks.world_size == 4 and len(recoveries(tmp_path)) > 1, "all ranks")
+        after = last_step()
+        ranks.attend(lambda: last_step() > after + 3, "their steps")
+        (tmp_path / "run" / "STOP").touch()
+        end = ranks.until_the_end()
+    assert end == End(None), f"{end}\n{ranks.err}"
+    assert smaller == (2 if nodes == 2 else 3)
+    ours = steps(tmp_path)
+    run(train, 4, flags(tmp_path / "straight", **{**options, "max_steps": ours[-1]["step"]}), timeout=300)
+    expected = steps(tmp_path / "straight")
+    for name in ("step", "lr", "tokens", "consumed"):
+        assert [record[name] for record in ours] == [record[name] for record in expected], name
+    for name in ("loss", "grad_norm"):
+        assert [record[name] for record in ours] == pytest.approx([record[name] for record in expected], rel=1e-5), name
+    assert consumed_samples(tmp_path / "run") == consumed_samples(tmp_path / "straight" / "run")
+
+
+def consumed_samples(run_folder: Path) -> dict[int, set[str]]:
+    """Return the samples of each step, from the audits of a run's ranks."""
+    samples: dict[int, set[str]] = {}
+    for path in run_folder.glob("data_audit-*.jsonl"):
+        for record in map(json.loads, path.read_text().splitlines()):
+            if "step" in record:
+                samples.setdefault(record["step"], set()).update(record.get("samples", []))
+    return samples

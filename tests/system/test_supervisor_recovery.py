@@ -189,7 +189,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
         run.train(step=5)
         run.kill(3, 2)
         run.began(3, 3)
-        assert "here 3-3" in run.agents[2].out
+        run.agents[2].until(lambda: "here 3-3" in run.agents[2].out, "its output")
         run.finish()
         assert run.codes() == [0, -signal.SIGKILL, 0, 0], [agent.err for agent in run.agents]
 
@@ -239,6 +239,24 @@ def test_a_lost_node_that_is_started_again_gets_its_ranks_back(tmp_path: Path) -
         run.pid(2, 5), run.pid(3, 5)
         run.finish()
         assert run.codes() == [0, -signal.SIGKILL, -signal.SIGKILL, 0], [agent.err for agent in run.agents]
+
+
+def test_a_run_goes_on_without_a_lost_node_and_takes_it_back(tmp_path: Path) -> None:
+    """A rank that dies meanwhile is known by its new number; so is the place of a node that is started again."""
+    with Run(tmp_path, 1, nodes=3, patience=300) as run:
+        run.train(sizes="[1, 2, 3]")
+        run.agents[1].signal(signal.SIGKILL)
+        run.main.until(lambda: run.store.check(["generation/2"]), "a smaller generation")
+        assert "2 ranks go on" in run.main.err
+        run.kill(2)
+        assert run.began(1, 3)[1:] == [1, 0]
+        assert "rank 1 on " in run.main.err
+        run.agents.append(run.start(1))
+        run.train(step=5)
+        assert run.began(2, 4)[1:] == [2, 0]
+        run.agents[0].until(lambda: "joins: 3 ranks go on" in run.main.err, "the larger generation")
+        run.finish()
+        assert run.codes() == [0, -signal.SIGKILL, 0, 0], [agent.err for agent in run.agents]
 
 
 def test_a_lost_node_that_wakes_up_while_it_is_awaited_goes_on(tmp_path: Path) -> None:

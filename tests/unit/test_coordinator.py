@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from smp_train.launch.coordinator import Beat, End, Event, Generation, Members, decide
+from smp_train.launch.coordinator import Beat, End, Event, Generation, Members, decide, grow
 from smp_train.launch.node import Failure, Node
+from smp_train.launch.world import Sizes
 
-GOOD: dict[str, Any] = {"training": True, "refused": "", "step": None}
+GOOD: dict[str, Any] = {"training": True, "refused": "", "step": None, "sizes": Sizes(1)}
 BEATS = {node: Beat(f"host-{node}", f"n{node + 1}", 5.0) for node in range(4)}
 
 
@@ -132,3 +133,48 @@ def test_a_finished_rank_on_a_lost_node_is_not_missed() -> None:
     run = members()
     run.ended(died(2, 3, code=0))
     assert run.on([1]) == []
+
+
+@pytest.mark.parametrize(
+    ("processes", "nodes", "lost", "sizes", "world"),
+    [
+        (2, 3, [1], Sizes(2, [2, 4, 6]), [0, 1, 4, 5]),
+        (2, 3, [1], Sizes(1, [2, 6]), [0, 1]),  # three nodes make a global batch that two cannot make
+        (2, 3, [1], Sizes(1, [3, 6]), []),  # half a node
+        (2, 4, [1], Sizes(4, [4, 8]), [4, 5, 6, 7]),  # the lost node's neighbour has half a replica
+        (2, 4, [1, 2], Sizes(4, [4, 8]), []),
+        (2, 3, [1], Sizes(3, [3, 6]), []),  # a replica ends inside a node
+        (2, 3, [1], Sizes(6, [6]), []),
+    ],
+)
+def test_whole_replicas_on_living_nodes_go_on(
+    processes: int, nodes: int, lost: list[int], sizes: Sizes, world: list[int]
+) -> None:
+    beats = {node: Beat(f"host-{node}", f"n{node}", 5.0) for node in range(nodes)}
+    answer = decide(Members.first(Node(processes, nodes)), [], lost, beats, **{**GOOD, "sizes": sizes})
+    assert isinstance(answer, Generation) == bool(world)
+    if isinstance(answer, Generation):
+        assert (answer.world, answer.replaced, answer.resized) == (world, [], True)
+
+
+def test_a_smaller_run_replaces_ranks_and_grows_again() -> None:
+    run, sizes = members(3), Sizes(2, [2, 4, 6])
+    found = answer(run, died(4), 1, nodes=3, sizes=sizes)
+    assert isinstance(found, Generation)
+    assert (found.world, found.replaced, found.nodes) == ([0, 1, 4, 5], [2], {2: 2})
+    run.join(found)
+    assert grow(run, [1], {node: BEATS[node] for node in range(3)}, sizes) is None, "the lost node"
+    found = answer(run, died(3), nodes=3, sizes=sizes)
+    assert isinstance(found, Generation)
+    assert (found.world, found.resized) == (None, True), "the run is being built"
+    run.join(found)
+    found = answer(run, died(3, generation=3), nodes=3, sizes=sizes, step=7)
+    assert isinstance(found, Generation)
+    assert (found.world, found.resized) == (None, False)
+    run.join(found)
+    found = grow(run, [1], {node: BEATS[node] for node in (0, 1, 2, 3)}, sizes)
+    assert isinstance(found, Generation)
+    assert (found.world, found.replaced, found.nodes) == ([0, 1, 2, 3, -1, -1], [4, 5], {4: 3, 5: 3})
+    assert found.reason == "node 3 (n4) joins: 6 ranks go on"
+    run.join(found)
+    assert run.nodes == {0: 0, 1: 0, 2: 2, 3: 2, 4: 3, 5: 3}

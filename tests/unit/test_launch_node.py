@@ -119,7 +119,7 @@ def test_a_request_during_the_start_reaches_each_worker_once(monkeypatch: pytest
         process = SimpleNamespace(send_signal=sent[rank].append, wait=lambda: 0, poll=lambda: 0)
         workers.processes[rank] = process
         workers.running.add(rank)
-        workers.inbox.put((rank, process))
+        workers.inbox.put(process)
         if rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 

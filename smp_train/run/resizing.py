@@ -1,0 +1,120 @@
+"""Recovery in place with another number of replicas: each rank builds its run again and keeps its state meanwhile.
+
+Only the replicate dimension of the mesh changes, so a rank's shards stay as they are. More accumulation keeps the
+global batch and its samples. Sums are in another order, so the numbers are not bit-equal to those of the full size.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from smp_train import distributed
+from smp_train.arguments import Arguments, Resolved
+from smp_train.checkpoints.checkpoint import Checkpoint
+from smp_train.checkpoints.owner import Ownership
+from smp_train.distributed import Runtime, generation, heartbeat
+from smp_train.distributed.degrees import plan
+from smp_train.errors import SmpTrainError
+from smp_train.run import recovery
+from smp_train.run.start import Start
+from smp_train.run.state import Position, Run
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What the first start of a run has settled, for every later one."""
+
+    args: Arguments
+    start: Start
+    resumed: Checkpoint | None
+    id: str
+    global_batch: int
+
+
+@dataclass
+class Kept:
+    """What a rank keeps while its run is built again."""
+
+    settled: Settled
+    owner: Ownership | None
+    tensors: list[Tensor]
+    """The rank's weights and optimizer state in host memory, as `recovery.local_state` yields them."""
+    position: dict[str, Any]
+    stop_reason: str | None
+    device: torch.device
+    has_met: bool = True
+    """Whether the default group of the newest generation has been formed."""
+
+
+def keep(run: Run) -> Kept:
+    """Return what a run needs to be built again, and close it. Not collective."""
+    args = replace(run.args, hybrid_shard_degree=run.backend.degrees.sharded)
+    settled = Settled(args, replace(run.start, owner=None), run.resumed, run.id, run.train_data.global_batch)
+    kept = Kept(
+        settled, run.checkpoints.owner, [local.cpu().clone() for local in recovery.local_state(run)],
+        recovery.position(run), run.stop.reason, run.backend.topology.device,
+    )  # fmt: skip
+    run.screen.close()
+    run.batches.close()
+    heartbeat.end()
+    run.metrics.close()
+    if run.audit is not None:
+        run.audit.close()
+    run.stop.close()
+    return kept
+
+
+def free_memory() -> None:
+    """Free what a run that was closed has left in memory and in caches. Not collective."""
+    torch._dynamo.reset()
+    _clear_sharding_prop_cache()  # its entries refer to meshes whose groups are gone
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def compare(kept: Kept | None) -> None:
+    """Take part in the comparison of positions as the ranks of a resized generation meet; collective.
+
+    A rank that has met them inside a step, in `recovery.meet`, must not call this.
+    """
+    if generation.member is not None and generation.member.joined_resized:
+        position = {"step": -1} if kept is None else kept.position
+        distributed.gather("comparing the positions of the ranks", lambda: position)
+
+
+def settled(kept: Kept | None, resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Settled | None]:
+    """Return the settings for the present number of ranks and what was settled before; collective.
+
+    None if the number of ranks has never changed.
+    """
+    if generation.member is None or not generation.member.resized:
+        return resolved, None
+    all_settled = distributed.gather("building the run again", lambda: None if kept is None else kept.settled)
+    known = next(filter(None, all_settled), None)
+    if known is None:
+        raise SmpTrainError("no rank with the state of the run is left: start it again")
+    args = known.args
+    degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=False)
+    steps = known.global_batch // (args.train_batch_size * degrees.data_parallel)
+    args = replace(args, gradient_accumulation_steps=steps)
+    owner = kept.owner if kept and ranks.is_main else None
+    return replace(resolved, args=args), replace(known, args=args, start=replace(known.start, owner=owner))
+
+
+def restore(run: Run, kept: Kept | None) -> None:
+    """Give a run that was built again the state that its rank has kept, if any. Not collective."""
+    run.progress = Position(step=-1)
+    if kept is None or kept.position["step"] < 0:
+        return
+    for local, saved in zip(recovery.local_state(run), kept.tensors, strict=True):
+        local.copy_(saved)
+    kept.tensors.clear()
+    run.stop.reason = kept.stop_reason
+    recovery.adopt(run, kept.position)
