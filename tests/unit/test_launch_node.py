@@ -464,21 +464,22 @@ def test_what_the_user_or_sagemaker_gave_stays(tmp_path: Path) -> None:
 
 def test_what_nodes_keep_to_themselves_is_not_what_a_run_resumes_from(tmp_path: Path) -> None:
     words = ["--run_dir", str(tmp_path / "x"), "--checkpoint_dir", "local:/nvme/fast", str(tmp_path / "shared")]
+    freq = ["--checkpoint_freq", "5", "10", "--num_kept_checkpoints", "1", "2"]
     _, resolved = flags.complete(words)
     assert resolved.args.resume_from_checkpoint == str(tmp_path / "shared")
-    paths = slurm.named_paths(resolved, str(tmp_path))
-    assert (paths["written"], paths["checkpoints"]) == ([f"{tmp_path}/shared"], [f"{tmp_path}/shared/x"])
+    job = slurm.read(["--nproc=1", "--use_synthetic_data=1", *words, *freq])[2]
+    assert (job.written, job.checkpoints) == ([f"{tmp_path}/shared"], [f"{tmp_path}/shared/x"])
 
 
 def test_files_that_flags_name_are_those_of_a_job(tmp_path: Path) -> None:
     (tmp_path / "names.json").touch()
     words = ["--run_dir", str(tmp_path / "x"), "--smp_names", str(tmp_path / "names.json"), "--tokenizer", "org/name"]
-    _, resolved = flags.complete([*words, "--tensorboard_dir", "{run_dir}/tb", "s3://b/tb", "--model_dir", "s3://b/m"])
-    paths = slurm.named_paths(resolved, str(tmp_path / "x"))
-    assert str(tmp_path / "names.json") in paths["read"]
-    assert not any("org/name" in path for path in paths["read"])
-    assert str(tmp_path / "x/tb") in paths["written"]
-    assert not any("s3:" in path for path in paths["written"])
+    words += ["--tensorboard_dir", "{run_dir}/tb", "--model_dir", "s3://b/m"]
+    job = slurm.read(["--nproc=1", "--use_synthetic_data=1", *words])[2]
+    assert str(tmp_path / "names.json") in job.read
+    assert not any("org/name" in path for path in job.read)
+    assert str(tmp_path / "x/tb") in job.written
+    assert not any("s3:" in path for path in job.written)
 
 
 def test_newest_of_several_folders(tmp_path: Path) -> None:
