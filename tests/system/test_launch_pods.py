@@ -105,9 +105,10 @@ needs_unshare = pytest.mark.skipif(
 
 @needs_unshare
 def test_a_lost_pod_that_is_created_again_joins_the_run(tmp_path: Path) -> None:
-    """Pod 1 is killed with all its processes. The other pod waits for it, and no step is lost or repeated."""
+    """Pod 1 is killed with all its processes. The other pod waits for it, as half of the state is lost, and keeps its
+    process; both go back to a checkpoint."""
     last = 150
-    changes = {"recovery": "in_place", "sharding_strategy": "no_shard", "max_steps": last, "checkpoint_freq": last}
+    changes = {"recovery": "in_place", "sharding_strategy": "full_shard", "max_steps": last, "checkpoint_freq": 10}
     options = ["--nodes", "2", "--nproc", "1", "--image", "any", "--claims", f"volume:{tmp_path}"]
     spec, target = k8s.prepare([*options, *flags(tmp_path, **changes)])
     _, job = k8s.manifest(spec, target)["items"]
@@ -136,10 +137,10 @@ def test_a_lost_pod_that_is_created_again_joins_the_run(tmp_path: Path) -> None:
     straight = tmp_path / "straight"
     run(train, 2, flags(straight, **changes | {"recovery": "off"}), timeout=600)
     ours, theirs = (
-        [[record[name] for name in ("step", *EXACT)] for record in steps(each)] for each in (tmp_path, straight)
+        [(record["step"], [record[name] for name in EXACT]) for record in steps(each)] for each in (tmp_path, straight)
     )  # fmt: skip
-    assert ours == theirs
-    assert [step for step, *_ in ours] == [*range(1, last + 1)]
+    assert dict(ours) == dict(theirs)
+    assert set(map(repr, ours)) == set(map(repr, theirs)), "each repeated step has the same numbers"
     same(last_checkpoint(tmp_path, last), last_checkpoint(straight, last))
 
 
