@@ -2,7 +2,7 @@
 
 ``smp-train chaos --kills 3 -- --nproc 4 <training flags>`` starts that run on this machine as `smp-train launch local`
 does, with --recovery in_place and --logging_freq 1. After random steps it sends signals to random ranks, waits until
-the run has recovered, and compares every loss with those of a second, undisturbed run. Both runs have names of their
+the run has recovered, and compares every loss with a second, undisturbed run. Both runs have names of their
 own and a folder of their own, runs/chaos-<time>: no other run is touched.
 
 ``smp-train chaos --run runs/NAME`` does that to a run that trains now, without a comparison. Only its ranks on this

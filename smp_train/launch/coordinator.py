@@ -196,8 +196,8 @@ def decide(
 
     ``beats`` are the last heartbeats of all nodes. ``refused`` is a rank's reason why nothing can be recovered, or "".
     ``step`` is where training went on after the last recovery; None if that recovery has not ended. Without a spare
-    node for each lost node, the run goes on with the largest possible number of ranks on the living nodes. If there is
-    no such number, the generation leaves the ranks of lost nodes there, until a node returns or is started again; the
+    node for each lost node, the run goes on with the largest possible number of ranks on the living nodes. If no
+    smaller number is possible, the ranks of lost nodes stay there until a node returns or is started again, and the
     other ranks wait. The run ends when the longest ``silence`` of a lost node exceeds ``patience``. Returns None
     meanwhile.
     """

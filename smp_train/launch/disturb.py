@@ -116,7 +116,7 @@ def ranks(supervisor: int) -> list[int]:
 
 
 def find_supervisor(run: Path) -> int:
-    """Return the supervisor of a run's ranks on this machine. Raises `ConfigError` if there is none."""
+    """Return the supervisor of a run's ranks on this machine. Raises `ConfigError` if no supervisor is found."""
     if RunFolder(run).read_run().get("config", {}).get("recovery") != "in_place":
         raise ConfigError(f"{run}: is no folder of a run with --recovery in_place, which a dead rank would not end")
     flag = f"\0--run_dir={run.absolute()}\0".encode()

@@ -63,5 +63,5 @@ def check_image(instance: Instance | None, image: str, backend: str = "auto") ->
         )
     if has_smp and not natively and release(torch) not in SMP_TORCH:
         raise ConfigError(
-            f"--image {image}: the SMP backend runs in SMP's images of torch {SMP_RELEASES}; take one of them"
+            f"--image {image}: the SMP backend runs in SMP's images of torch {SMP_RELEASES}; take such an image"
         )

@@ -23,7 +23,7 @@ GRACE_SECONDS = 600
 SHUTDOWN_SECONDS = GRACE_SECONDS - 30
 """How long the pod's agent waits for its processes after SIGTERM."""
 RESOURCES = {"kubeflow": "pytorchjob", "hyperpod": "hyperpodpytorchjob", "job": "job"}
-"""Kind of the object, in kubectl's form, by operator; a `Job` needs none."""
+"""Kind of the object, in kubectl's form, by operator; a `Job` needs no operator."""
 LOST_NODE_SECONDS = 30
 """How long a `Job` waits before it replaces the pod of a node that does not answer; Kubernetes itself waits 300 s."""
 

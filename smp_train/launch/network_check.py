@@ -48,7 +48,7 @@ def compare(
 ) -> tuple[list[str], str]:
     """Compare the nodes' counts through a shared folder. Every node returns the same (nodes at fault, message).
 
-    Every node must have the same number of processes: if a node lacked a GPU, all ranks would wait for one that does
+    Every node must have the same number of processes: if a node lacked a GPU, all ranks would wait for a rank that does
     not exist. ``hosts`` names the nodes in order; ``efa`` counts this node's Elastic Fabric Adapters, or is 0 if
     they do not matter. Raises OSError if the folder cannot be written.
     """
@@ -181,7 +181,7 @@ class NetworkCheck:
         return self.judge_steps(absent, steps) if self.runtime.is_main else Verdict([], "")
 
     def report(self, name: str, text: str, seconds: float) -> list[int]:
-        """Publish this rank's ``text``; return the ranks that publish none within ``seconds``."""
+        """Publish this rank's ``text``; return the ranks that publish no text within ``seconds``."""
         self.store.set(f"{name}/{self.runtime.rank}", text)
         keys = [f"{name}/{rank}" for rank in self.everyone]
         try:

@@ -43,8 +43,7 @@ USR1_SECONDS = 300
 """How long before the time limit Slurm signals the batch scripts."""
 ADAPTERS = Path("/sys/class/infiniband")
 PATIENCE_SECONDS = 300.0
-"""How long a lost node without a spare one is awaited, where not Slurm starts the job again, but a person or Kubernetes
-starts the node's agent."""
+"""How long the ranks wait for a lost node that a person or Kubernetes may start again; on Slurm they do not wait."""
 NSYS = "SMP_TRAIN_UNDER_NSYS"
 """Set in the environment of an agent that nsys started."""
 
@@ -87,7 +86,7 @@ def find_node(environ: Mapping[str, str], processes: int, spares: int = 0) -> No
             raise ConfigError(
                 f"srun started {tasks} tasks on {len(hosts)} nodes; it must be one per node: --ntasks-per-node=1"
             )
-        # Each step has two ports of its own: the previous step's ports may still be in use.
+        # Each step has its own two ports: the previous step's ports may still be in use.
         pair = (int(environ["SLURM_JOB_ID"]) * 7 + int(environ.get("SLURM_STEP_ID", "0"))) % (PORTS // 2)
         port = FIRST_PORT + 2 * pair
         if spares >= len(hosts):

@@ -1,4 +1,4 @@
-"""A warm process: it has imported what a rank imports, and becomes a rank when its supervisor sends an environment.
+"""A warm process: it has done a rank's imports, and becomes a rank when its supervisor sends an environment.
 
 ``python -m smp_train.launch.spare``, with one end of a socket pair as its stdin. Until it becomes a rank it starts no
 thread and does not use CUDA. It takes about as much host memory as a rank that has not built its model.
@@ -31,7 +31,7 @@ class Spare:
             )  # fmt: skip
 
     def imported(self) -> bool:
-        """Return whether the process has imported all that a rank imports."""
+        """Return whether the process has done its imports."""
         try:
             return self.socket.recv(1, socket.MSG_DONTWAIT) == b"" and self.process.poll() is None
         except OSError:  # not yet, or it has become a rank

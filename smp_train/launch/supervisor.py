@@ -181,7 +181,7 @@ class _Workers:
         return failure
 
     def _reap_orphans(self) -> None:
-        """Collect the children that ended ranks have left behind: process 1 of a container is their new parent."""
+        """Collect the ended children of ended ranks: process 1 of a container is their new parent."""
         own = {process.pid for process in (*self.processes.values(), *(spare.process for spare in self.spares))}
         with suppress(ChildProcessError):  # no children
             while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and child.si_pid not in own:
@@ -194,7 +194,7 @@ class _Workers:
         return 1 if self.processes else self.node.processes
 
     def _is_warm(self) -> bool:
-        """Return whether this node's warm processes have imported what a rank imports."""
+        """Return whether this node's warm processes have done their imports."""
         return sum(spare.imported() for spare in [*self.spares]) >= self._spares_wanted()
 
     def _may_get_ranks(self) -> bool:
@@ -261,7 +261,7 @@ class _Workers:
                 self.replaced = True
 
     def _renumber(self, world: Sequence[int]) -> None:
-        """Give this node's processes their new ranks, and end those that have none."""
+        """Give this node's processes their new ranks; kill processes without a new rank."""
         before, generations, running = self.processes, self.generations, self.running
         new = {old: rank for rank, old in enumerate(world) if old in before}
         for rank in before.keys() - new.keys():

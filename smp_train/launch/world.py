@@ -18,7 +18,7 @@ class Sizes(NamedTuple):
 def smaller_world(nodes: Mapping[int, int], lost: Collection[int], sizes: Sizes) -> list[int]:
     """Return the ranks that stay, in order, for the largest possible world without the ``lost`` nodes.
 
-    ``nodes`` is the node of each rank. Empty if there is no such world: replicas stay whole, and so do nodes.
+    ``nodes`` is the node of each rank. Replicas and nodes stay whole. Empty if no possible number of ranks remains.
     """
     block = _block(nodes, sizes)
     staying: list[int] = []
@@ -31,7 +31,7 @@ def smaller_world(nodes: Mapping[int, int], lost: Collection[int], sizes: Sizes)
 
 
 def larger_world(nodes: Mapping[int, int], spares: Sequence[int], sizes: Sizes) -> dict[int, int]:
-    """Return the node of each rank that is added for the largest possible world with ``spares``; empty if none is."""
+    """Return the node of each rank to add for the largest possible world with ``spares``; empty if none fits."""
     block, processes = _block(nodes, sizes), _processes(nodes)
     limit = len(nodes) + len(spares) * processes
     size = max((size for size in sizes.ranks if size <= limit and size % block == 0), default=0)

@@ -69,7 +69,7 @@ def check(args: Arguments, ranks: Runtime) -> None:
 def begin_transcript() -> None:
     """Record the collectives of the start, once the process group is formed; a replacement replays the recorded ones.
 
-    In a generation with another number of ranks all ranks start, and none replays.
+    In a generation with a new number of ranks every rank starts, and no rank replays.
     """
     member = generation.member
     if member is None:
@@ -122,8 +122,8 @@ def interrupts(failure: BaseException) -> bool:
 def commit(run: Run, values: Tensor) -> None:
     """Sum ``values``, a step's outcome, over all ranks in place; once this returns, every rank makes the update.
 
-    Waits for the sum. If a rank dies meanwhile, this rank takes the sum from a rank that has it, or raises `LeaveStep`
-    if no rank has it. Collective.
+    Waits for the sum. If a rank dies meanwhile, this rank takes the sum from another rank, or raises `LeaveStep`
+    if no rank has the sum. Collective.
     """
     member = generation.member
     if member is None:
@@ -297,7 +297,7 @@ def log_if_missing(run: Run, record: dict[str, Any]) -> None:
 
 
 def replicas(run: Run, living: list[int]) -> dict[int, int] | None:
-    """Return, for each replaced rank, a living rank with the same state; None if a replaced rank has no such rank."""
+    """Return, for each replaced rank, a living rank with the same state; None if some rank has no replica left."""
     degrees = run.backend.degrees
     part = run.runtime.world_size // degrees.replicate  # ranks of one replica are neighbours
     sources = {}
@@ -345,7 +345,7 @@ def go_back(run: Run) -> None:
     if checkpoint is None:
         raise give_up("no replica of its state lives, and there is no checkpoint yet")
     log.warning("No replica of the lost state lives: all go back to %s", checkpoint.path, extra=ALL_RANKS)
-    run.progress = Position(step=-1)  # if a rank dies meanwhile, this rank's state is none to copy from
+    run.progress = Position(step=-1)  # if a rank dies meanwhile, other ranks must not copy this rank's state
     load(run, checkpoint)
     set_position(run, checkpoint)
     run.unfinished, run.stopped, run.validated = False, False, checkpoint.step

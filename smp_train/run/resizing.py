@@ -1,7 +1,7 @@
-"""Recovery in place with another number of replicas: each rank builds its run again and keeps its state meanwhile.
+"""Recovery in place with a new number of replicas: each rank keeps its state while it builds its run again.
 
-Only the replicate dimension of the mesh changes, so a rank's shards stay as they are. More accumulation keeps the
-global batch and its samples. Sums are in another order, so the numbers are not bit-equal to those of the full size.
+Only the replicate dimension of the mesh changes, so a rank's shards stay the same. The number of micro-steps changes
+with it, so the global batch and its samples stay the same. Sums change their order, so losses differ in the last bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from smp_train.run.state import Position, Run
 
 @dataclass(frozen=True)
 class Settled:
-    """What the first start of a run has settled, for every later one."""
+    """Results of a run's first start, which later starts reuse."""
 
     args: Arguments
     start: Start
@@ -39,7 +39,7 @@ class Settled:
 
 @dataclass
 class Kept:
-    """What a rank keeps while its run is built again."""
+    """State that a rank keeps while it builds its run again."""
 
     settled: Settled
     owner: Ownership | None
@@ -53,7 +53,7 @@ class Kept:
 
 
 def keep(run: Run) -> Kept:
-    """Return what a run needs to be built again, and close it. Not collective."""
+    """Copy this rank's state to host memory, and close the run. Not collective."""
     args = replace(run.args, hybrid_shard_degree=run.backend.degrees.sharded)
     settled = Settled(args, replace(run.start, owner=None), run.resumed, run.id, run.train_data.global_batch)
     kept = Kept(
@@ -71,7 +71,7 @@ def keep(run: Run) -> Kept:
 
 
 def free_memory() -> None:
-    """Free what a run that was closed has left in memory and in caches. Not collective."""
+    """Free the memory and the cache entries of a closed run. Not collective."""
     torch._dynamo.reset()
     _clear_sharding_prop_cache()  # its entries refer to meshes whose groups are gone
     gc.collect()
@@ -80,9 +80,9 @@ def free_memory() -> None:
 
 
 def compare(kept: Kept | None) -> None:
-    """Take part in the comparison of positions as the ranks of a resized generation meet; collective.
+    """Exchange positions with ranks that are in `recovery.meet`, if the number of ranks has changed; collective.
 
-    A rank that has met them inside a step, in `recovery.meet`, must not call this.
+    A rank that was in `recovery.meet` itself must not call this.
     """
     if generation.member is not None and generation.member.joined_resized:
         position = {"step": -1} if kept is None else kept.position
@@ -90,9 +90,9 @@ def compare(kept: Kept | None) -> None:
 
 
 def settled(kept: Kept | None, resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Settled | None]:
-    """Return the settings for the present number of ranks and what was settled before; collective.
+    """Return the settings for the present number of ranks, and the results of the first start; collective.
 
-    None if the number of ranks has never changed.
+    The results are None if the number of ranks has never changed.
     """
     if generation.member is None or not generation.member.resized:
         return resolved, None
@@ -109,7 +109,7 @@ def settled(kept: Kept | None, resolved: Resolved, ranks: Runtime) -> tuple[Reso
 
 
 def restore(run: Run, kept: Kept | None) -> None:
-    """Give a run that was built again the state that its rank has kept, if any. Not collective."""
+    """Load the ``kept`` state, if any, into a run that was built again. Not collective."""
     run.progress = Position(step=-1)
     if kept is None or kept.position["step"] < 0:
         return

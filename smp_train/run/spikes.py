@@ -1,4 +1,4 @@
-"""Spikes of loss and gradient norm: the rule, and the state that a run and its checkpoints keep for it.
+"""Spikes of loss and gradient norm: the rule, and its state in a run and its checkpoints.
 
 A value is a spike above ``median + threshold * max(1.4826 * MAD, floor * median)`` of the window: the last
 --spike_window steps that were no spikes themselves. MAD is the median absolute deviation from the median; times 1.4826
@@ -76,7 +76,7 @@ class Spikes:
         return self.policy != "warn"
 
     def accept(self, step: int, loss: float, grad_norm: float) -> None:
-        """Add the numbers of a step to the window; skip a step without gradient, such as one of padding only."""
+        """Add the numbers of a step to the window; skip a step without gradient, such as a step of padding only."""
         if grad_norm == 0:
             return
         self.accepted = [*self.accepted[-self.window - 1 :], (step, loss, grad_norm)]

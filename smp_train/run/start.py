@@ -1,6 +1,6 @@
 """The start of a run: its name, its claim on the checkpoint folders, and the checkpoints that it may resume from.
 
-One rule: a run resumes from its own newest checkpoint; if it has none, from the run or checkpoint that
+One rule: a run resumes from its own newest checkpoint; without a checkpoint of its own, from the run or checkpoint that
 --resume_from_checkpoint names; else it begins at step 0. Checkpoints under the run's name are its own. A start without
 that flag is a new run, unless it is a restart of the run's job; `launch` always passes the flag.
 """

@@ -15,7 +15,7 @@ from tests import harness
 from tests.chats import write_lines
 from tests.system.command import write_shard
 from tests.tiers import slow
-from tests.training import audits, flags, records, same, steps, train
+from tests.training import audits, flags, records, same, saved, steps, train
 
 ROWS = 48
 
@@ -178,10 +178,10 @@ def test_a_damaged_row_saves_the_step_before(tmp_path: Path, changes: dict) -> N
     tok, good = damaged_token(data, (3 * rows + 1) * 32)  # the first row of rank 1 in step 4
 
     assert "DataError" in fails(cut, 2, **common)
-    saved = cut / "checkpoints" / "run" / "llama_v2-3steps"
-    assert (saved / "COMMITTED").exists()
-    assert json.loads((saved / "meta.json").read_text())["data"]["consumed"] == 3 * rows
-    assert [path.name for path in (cut / "checkpoints" / "run").glob("*steps")] == [saved.name]
+    third = cut / "checkpoints" / "run" / "llama_v2-3steps"
+    assert (third / "COMMITTED").exists()
+    assert json.loads((third / "meta.json").read_text())["data"]["consumed"] == 3 * rows
+    assert [path.name for path in (cut / "checkpoints" / "run").glob("*steps")] == [third.name]
     assert not (cut / "run" / "DONE").exists()
 
     tok.write_bytes(good)

@@ -280,7 +280,7 @@ def wait_in_vain() -> None:
     runtime = distributed.detect()
     store = dist.TCPStore(runtime.master_addr, runtime.master_port, None, False)
     for number in (1, 2):
-        record = json.dumps({"replaced": [], "reason": "", "hosts": []})
+        record = json.dumps({"replaced": [], "reason": "", "hosts": [], "world": None, "resized": False})
         store.set(f"{generation.KEYS}/generation/{number}", record)
     os.environ[environment.GENERATION] = "1"
     generation.STUCK_SECONDS = 0.2
