@@ -74,8 +74,9 @@ def build_run(
     if settled is None:
         resolved, choice = auto.choose(resolved, ranks, device, folder)
     args = resolved.args
-    stop = StopRequest(folder.stop)
-    opened.callback(stop.close)
+    stop = StopRequest(folder.stop) if kept is None else kept.stop
+    if kept is None:
+        opened.callback(stop.close)
     opened.callback(heartbeat.end)
     if args.telemetry == "full":
         watch(ranks, folder.logs, report_seconds=args.hang_report_seconds, end_seconds=args.train_timeout_seconds)

@@ -24,6 +24,7 @@ from smp_train.errors import SmpTrainError
 from smp_train.run import recovery
 from smp_train.run.start import Start
 from smp_train.run.state import Position, Run
+from smp_train.run.stop import StopRequest
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Kept:
     tensors: list[Tensor]
     """The rank's weights and optimizer state in host memory, as `recovery.local_state` yields them."""
     position: dict[str, Any]
-    stop_reason: str | None
+    stop: StopRequest
     device: torch.device
     has_met: bool = True
     """Whether the default group of the newest generation has been formed."""
@@ -58,7 +59,7 @@ def keep(run: Run) -> Kept:
     settled = Settled(args, replace(run.start, owner=None), run.resumed, run.id, run.train_data.global_batch)
     kept = Kept(
         settled, run.checkpoints.owner, [local.cpu().clone() for local in recovery.local_state(run)],
-        recovery.position(run), run.stop.reason, run.backend.topology.device,
+        recovery.position(run), run.stop, run.backend.topology.device,
     )  # fmt: skip
     run.screen.close()
     run.batches.close()
@@ -66,7 +67,6 @@ def keep(run: Run) -> Kept:
     run.metrics.close()
     if run.audit is not None:
         run.audit.close()
-    run.stop.close()
     return kept
 
 
@@ -116,5 +116,4 @@ def restore(run: Run, kept: Kept | None) -> None:
     for local, saved in zip(recovery.local_state(run), kept.tensors, strict=True):
         local.copy_(saved)
     kept.tensors.clear()
-    run.stop.reason = kept.stop_reason
     recovery.adopt(run, kept.position)

@@ -313,7 +313,7 @@ def test_a_job_that_loses_a_node_goes_on(
     place = {"run_name": "run", "run_dir": "run", "checkpoint_dir": "checkpoints"}
     endless = {"max_steps": 10**6, "checkpoint_freq": 10**6, "recovery": "in_place", "sharding_strategy": "no_shard"}
     endless["gradient_accumulation_steps"] = 2  # of three nodes; two of them make the same global batch with three
-    options = [f"--nodes={nodes}", f"--spare_nodes={spares}", "--nproc=1"]
+    options = [f"--nodes={nodes}", "--nproc=1", *([f"--spare_nodes={spares}"] if spares else [])]
     assert cli.main(["launch", "slurm", *options, *words(**place, **endless)]) == 0
     job = rig.run("squeue", "-h", "-o", "%i").strip()
     log = tmp_path / f"run/logs/slurm-{job}.out"
