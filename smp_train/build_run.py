@@ -70,9 +70,10 @@ def build_run(
         start = settled.start
     folder, metrics = open_run_folder(resolved.args, ranks)
     opened.callback(metrics.close)
-    choice = None
     if settled is None:
         resolved, choice = auto.choose(resolved, ranks, device, folder)
+    else:
+        choice = settled.choice
     args = resolved.args
     stop = StopRequest(folder.stop) if kept is None else kept.stop
     if kept is None:
@@ -95,8 +96,11 @@ def build_run(
     spec, seq_len = meta.spec, meta.seq_len
     if resolved.inputs.loss is not None:
         choose_loss(resolved.inputs.loss, backend, spec)
-    check_memory(args, backend, spec, ranks)
-    checkpoints = open_checkpoints(args, ranks, backend, spec, start, opened)
+    if settled is None:
+        check_memory(args, backend, spec, ranks)
+    # A failed attempt to build the run again must not release the run's checkpoints.
+    closing = opened if kept is None else ExitStack()
+    checkpoints = open_checkpoints(args, ranks, backend, spec, start, closing)
 
     @functools.cache
     def tokenizer_for_text() -> str | None:

@@ -12,7 +12,7 @@ from smp_train import distributed, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.validation import prompts_only, runs_natively
 from smp_train.build_run import build_run, mesh_sizes
-from smp_train.distributed import Runtime, heartbeat
+from smp_train.distributed import Runtime, agree, heartbeat
 from smp_train.errors import DataError
 from smp_train.inference import generation
 from smp_train.progress import MOVED, Progress
@@ -97,8 +97,8 @@ def start(resolved: Resolved, ranks: Runtime, kept: Kept | None = None) -> Run:
 
     Such a process is a replacement, or one that has ``kept`` its state.
     """
+    recovery.check(resolved.args, ranks)
     while True:
-        recovery.check(resolved.args, ranks)
         try:
             if kept is not None and kept.has_met:
                 device, kept.has_met = kept.device, False
@@ -117,6 +117,8 @@ def start(resolved: Resolved, ranks: Runtime, kept: Kept | None = None) -> Run:
             if not ((recovery.replaces() or kept is not None) and recovery.interrupts(failure)):
                 raise
             distributed.stop()
+        agree.replay(None)
+        resizing.free_memory()
 
 
 def join(run: Run, kept: Kept | None) -> None:

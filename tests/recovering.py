@@ -103,7 +103,8 @@ class Recovering:
                 if command not in self.reported and command._ended(0):
                     self.reported.add(command)
                     code = command.code()
-                    self.recovery.report(Event(rank, generation, code if code >= 0 else 128 - code, "here"))
+                    code, known = code if code >= 0 else 128 - code, len(self.generations) + 1
+                    self.recovery.report(Event(rank, generation, code, "here", known=known))
             try:
                 message = self.messages.get(timeout=0.02)
             except queue.Empty:

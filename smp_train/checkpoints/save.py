@@ -179,7 +179,7 @@ class CheckpointManager:
         if self.owner is None:
             self.owner = Ownership(self.folders, job)
             self.owner.acquire(above=self.generation)
-            self.generation = self.owner.generation
+        self.generation = self.owner.generation
         return self.generation
 
     # --- a save

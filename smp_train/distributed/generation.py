@@ -62,7 +62,8 @@ class Member:
         self._store, followed = self._connect(), self._connect()
         self._lasting = self._store_connections()
         """Local ports of the connections to the store that outlive a generation."""
-        self._read(self.first)  # the launcher has given this process its place in it
+        for number in range(1, self.first + 1):  # the launcher has given this process its place in the last one
+            self._read(number)
         self.run = self._store.compare_set(self._key("run"), "", uuid.uuid4().hex).decode()
         """An id of this run of the supervisors."""
         self._follower = threading.Thread(target=self._follow, args=(followed,), name="smp-train-member", daemon=True)

@@ -55,6 +55,8 @@ class Event(NamedTuple):
     cause: str = ""
     asked: bool = False
     """Whether the process had been asked to stop before it ended."""
+    known: int = 1
+    """The newest generation that the supervisor knew: ``rank`` is the process's rank in that generation."""
 
     def description(self) -> str:
         """Return how the process ended, in words."""
@@ -115,7 +117,7 @@ class Beat(NamedTuple):
     name: str
     time: float
     warm: bool = True
-    """Whether the node's warm processes are ready to become ranks."""
+    """Whether the node's warm processes are ready to become ranks, and it was not asked to stop."""
 
 
 @dataclass
@@ -137,6 +139,8 @@ class Members:
     """Lost nodes whose ranks wait for a node in the current generation."""
     resized: bool = False
     """Whether the current generation builds the run again."""
+    renumbered: int = 1
+    """The newest generation that gave ranks new numbers."""
 
     @staticmethod
     def first(node: Node) -> Members:
@@ -147,7 +151,9 @@ class Members:
 
     def ended(self, events: Sequence[Event]) -> list[Event]:
         """Return the deaths of current processes among ``events``, and record which ranks have finished."""
-        current = [event for event in events if event.generation == self.joined[event.rank]]
+        # A supervisor reports again by the new rank what it has reported by a rank from before a renumbering.
+        events = [event for event in events if event.known >= self.renumbered]
+        current = [event for event in events if event.generation == self.joined.get(event.rank)]
         self.finished |= {event.rank for event in current if event.code == 0}
         return [event for event in current if event.code]
 
@@ -177,6 +183,7 @@ class Members:
         """Make the replacements of a generation current, in place of their predecessors."""
         self.generation, self.resized = generation.number, generation.resized
         if generation.world is not None:
+            self.renumbered = generation.number
             before = {*self.nodes.values()}
             staying = {new: old for new, old in enumerate(generation.world) if old >= 0}
             self.nodes = {new: self.nodes[old] for new, old in staying.items()}
@@ -243,8 +250,11 @@ def decide(
 
 
 def grow(members: Members, lost: Collection[int], beats: Mapping[int, Beat], sizes: Sizes) -> Generation | None:
-    """Return a generation with more ranks, on living nodes without ranks; None if no larger number is possible."""
-    spares = sorted(node for node, beat in beats.items() if beat.warm and node not in members.used | {*lost})
+    """Return a generation with more ranks, on living nodes without ranks; None if that is not possible now."""
+    living = beats.keys() - {*lost}
+    if not all(beats[node].warm for node in living):
+        return None
+    spares = sorted(living - members.used)
     added = larger_world(members.nodes, spares, sizes)
     if not added:
         return None

@@ -90,6 +90,8 @@ class _Workers:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.generations: dict[int, int] = {}
         """The generation that each process joined first."""
+        self.known = 1
+        """The newest generation."""
         self.world_size: int | None = None
         """The number of ranks, if it has changed."""
         self.running: set[int] = set()
@@ -194,8 +196,8 @@ class _Workers:
         return 1 if self.processes else self.node.processes
 
     def _is_warm(self) -> bool:
-        """Return whether this node's warm processes have done their imports."""
-        return sum(spare.imported() for spare in [*self.spares]) >= self._spares_wanted()
+        """Return whether this node's warm processes have done their imports, and no stop was requested."""
+        return not self.signals and sum(spare.imported() for spare in [*self.spares]) >= self._spares_wanted()
 
     def _may_get_ranks(self) -> bool:
         """Return whether the coordinator may still give ranks to this node."""
@@ -236,7 +238,7 @@ class _Workers:
         self.recovery.report(
             Event(
                 rank, self.generations[rank], failure.code if code else 0, failure.node, failure.cause,
-                bool(self.signals),
+                bool(self.signals), self.known,
             )
         )  # fmt: skip
         return None
@@ -245,6 +247,7 @@ class _Workers:
         """Start this node's replacements, and end processes that another node replaces."""
         if self.node.node_rank == 0:
             self.say(f"generation {generation.number}: {generation.reason}")
+        self.known = generation.number
         if generation.world is not None:
             self._renumber(generation.world)
         for rank in generation.replaced:
@@ -264,8 +267,12 @@ class _Workers:
         """Give this node's processes their new ranks; kill processes without a new rank."""
         before, generations, running = self.processes, self.generations, self.running
         new = {old: rank for rank, old in enumerate(world) if old in before}
-        for rank in before.keys() - new.keys():
-            before[rank].kill()
+        left_out = [before[rank] for rank in before.keys() - new.keys()]
+        for process in left_out:
+            process.kill()
+        for process in left_out:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(RELEASE_SECONDS)  # it may hold memory of a GPU
         self.processes = {rank: before[old] for old, rank in new.items()}
         self.generations = {rank: generations[old] for old, rank in new.items()}
         self.running = {new[old] for old in running if old in new}

@@ -210,8 +210,8 @@ def join(run: Run) -> None:
 
     A replacement's step is -1.
     """
+    begin_training(run)  # with the transcript of this start, which the next line ends
     agree.replay(None)
-    begin_training(run)
     try:
         exchange(run)
     except Exception as failure:

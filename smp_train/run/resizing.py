@@ -35,6 +35,8 @@ class Settled:
     start: Start
     resumed: Checkpoint | None
     id: str
+    choice: dict[str, Any] | None
+    """The record of --auto's choice."""
     global_batch: int
 
 
@@ -56,9 +58,10 @@ class Kept:
 def keep(run: Run) -> Kept:
     """Copy this rank's state to host memory, and close the run. Not collective."""
     args = replace(run.args, hybrid_shard_degree=run.backend.degrees.sharded)
-    settled = Settled(args, replace(run.start, owner=None), run.resumed, run.id, run.train_data.global_batch)
+    start = replace(run.start, owner=None, generation=run.checkpoints.generation)
+    settled = Settled(args, start, run.resumed, run.id, run.choice, run.train_data.global_batch)
     kept = Kept(
-        settled, run.checkpoints.owner, [local.cpu().clone() for local in recovery.local_state(run)],
+        settled, run.checkpoints.owner, [local.to("cpu", copy=True) for local in recovery.local_state(run)],
         recovery.position(run), run.stop, run.backend.topology.device,
     )  # fmt: skip
     run.screen.close()

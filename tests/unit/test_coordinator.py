@@ -164,11 +164,12 @@ def test_a_smaller_run_replaces_ranks_and_grows_again() -> None:
     assert (found.world, found.replaced, found.nodes) == ([0, 1, 4, 5], [2], {2: 2})
     run.join(found)
     assert grow(run, [1], {node: BEATS[node] for node in range(3)}, sizes) is None, "the lost node"
-    found = answer(run, died(3), nodes=3, sizes=sizes)
+    assert run.ended(died(3)) == run.ended(died(5)) == [], "ranks of before"
+    found = answer(run, died(3, known=2), nodes=3, sizes=sizes)
     assert isinstance(found, Generation)
     assert (found.world, found.resized) == (None, True), "the run is being built"
     run.join(found)
-    found = answer(run, died(3, generation=3), nodes=3, sizes=sizes, step=7)
+    found = answer(run, died(3, generation=3, known=3), nodes=3, sizes=sizes, step=7)
     assert isinstance(found, Generation)
     assert (found.world, found.resized) == (None, False)
     run.join(found)
