@@ -52,6 +52,7 @@ from smp_train.telemetry.step_times import StepTimes
 
 log = get_logger()
 
+
 def build_run(
     resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack, kept: Kept | None = None
 ) -> Run:
@@ -75,9 +76,10 @@ def build_run(
     else:
         choice = settled.choice
     args = resolved.args
+    # If the run cannot be built again, the next attempt needs the stop request and the claim on the checkpoints.
+    lasting = opened if kept is None else ExitStack()
     stop = StopRequest(folder.stop) if kept is None else kept.stop
-    if kept is None:
-        opened.callback(stop.close)
+    lasting.callback(stop.close)
     opened.callback(heartbeat.end)
     if args.telemetry == "full":
         watch(ranks, folder.logs, report_seconds=args.hang_report_seconds, end_seconds=args.train_timeout_seconds)
@@ -98,9 +100,7 @@ def build_run(
         choose_loss(resolved.inputs.loss, backend, spec)
     if settled is None:
         check_memory(args, backend, spec, ranks)
-    # A failed attempt to build the run again must not release the run's checkpoints.
-    closing = opened if kept is None else ExitStack()
-    checkpoints = open_checkpoints(args, ranks, backend, spec, start, closing)
+    checkpoints = open_checkpoints(args, ranks, backend, spec, start, lasting)
 
     @functools.cache
     def tokenizer_for_text() -> str | None:

@@ -169,7 +169,7 @@ class Members:
             self.steps = [step] if progress else [*self.steps, step]
         return self.steps.count(step) < AT_ONE_STEP
 
-    def next(
+    def next_generation(
         self, nodes: dict[int, int], reason: str, hosts: Collection[str], world: list[int], *, unfinished: bool = False
     ) -> Generation:
         """Return the next generation, in which ``nodes`` start processes; ``unfinished`` recoveries are repeated."""
@@ -246,7 +246,7 @@ def decide(
     # In tests several nodes share a host; a host is lost only if all of its nodes are.
     hosts = {beats[node].host for node in gone} - {beat.host for node, beat in beats.items() if node not in lost}
     nodes = {new: takers.get(members.nodes[old], members.nodes[old]) for new, old in enumerate(staying) if old in dead}
-    return members.next(nodes, "; ".join(reasons), hosts, staying, unfinished=step is None)
+    return members.next_generation(nodes, "; ".join(reasons), hosts, staying, unfinished=step is None)
 
 
 def grow(members: Members, lost: Collection[int], beats: Mapping[int, Beat], sizes: Sizes) -> Generation | None:
@@ -260,7 +260,7 @@ def grow(members: Members, lost: Collection[int], beats: Mapping[int, Beat], siz
         return None
     names = ", ".join(f"{node} ({beats[node].name})" for node in sorted({*added.values()}))
     world = [*members.nodes, *(-1 for _ in added)]
-    return members.next(added, f"node {names} joins: {len(world)} ranks go on", (), world)
+    return members.next_generation(added, f"node {names} joins: {len(world)} ranks go on", (), world)
 
 
 class Coordinator:

@@ -59,7 +59,7 @@ def supervise(
         if recovery is None or node.node_rank == 0:  # other nodes may have been started again
             workers.start_all()
         if recovery:
-            recovery.start(workers.inbox.put, workers._is_warm)
+            recovery.start(workers.inbox.put, workers.is_warm)
         failure = workers.wait(grace_seconds)
     finally:
         workers.end()
@@ -91,9 +91,9 @@ class _Workers:
         self.generations: dict[int, int] = {}
         """The generation that each process joined first."""
         self.known = 1
-        """The newest generation."""
+        """The newest generation that this supervisor has handled."""
         self.world_size: int | None = None
-        """The number of ranks, if it has changed."""
+        """The present number of ranks; None if it has never changed."""
         self.running: set[int] = set()
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.pumps: list[threading.Thread] = []
@@ -195,7 +195,7 @@ class _Workers:
             return 0
         return 1 if self.processes else self.node.processes
 
-    def _is_warm(self) -> bool:
+    def is_warm(self) -> bool:
         """Return whether this node's warm processes have done their imports, and no stop was requested."""
         return not self.signals and sum(spare.imported() for spare in [*self.spares]) >= self._spares_wanted()
 
