@@ -94,12 +94,12 @@ Step = tuple[int, int]
 
 
 def copies_of(folder: RunFolder, owner: int) -> RunFolder:
-    """Return the folder, in a rank's folder of parts, of the copies of another rank's parts."""
+    """Return the folder with copies of the parts of ``owner``, below another rank's ``folder``."""
     return open_folder(f"{folder.location}/{COPY}{owner:05d}")
 
 
 def copies_on_node(folder: RunFolder) -> dict[int, RunFolder]:
-    """Return the folders of copies in a rank's folder of parts, by the rank that the parts belong to."""
+    """Return the folders with copies below a rank's ``folder``, by the rank whose parts were copied."""
     owners = [int(name.removeprefix(COPY)) for name in folder.storage.level()[1] if name.startswith(COPY)]
     return {owner: copies_of(folder, owner) for owner in owners}
 

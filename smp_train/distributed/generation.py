@@ -223,7 +223,7 @@ class Member:
 
 
 def place_in(world: Sequence[int], place: Runtime) -> Runtime | None:
-    """Return a rank's new place if rank R is now ``world[R]`` of before; None if it has no place any more."""
+    """Return a rank's place in a new ``world``, which lists the earlier rank of each rank; None if it is left out."""
     if place.rank not in world:
         return None
     rank, local = world.index(place.rank), place.local_world_size

@@ -52,7 +52,7 @@ class Kept:
     stop: StopRequest
     device: torch.device
     has_met: bool = True
-    """Whether the default group of the newest generation has been formed."""
+    """Whether this rank is already in the default group of the newest generation."""
 
 
 def keep(run: Run) -> Kept:

@@ -21,7 +21,7 @@ from smp_train.telemetry.run_folder import write_atomic
 FILE_NAME = "report.html"
 LIVE_SECONDS = 10.0
 GRACE_SECONDS = 60.0
-"""Seconds for which the page is still updated after the run's process has died: a launcher may restart it."""
+"""How long the page is updated after the run's process has died: a launcher may restart the process."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) -> Path:
-    """Write the page atomically. If ``live`` is not 0, the page reloads itself after so many seconds.
+    """Write the page atomically. The page reloads itself every ``live`` seconds, unless that is 0.
 
     Raises `ConfigError` if it cannot be written.
     """

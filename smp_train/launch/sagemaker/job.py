@@ -47,7 +47,7 @@ FORMS = (
     ("input_mode", "FastFile|File", "FastFile or File"),
     ("fsx", "fs-[0-9a-f]{8,}:/[A-Za-z0-9_-]+(/.*)?", "fs-0123456789abcdef0:/mountname/folder"),
 )
-"""Options with a pattern, and its description."""
+"""Option, pattern of its values, and an example or description for the refusal."""
 
 
 def parser() -> LaunchParser:
