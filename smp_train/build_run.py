@@ -35,6 +35,7 @@ from smp_train.models.state_memory import check_state, in_short
 from smp_train.parallel import compile
 from smp_train.progress import Progress
 from smp_train.run import auto, resizing, resume
+from smp_train.run import tokenizer as run_tokenizer
 from smp_train.run.resizing import Kept
 from smp_train.run.spikes import Spikes
 from smp_train.run.start import Start, choose_start
@@ -104,7 +105,7 @@ def build_run(
 
     @functools.cache
     def tokenizer_for_text() -> str | None:
-        return temporary.enter_context(resume.tokenizer_for_text(args, spec, start))
+        return temporary.enter_context(run_tokenizer.tokenizer_for_text(args, spec, start.newest_readable))
 
     with ExitStack() as temporary:
         train_data, validation = open_data(
@@ -119,7 +120,7 @@ def build_run(
     with distributed.together("reading the tokenizer"):
         if ranks.is_main:
             reads_text = tokenizer_for_text.cache_info().currsize > 0
-            checkpoints.tokenizer = resume.tokenizer_of_run(args, spec, resumed, reads_text=reads_text)
+            checkpoints.tokenizer = run_tokenizer.tokenizer_of_run(args, spec, resumed, reads_text=reads_text)
             use_tokenizer(args, spec, checkpoints.tokenizer, new=resumed is None or names_model(args))
     with distributed.together("looking at the checkpoint folders"):
         if ranks.is_main and settled is None:

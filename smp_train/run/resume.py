@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -13,15 +12,13 @@ from typing import Any
 from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.flag import show
-from smp_train.arguments.sources import is_hub_name, training_sources
 from smp_train.checkpoints.aws import sharded as aws
 from smp_train.checkpoints.checkpoint import Checkpoint
-from smp_train.checkpoints.find import locate, open_checkpoint, open_intact
+from smp_train.checkpoints.find import open_intact
 from smp_train.checkpoints.node_local import facts_of_part, is_node_local, open_parts, steps_on_nodes
 from smp_train.data.loader import Loader
 from smp_train.distributed import ALL_RANKS
-from smp_train.errors import CheckpointError, ConfigError
-from smp_train.models import tokenizer
+from smp_train.errors import CheckpointError
 from smp_train.models.configuration import changes_from
 from smp_train.models.hugging_face import ModelSpec
 from smp_train.models.resolve import names_model, resolve_saved
@@ -56,75 +53,6 @@ def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
     if newest is None or names_model(args):
         return None
     return resolve_saved(newest.model_config(), newest.marker.model_type, newest.path, newest.meta, args)
-
-
-def tokenizer_in_checkpoint(spec: ModelSpec, checkpoint: Checkpoint | None) -> dict[str, bytes]:
-    """Return the tokenizer's files in ``checkpoint``, by default the checkpoint to finetune; not collective."""
-    if checkpoint is None and spec.pretrained is not None and locate(spec.pretrained).kind == "checkpoint":
-        checkpoint = open_checkpoint(spec.pretrained)
-    return {} if checkpoint is None else checkpoint.tokenizer()
-
-
-def tokenizer_of_run(
-    args: Arguments, spec: ModelSpec, checkpoint: Checkpoint | None, *, reads_text: bool = False
-) -> dict[str, bytes]:
-    """Return the files of the run's tokenizer, which go into its checkpoints; empty if it has no tokenizer.
-
-    The first of these is used: --tokenizer; the weights' tokenizer; the tokenizer of the model's name if the run reads
-    text; the tokenizer of the checkpoint to resume or finetune; the tokenizer of prepared training data. The last one
-    also takes precedence if it is the same tokenizer with a chat template. Not collective.
-    """
-    location = args.tokenizer or tokenizer.tokenizer_folder(spec.pretrained)
-    if location is None and reads_text:
-        location = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
-    files = _tokenizer_files(args, location)
-    if not files:
-        location, files = "the checkpoint", tokenizer_in_checkpoint(spec, checkpoint)
-        if files and args.chat_template:
-            with tokenizer.folder_of(files) as folder:
-                files = tokenizer.tokenizer_files(folder, args.chat_template)
-    data_folders = [source for source in training_sources(args)[0] if not is_hub_name(source)]
-    if data_folders and not args.tokenizer:
-        data_location = tokenizer.tokenizer_folder_of_data(data_folders)
-        data_files = _tokenizer_files(args, data_location)
-        if data_files and (not files or tokenizer.adds_chat_template(data_files, files)):
-            location, files = data_location, data_files
-    if files:
-        log.info("Tokenizer: that of %s goes into the checkpoints", location)
-    return files
-
-
-def _tokenizer_files(args: Arguments, location: str | None) -> dict[str, bytes]:
-    """Return a tokenizer's files. Empty, with a warning, if they cannot be read and --tokenizer does not name them."""
-    if location is None:
-        return {}
-    try:
-        return tokenizer.tokenizer_files(location, args.chat_template)
-    except ConfigError as failure:
-        if args.tokenizer:
-            raise
-        log.warning("%s; checkpoints are written without it", failure)
-        return {}
-
-
-@contextmanager
-def tokenizer_for_text(args: Arguments, spec: ModelSpec, start: Start) -> Iterator[str | None]:
-    """Yield the location of the tokenizer that converts text to tokens, or None; not collective.
-
-    The first of these is used: --tokenizer; the weights' tokenizer; the model's name; the checkpoint to resume or
-    finetune, whose tokenizer files are then in a temporary folder.
-    """
-    model_name = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
-    location = args.tokenizer or tokenizer.tokenizer_folder(spec.pretrained) or model_name
-    if location:
-        yield location
-        return
-    files = tokenizer_in_checkpoint(spec, start.newest_readable)
-    if not files:
-        yield None
-        return
-    with tokenizer.folder_of(files) as folder:
-        yield folder
 
 
 def find_checkpoint(

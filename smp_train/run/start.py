@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from smp_train import distributed
@@ -21,7 +22,7 @@ from smp_train.arguments.run_name import RUNS, with_run_name
 from smp_train.checkpoints.checkpoint import Checkpoint, Damaged, opened
 from smp_train.checkpoints.collective import root_cause
 from smp_train.checkpoints.find import Location, locate, newest_in, open_checkpoint
-from smp_train.checkpoints.folder import RunFolder, folder_of_run, open_folder
+from smp_train.checkpoints.folder import Committed, RunFolder, folder_of_run, open_folder
 from smp_train.checkpoints.format import parse_folder_name
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.owner import InUse, Ownership, claim_file
@@ -202,12 +203,7 @@ def _find_candidates(
 ) -> Start:
     """Return the start of a run with its candidates, by the module's rule; ``folders`` are the run's own."""
     committed = owner.committed if owner is not None else [folder.committed() for folder in folders]
-    own_candidates = sorted(
-        (
-            Candidate(*checkpoint[:2], folder.location, checkpoint.name)
-            for folder, checkpoints in zip(folders, committed, strict=True) for checkpoint in checkpoints
-        ), reverse=True,
-    )  # fmt: skip
+    own_candidates = sorted(chain(*map(_candidates, folders, committed)), reverse=True)
     if resumed is None:
         continues = owner is not None and owner.restarted
         return Start(name, continues, tuple(own_candidates) if continues else ())
@@ -246,7 +242,11 @@ def _real(path: str) -> str:
 
 def candidates_in(folder: RunFolder) -> tuple[Candidate, ...]:
     """Return the committed checkpoints of a run's folder, newest first."""
-    return tuple(Candidate(*checkpoint[:2], folder.location, checkpoint.name) for checkpoint in folder.committed())
+    return _candidates(folder, folder.committed())
+
+
+def _candidates(folder: RunFolder, committed: Sequence[Committed]) -> tuple[Candidate, ...]:
+    return tuple(Candidate(*checkpoint[:2], folder.location, checkpoint.name) for checkpoint in committed)
 
 
 def _one_candidate(location: Location) -> tuple[Candidate, ...]:

@@ -17,7 +17,7 @@ from smp_train.data.rows import Recipe
 from smp_train.errors import ConfigError
 from smp_train.models import tokenizer
 from smp_train.models.hugging_face import load_tokenizer
-from smp_train.run import resume
+from smp_train.run.tokenizer import tokenizer_of_run
 from smp_train.storage.s3 import S3Storage
 from tests.chats import PLAIN, write_tokenizer
 
@@ -55,7 +55,7 @@ def test_data_prepared_with_one_tokenizer_in_two_folders(made: Path, tmp_path: P
     settings.write_text(json.dumps({"name_or_path": "elsewhere", **json.loads(settings.read_text())}))
     (tmp_path / "bare" / "train").mkdir(parents=True)
     given = args_of(tmp_path / "bare", tmp_path / "again", made / "chats")
-    assert template_of(resume.tokenizer_of_run(given, spec_of(None), None)) == PLAIN
+    assert template_of(tokenizer_of_run(given, spec_of(None), None)) == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,10 @@ def test_data_of_different_tokenizers(name: str, change: Any, made: Path, tmp_pa
     other = shutil.copytree(made / "text", tmp_path / "other")
     fields = json.loads((other / name).read_text())
     (other / name).write_text(json.dumps({**fields, **change}))
-    assert resume.tokenizer_of_run(args_of(made / "text", other), spec_of(None), None) == {}
+    assert tokenizer_of_run(args_of(made / "text", other), spec_of(None), None) == {}
     (line,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert all(part in line for part in (str(made / "text"), str(other), "--tokenizer"))
-    assert resume.tokenizer_of_run(args_of(made / "text", other, tokenizer=other), spec_of(None), None)
+    assert tokenizer_of_run(args_of(made / "text", other, tokenizer=other), spec_of(None), None)
 
 
 @pytest.mark.parametrize("adapted", ["weights", "checkpoint"])
@@ -78,7 +78,7 @@ def test_chats_bring_their_template_and_text_takes_none_away(adapted: str, made:
     def of(data: Path, model: Path) -> Any:
         saved: Any = SimpleNamespace(tokenizer=lambda: tokenizer.tokenizer_files(str(model)))
         of_weights = (spec_of(model), None) if adapted == "weights" else (spec_of(None), saved)
-        return template_of(resume.tokenizer_of_run(args_of(data), *of_weights))
+        return template_of(tokenizer_of_run(args_of(data), *of_weights))
 
     assert of(made / "chats", made / "text") == PLAIN
     assert of(made / "text", made / "chats") == PLAIN
@@ -94,7 +94,7 @@ def test_the_template_that_chats_were_read_with_is_kept(made: Path, tmp_path: Pa
     given.write_text(PLAIN + "!")
     saved: Any = SimpleNamespace(tokenizer=lambda: tokenizer.tokenizer_files(str(made / "chats")))
     args = parse([f"--dataset={tmp_path}", f"--chat_template={given}", f"--resume_from_checkpoint={tmp_path}"]).args
-    assert template_of(resume.tokenizer_of_run(args, spec_of(None), saved)) == PLAIN + "!"
+    assert template_of(tokenizer_of_run(args, spec_of(None), saved)) == PLAIN + "!"
 
 
 def test_the_tokenizer_of_a_checkpoint_or_in_s3_is_named_and_not_its_copy(made: Path, s3_place: str) -> None:
