@@ -308,8 +308,8 @@ function headline(run) {
   const { model, parameters, data: source, ranks, host } = run.facts;
   const about = [model && `${model}${parameters ? ` with ${parameters} parameters` : ""}`, source && `trained on ${source}`,
     ranks && `${ranks} rank${ranks > 1 ? "s" : ""}${host ? ` on ${host}` : ""}`];
-  return el("div", {}, el("h2", { class: bad || !run.health.well ? "bad" : "good" }, `${several ? `${run.name}: ` : ""}${state}${share < 100 ? `, ${Math.floor(share)} %` : ""}`),
-    el("p", {}, el("small", {}, about.filter(Boolean).join(", "))), el("p", { class: "said" }, run.health.sentences), ...share >= 0 ? [el("div", { class: "bar" }, el("div", { style: `width:${share}%` }))] : [],
+  return el("div", {}, el("h2", { class: bad ? "bad" : "good" }, `${several ? `${run.name}: ` : ""}${state}${share < 100 ? `, ${Math.floor(share)} %` : ""}`),
+    el("p", {}, el("small", {}, about.filter(Boolean).join(", "))), el("p", { class: run.health.well ? "said" : "said bad" }, run.health.sentences), ...share >= 0 ? [el("div", { class: "bar" }, el("div", { style: `width:${share}%` }))] : [],
     el("div", { class: "facts" }, ...Object.entries(others).map(fact)));
 }
 

@@ -303,3 +303,17 @@ def test_what_is_shown_and_the_tokenizer_are_verified_as_they_are_read(
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         main(["show", str(tmp_path)])
     assert "tensors" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", None])
+def test_the_example_of_the_model_card_runs(tmp_path, monkeypatch, capsys, template) -> None:
+    """With a chat template, the example asks in a chat."""
+    write_tokenizer(tmp_path / "tokenizer", template=template)
+    save(FAMILIES["llama_v2"] | {"vocab_size": 304}, tmp_path / "theirs")
+    ours = checkpoint(tmp_path / "theirs", tmp_path / "ours", optimizer=False)
+    export(open_verified(ours), tmp_path / "model", tokenizer=str(tmp_path / "tokenizer"))
+    (example,) = re.findall("```python\n(.*?)```", (tmp_path / "model/README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path / "model")
+    exec(example)
+    assert ('"role": "user"' in example) == (template is not None)
+    assert capsys.readouterr().out.strip()

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from smp_train.models.tokenizer import tokenizer_from
+
 CARD_FILE = "README.md"
 TAG = "tags: [smp-train]"
 """A line that is in every card of this program."""
@@ -15,8 +17,10 @@ _EXAMPLE = """
 ```python
 from transformers import pipeline
 
-print(pipeline("text-generation", model=".")("Once upon a time", max_new_tokens=20)[0]["generated_text"])
+print(pipeline("text-generation", model=".")(%s, max_new_tokens=20)[0]["generated_text"]%s)
 ```"""
+_TEXT = ('"Once upon a time"', "")
+_CHAT = ('[{"role": "user", "content": "Who are you?"}]', '[-1]["content"]')
 
 
 def is_our_card(data: bytes) -> bool:
@@ -24,10 +28,11 @@ def is_our_card(data: bytes) -> bool:
     return TAG.encode() in data
 
 
-def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool) -> str:
+def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: Mapping[str, bytes]) -> str:
     """Return the model card, Markdown with the hub's YAML header, made from a checkpoint's ``meta.json``.
 
-    Secrets were removed from the run's arguments when the checkpoint was saved.
+    Its example calls the model with a chat if the ``tokenizer``, its files by name, has a chat template. Secrets were
+    removed from the run's arguments when the checkpoint was saved.
     """
     args, adapter = meta.get("arguments") or {}, meta.get("adapter")
     keys = ["pretrained_model_name", "finetune_checkpoint_load_dir", "pretrained_checkpoint_file"]
@@ -56,7 +61,9 @@ def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool
     lines += [f"| {key} | {value} |" for key, value in cells.items() if value]
     versions = ", ".join(f"{package} {version}" for package, version in (meta.get("versions") or {}).items() if version)
     lines += ["", f"Trained with smp-train: {versions}."] if versions else []
-    return "\n".join([*lines, *[_EXAMPLE] * tokenizer]) + "\n"
+    with tokenizer_from(tokenizer) as opened:
+        example = _EXAMPLE % (_CHAT if getattr(opened, "chat_template", None) else _TEXT)
+    return "\n".join([*lines, *[example] * bool(tokenizer)]) + "\n"
 
 
 def hub_name(location: str) -> str:

@@ -83,7 +83,7 @@ def _small_files(checkpoint: Checkpoint, folder: str | os.PathLike[str], tokeniz
     card = place(folder) / CARD_FILE
     if not card.is_file() or is_our_card(card.read_bytes()):
         name = os.path.basename(checkpoint.path)
-        text = model_card(checkpoint.meta, name=name, step=checkpoint.step, tokenizer=bool(files))
+        text = model_card(checkpoint.meta, name=name, step=checkpoint.step, tokenizer=files)
         files[CARD_FILE] = text.encode()
     if "generation_config" in checkpoint.meta:
         files[GENERATION_FILE] = (json.dumps(checkpoint.meta["generation_config"], indent=2) + "\n").encode()
