@@ -38,7 +38,7 @@ VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
     "plan": Verb("say memory, time and cost of a run, before it has a machine", "smp_train.planning.cli", PLAN_FLAGS),
     "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
-    "chaos": Verb("kill ranks of a run, and show that it recovers without a loss", "smp_train.launch.chaos"),
+    "chaos": Verb("disturb a run, and show that it recovers without a loss", "smp_train.launch.chaos"),
     "doctor": Verb("say what this machine has and lacks, and how to mend it", "smp_train.launch.doctor"),
     "generate": Verb("continue a prompt with the model of a checkpoint", "smp_train.inference.generation"),
     "evaluate": Verb("loss and perplexity of a checkpoint on data sets", "smp_train.inference.evaluation"),
