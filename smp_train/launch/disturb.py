@@ -118,7 +118,9 @@ def disturb(
         if not run.reaches(step=after):
             break
         time.sleep(dice.uniform(0, run.step_seconds))
-        victim, kind = dice.choice(ranks(run.supervisor)), dice.choice(kinds)
+        if not (living := ranks(run.supervisor)):  # it ended during the last disturbance
+            break
+        victim, kind = dice.choice(living), dice.choice(kinds)
         found.append({"kind": kind, "after_step": run.step})
         if kind == "s3" and proxy:
             found[-1] |= cut_s3(run, proxy, dice.uniform(*CUT_SECONDS))

@@ -45,7 +45,7 @@ while True:
             metrics.write(json.dumps({"event": "finish", "step": step, "time": time.time()}) + "\\n")
             process.wait()
         if process.poll() is not None:
-            ranks[rank], step = start(), step - 2
+            ranks[rank], step = start(), step - 2 if len(sys.argv) == 2 else 0  # 0: the next one is not due before it ends
             event = {"event": "recovery", "step": step, "time": time.time(), "seconds": 0.5, "replaced": [rank]}
             metrics.write(json.dumps(event | {"reason": "rank %d was killed" % rank}) + "\\n")
             if len(sys.argv) > 2:
@@ -82,6 +82,23 @@ def test_a_rank_that_a_failed_write_ends_is_replaced(tmp_path: Path, supervisor:
     found = disturb.disturb(tmp_path, supervisor.pid, 2, ["disk"], random.Random(1), training)
     assert [each["repeated"] for each in found] == [2, 2]
     assert len({each["pid"] for each in found}) == 2
+
+
+def test_a_run_that_ends_while_s3_is_cut_off_is_not_disturbed_again(
+    tmp_path: Path, supervisor: subprocess.Popen[bytes]
+) -> None:
+    class Ends:
+        refused, restored = 1.0, 2.0
+
+        def cut(self, seconds: float) -> None:
+            supervisor.kill()
+            supervisor.wait()
+            with (tmp_path / "metrics.jsonl").open("a") as metrics:
+                metrics.write('{"step": 1000}\n')
+
+    ends: Any = Ends()
+    found = disturb.disturb(tmp_path, supervisor.pid, 2, ["s3"], random.Random(1), proxy=ends)
+    assert [each["step"] for each in found] == [1000]
 
 
 @pytest.mark.parametrize("supervisor", [["ends"]], indirect=True)
