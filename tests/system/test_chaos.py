@@ -45,7 +45,7 @@ while True:
             metrics.write(json.dumps({"event": "finish", "step": step, "time": time.time()}) + "\\n")
             process.wait()
         if process.poll() is not None:
-            ranks[rank], step = start(), step - 2 if len(sys.argv) == 2 else 0  # 0: the next one is not due before it ends
+            ranks[rank], step = start(), step - 2 if len(sys.argv) == 2 else 0  # 0: none is due before the end
             event = {"event": "recovery", "step": step, "time": time.time(), "seconds": 0.5, "replaced": [rank]}
             metrics.write(json.dumps(event | {"reason": "rank %d was killed" % rank}) + "\\n")
             if len(sys.argv) > 2:
