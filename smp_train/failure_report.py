@@ -50,8 +50,9 @@ class FailureReporter:
         lost, repeats = failures.lost_peer(failure), bool(getattr(failure, "repeats", False))
         if not (lost or repeats):
             failures.tell_peers(text.removeprefix("error: "))
-        if generation.member is not None and isinstance(failure, SmpTrainError) and not lost:
-            generation.member.refuse(text.removeprefix("error: "))  # all ranks, and a replacement, would fail alike
+        member = generation.member
+        if member is not None and isinstance(failure, SmpTrainError) and not (lost or member.joins):
+            member.refuse(text.removeprefix("error: "))  # all ranks, and a replacement, would fail alike
         # Before rendezvous all ranks of a node fail for the same reason, and local rank 0 reports it. The other ranks
         # wait. If no launcher has killed them by then, or local rank 0 has not failed, they report the reason too.
         if runtime is not None and runtime.local_rank > 0 and not start_attempted():

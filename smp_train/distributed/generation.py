@@ -50,8 +50,10 @@ class Member:
         """The newest generation for which the run must be built again, with another number of ranks; 0 for none."""
         self.replaced: list[int] = []
         """Ranks that the newest generation replaced."""
-        self.noticed: float | None = None
-        """When the recovery in progress began: this process noticed a newer generation."""
+        self.joins = False
+        """Whether this process was added to the run, which has not recovered since: its failure ends no run."""
+        self.noticed = time.monotonic() if self.first > 1 else None
+        """When the recovery in progress began: this process noticed a newer generation, or was started for one."""
         self.refused = False
         """Whether this rank has forbidden further recoveries."""
         self.reason = ""
@@ -95,6 +97,8 @@ class Member:
             self.resized = generation
         if record["world"] is not None and generation > self.first and self._next is not None:
             self._next = place_in(record["world"], self._next)
+        elif record["world"] is not None and generation == self.first:
+            self.joins = record["world"][self.runtime.rank] < 0
 
     def _follow(self, store: Any) -> None:
         """Answer each new generation by making collectives fail; end this process if the generation replaces it."""
@@ -158,6 +162,15 @@ class Member:
     def joined_resized(self) -> bool:
         """Whether all ranks of the joined generation build the run again."""
         return self.joined == self.resized
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether the run is being built again in the joined generation."""
+        return self.noticed is not None and self.joined_resized
+
+    def recovered(self) -> None:
+        """Record that the ranks of the joined generation are at the same position."""
+        self.noticed, self.joins = None, False
 
     def leave(self, destroy_groups: Callable[[], object] = lambda: None) -> None:
         """Destroy this process's groups, and stop making collectives fail until there is a newer generation.

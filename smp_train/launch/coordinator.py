@@ -137,6 +137,10 @@ class Members:
     """Nodes that have, or had, ranks."""
     awaited: set[int] = field(default_factory=set)
     """Lost nodes whose ranks wait for a node in the current generation."""
+    joining: set[int] = field(default_factory=set)
+    """Nodes that an unfinished recovery adds."""
+    sent_away: set[int] = field(default_factory=set)
+    """Nodes that failed while they joined; they get no ranks again."""
     resized: bool = False
     """Whether the current generation builds the run again."""
     renumbered: int = 1
@@ -188,7 +192,9 @@ class Members:
             staying = {new: old for new, old in enumerate(generation.world) if old >= 0}
             self.nodes = {new: self.nodes[old] for new, old in staying.items()}
             self.joined = {new: self.joined[old] for new, old in staying.items()}
-            self.used -= before - {*self.nodes.values()}
+            self.used -= before - {*self.nodes.values()} - self.sent_away
+            if added := {generation.nodes[new] for new, old in enumerate(generation.world) if old < 0}:
+                self.joining = added
         self.nodes |= generation.nodes
         self.used |= {*generation.nodes.values()}
         self.joined |= dict.fromkeys(generation.replaced, generation.number)
@@ -206,11 +212,17 @@ def decide(
     node for each lost node, the run goes on with the largest possible number of ranks on the living nodes. If no
     smaller number is possible, the ranks of lost nodes stay there until a node returns or is started again, and the
     other ranks wait. The run ends when the longest ``silence`` of a lost node exceeds ``patience``. Returns None
-    meanwhile.
+    meanwhile. A node that fails while it joins is sent away, and the run goes on without it.
     """
+    if step is not None:
+        members.joining = set()
+    failed = members.joining & {*lost, *(members.nodes[event.rank] for event in deaths)}
+    members.sent_away |= failed
+    lost = {*lost} | failed
     homeless = members.on(lost)
-    mistake = next((event for event in deaths if event.code in (2, 3, 4)), None)
-    spares = sorted(beats.keys() - members.used - {*lost})
+    others = [event for event in deaths if members.nodes[event.rank] not in failed]
+    mistake = next((event for event in others if event.code in (2, 3, 4)), None)
+    spares = [] if failed else sorted(beats.keys() - members.used - lost)
     gone = sorted({members.nodes[rank] for rank in homeless})
     takers, staying = dict(zip(gone, spares, strict=False)), [*members.nodes]
     if len(takers) < len(gone) and (smaller := smaller_world(members.nodes, lost, sizes)):
@@ -222,14 +234,14 @@ def decide(
     obstacles = {
         "training has not begun": not training,
         "it would fail again": mistake is not None,
-        "the run was asked to stop": any(event.asked for event in deaths),
+        "the run was asked to stop": any(event.asked for event in others),
         "other ranks have finished": bool(members.finished),
         refused: bool(refused),
         "no rank is left": len(new.union(homeless)) == len(members.nodes),
         "no spare node is left": waits and silence > patience,
     }
     why = next((why for why, holds in obstacles.items() if holds), "")
-    if not why and new and not members.recovered(step):
+    if not why and any(members.nodes[rank] not in failed for rank in new) and not members.recovered(step):
         why = f"{AT_ONE_STEP} recoveries brought no progress"
     if why and (first := mistake or next(iter(deaths), None)) is not None:
         return End(Failure(first.rank, first.host, first.code, first.cause), why)
@@ -237,8 +249,10 @@ def decide(
         return End(Failure(homeless[0], beats[members.nodes[homeless[0]]].name, LOST_NODE, "node"), why)
     if not dead:
         return None
-    reasons = [event.description() for event in deaths if event.rank not in homeless]
-    reasons += [f"node {node} ({beats[node].name}) gave no sign of life for {NODE_SECONDS:g} s" for node in gone]
+    reasons = [event.description() for event in deaths if event.rank not in homeless or event not in others]
+    silent = f"gave no sign of life for {NODE_SECONDS:g} s"
+    away = "is sent away, as it failed while the run grew"
+    reasons += [f"node {node} ({beats[node].name}) {away if node in failed else silent}" for node in gone]
     if waits:
         reasons.append(f"waiting up to {patience:g} s for a node to be started again")
     if shrinks:

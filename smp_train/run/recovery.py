@@ -116,7 +116,9 @@ def interrupts(failure: BaseException) -> bool:
     member = generation.member
     if member is None or member.refused or isinstance(failure, LeaveStep):
         return isinstance(failure, LeaveStep)
-    return member.superseded() or (failures.lost_peer(failure) and member.wait(NOTICE_SECONDS))
+    # The failure of a node that joins, raised on all ranks, does not end the run either.
+    other_rank_failed = failures.lost_peer(failure) or (member.rebuilds and getattr(failure, "repeats", False))
+    return member.superseded() or (other_rank_failed and member.wait(NOTICE_SECONDS))
 
 
 def commit(run: Run, values: Tensor) -> None:
@@ -196,7 +198,8 @@ def recover(run: Run) -> None:
             if not interrupts(failure):
                 raise
             run.has_met = False
-    run.has_met, member.noticed = False, None
+    run.has_met = False
+    member.recovered()
     step, seconds = run.progress.step, max(waited, time.monotonic() - began)
     run.throughput.window()  # the time of the recovery is not a step's
     log.warning("Recovered in %.1f s, at step %d: %s", seconds, step, member.reason, extra=ALL_RANKS)

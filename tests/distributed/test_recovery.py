@@ -251,37 +251,72 @@ def test_a_run_goes_on_with_fewer_replicas_and_with_more_again(
     """No sample is lost or repeated; sums are in another order, so losses are equal within float32's precision."""
     options = {**HYBRID, "checkpoint_freq": 5, "max_steps": 1000, **changes, "attn_pdrop": 0.0}
 
-    def last_step() -> int:
-        written = tmp_path / "run" / "metrics.jsonl"
-        return max((record["step"] for record in steps(tmp_path)), default=0) if written.exists() else 0
-
     words = flags(tmp_path, recovery="in_place", **options)
     with Recovering(tmp_path / "log", 4, *words, nodes=nodes, deaths=deaths) as ranks:
-        ranks.attend(lambda: last_step() >= 3, "step 3")
+        ranks.attend(lambda: last_step(tmp_path) >= 3, "step 3")
         ranks.lose_node(1)
         ranks.attend(lambda: len(recoveries(tmp_path)) == 1, "the smaller run")
-        smaller, after = ranks.world_size, last_step()
-        ranks.attend(lambda: last_step() > after + 3, "its steps")
+        smaller, after = ranks.world_size, last_step(tmp_path)
+        ranks.attend(lambda: last_step(tmp_path) > after + 3, "its steps")
         if smaller == 3:  # of two ranks, none has a replica
             ranks.ranks[1][1].kill()
             ranks.attend(lambda: len(recoveries(tmp_path)) == 2, "the replacement")
         known = len(recoveries(tmp_path))
         ranks.find_node(1)
         ranks.attend(lambda: ranks.world_size == 4 and len(recoveries(tmp_path)) > known, "all ranks")
-        after = last_step()
-        ranks.attend(lambda: last_step() > after + 3, "their steps")
+        after = last_step(tmp_path)
+        ranks.attend(lambda: last_step(tmp_path) > after + 3, "their steps")
         (tmp_path / "run" / "STOP").touch()
         end = ranks.until_the_end()
     assert end == End(None), f"{end}\n{ranks.err}"
     assert smaller == (2 if nodes == 2 else 3)
-    ours = steps(tmp_path)
-    run(train, 4, flags(tmp_path / "straight", **{**options, "max_steps": ours[-1]["step"]}), timeout=300)
-    expected = steps(tmp_path / "straight")
+    check_within_precision(tmp_path, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["cannot write", "is killed"])
+def test_a_node_whose_ranks_fail_while_the_run_grows_is_sent_away(tmp_path: Path, way: str) -> None:
+    options = {**HYBRID, "max_steps": 1000, "attn_pdrop": 0.0, "checkpoint_dir": None}
+    folders = ["--checkpoint_dir", str(tmp_path / "checkpoints"), f"local:{tmp_path / 'near'}"]
+    folders += ["--checkpoint_freq", "5", "5", "--num_kept_checkpoints", "2", "2"]
+    words = [*flags(tmp_path, recovery="in_place", **options), *folders]
+    deaths: list[Death] = [(2, 0, "the groups")] if way == "is killed" else []
+    with Recovering(tmp_path / "log", 4, *words, nodes=2, deaths=deaths) as ranks:
+        assert ranks.attend(lambda: last_step(tmp_path) >= 3, "step 3") is None, ranks.err
+        ranks.lose_node(1)
+        ranks.attend(lambda: len(recoveries(tmp_path)) == 1, "the smaller run")
+        if way == "cannot write":
+            shutil.rmtree(tmp_path / "near" / "run" / "rank00002", ignore_errors=True)
+            (tmp_path / "near" / "run" / "rank00002").touch()
+        ranks.find_node(1)
+        end = ranks.attend(lambda: len(recoveries(tmp_path)) == 2, "the smaller run again")
+        assert end is None, f"{end}\n{ranks.err}"
+        assert [len(each.world or []) for each in ranks.generations] == [2, 4, 2]
+        assert "is sent away" in ranks.generations[-1].reason
+        after = last_step(tmp_path)
+        ranks.attend(lambda: last_step(tmp_path) > after + 3, "its steps")
+        (tmp_path / "run" / "STOP").touch()
+        assert ranks.until_the_end() == End(None), ranks.err
+    assert len(ranks.generations) == 3
+    check_within_precision(tmp_path, options | {"checkpoint_dir": tmp_path / "checkpoints-straight"})
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step that a run below ``folder`` has logged; 0 before the first one."""
+    written = folder / "run" / "metrics.jsonl"
+    return max((record["step"] for record in steps(folder)), default=0) if written.exists() else 0
+
+
+def check_within_precision(folder: Path, options: dict[str, Any]) -> None:
+    """Train undisturbed on four ranks; the run below ``folder`` must have the same samples and rounded losses."""
+    ours = steps(folder)
+    run(train, 4, flags(folder / "straight", **{**options, "max_steps": ours[-1]["step"]}), timeout=300)
+    expected = steps(folder / "straight")
     for name in ("step", "lr", "tokens", "consumed"):
         assert [record[name] for record in ours] == [record[name] for record in expected], name
     for name in ("loss", "grad_norm"):
         assert [record[name] for record in ours] == pytest.approx([record[name] for record in expected], rel=1e-5), name
-    assert consumed_samples(tmp_path / "run") == consumed_samples(tmp_path / "straight" / "run")
+    assert consumed_samples(folder / "run") == consumed_samples(folder / "straight" / "run")
 
 
 def consumed_samples(run_folder: Path) -> dict[int, set[str]]:

@@ -259,6 +259,22 @@ def test_a_run_goes_on_without_a_lost_node_and_takes_it_back(tmp_path: Path) -> 
         assert run.codes() == [0, -signal.SIGKILL, 0, 0], [agent.err for agent in run.agents]
 
 
+def test_a_node_that_joins_and_fails_is_sent_away(tmp_path: Path) -> None:
+    """Its supervisor stays until the end of the run, so that nobody starts it again and again."""
+    with Run(tmp_path, 1, nodes=2, patience=300) as run:
+        run.train(sizes="[1, 1, 2]", step=5)
+        run.agents[1].signal(signal.SIGKILL)
+        run.main.until(lambda: run.store.check(["generation/2"]), "a smaller generation")
+        run.agents.append(run.start(1))
+        run.train(step=5)
+        run.pid(1, 3)
+        run.finish(4, "end-1-3")
+        run.main.until(lambda: run.store.check(["generation/4"]), "a smaller generation again")
+        assert "is sent away" in run.main.err
+        run.finish()
+        assert run.codes() == [0, -signal.SIGKILL, 0], [agent.err for agent in run.agents]
+
+
 def test_a_lost_node_that_wakes_up_while_it_is_awaited_goes_on(tmp_path: Path) -> None:
     with Run(tmp_path, 1, nodes=2, patience=300) as run:
         run.train()

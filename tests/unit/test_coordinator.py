@@ -179,3 +179,60 @@ def test_a_smaller_run_replaces_ranks_and_grows_again() -> None:
     assert found.reason == "node 3 (n4) joins: 6 ranks go on"
     run.join(found)
     assert run.nodes == {0: 0, 1: 0, 2: 2, 3: 2, 4: 3, 5: 3}
+
+
+def test_a_node_whose_ranks_fail_while_the_run_grows_gets_no_ranks_again() -> None:
+    """Whatever the exit code; the other nodes go on as before, and so do those that joined with it."""
+    run, sizes = members(1), Sizes(2, [2, 4, 6, 8])
+    beats = {node: BEATS[node] for node in range(3)}
+    grown = grow(run, [], beats, sizes)
+    assert isinstance(grown, Generation)
+    run.join(grown)
+    found = answer(run, died(2, code=4, generation=2, known=2), nodes=4, sizes=sizes, refused="")
+    assert isinstance(found, Generation)
+    assert (found.world, found.replaced, found.resized) == ([0, 1, 4, 5], [], True)
+    assert found.reason == (
+        "rank 2 on n2 ended with exit code 4; node 1 (n2) is sent away, as it failed while the run grew; 4 ranks go on"
+    )
+    run.join(found)
+    assert run.ended(died(3, code=4, generation=2, known=2)) == [], "of the node that was sent away"
+    grown = grow(run, [], BEATS, sizes)
+    assert isinstance(grown, Generation)
+    assert grown.nodes == {4: 3, 5: 3}
+    run.join(grown)
+    found = answer(run, died(4, generation=4, known=4), 2, nodes=4, sizes=sizes)
+    assert isinstance(found, Generation)
+    assert found.world == [0, 1]
+    run.join(found)
+    assert grow(run, [2], BEATS, sizes) is None
+    found = answer(run, died(1, known=5), nodes=4, sizes=sizes, step=7)
+    assert isinstance(found, Generation)
+    assert (found.replaced, found.world) == ([1], None)
+
+
+def test_ranks_that_join_in_a_finished_recovery_are_replaced_as_others() -> None:
+    run, sizes = members(1), Sizes(2, [2, 4])
+    grown = grow(run, [], {node: BEATS[node] for node in range(2)}, sizes)
+    assert grown is not None
+    run.join(grown)
+    for step in (9, None):
+        found = answer(run, died(3, generation=run.joined[3], known=run.generation), sizes=sizes, step=step)
+        assert isinstance(found, Generation)
+        assert (found.replaced, found.world) == ([3], None)
+        run.join(found)
+    found = answer(run, died(3, generation=run.joined[3], known=run.generation, code=2), sizes=sizes, step=10)
+    assert isinstance(found, End)
+
+
+def test_nodes_that_are_sent_away_are_no_recoveries_without_progress() -> None:
+    run, sizes = members(1), Sizes(2, [2, 4])
+    for node in range(1, 8):
+        beats = {each: Beat(f"host-{each}", f"n{each}", 5.0) for each in range(node + 1)}
+        grown = grow(run, [], beats, sizes)
+        assert grown is not None
+        run.join(grown)
+        found = decide(run, run.ended(died(2, generation=run.generation, known=run.generation)), [], beats, **GOOD | {
+            "sizes": sizes
+        })  # fmt: skip
+        assert isinstance(found, Generation), found
+        run.join(found)
