@@ -3,7 +3,8 @@
 `DEATHS` is a JSON list of [rank, step, phase, signal]: the rank that enters the phase in that step for the first time,
 or with "a save 3" for the third time, sends itself the signal, or fails if that is 0. Marker files in the folder
 `MARKERS` remember which have happened. Besides the phases of `heartbeat` there is "the groups": all ranks of a
-generation after the first have met, and this one has yet to form its groups.
+generation after the first have met, and this one has yet to form its groups. `CALLBACK` is a step at which a callback
+of the program fails.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DEATHS, MARKERS = "SMP_TRAIN_TEST_DEATHS", "SMP_TRAIN_TEST_MARKERS"
+CALLBACK = "SMP_TRAIN_TEST_CALLBACK"
 
 
 def die_at(points: list[tuple[int, int, str, int]], markers: Path) -> None:
@@ -51,7 +53,20 @@ def die_at(points: list[tuple[int, int, str, int]], markers: Path) -> None:
     heartbeat.enter, generation.Member.join = entered, joined  # type: ignore[method-assign]
 
 
+def fail_at(step: int) -> None:
+    """Give the run a callback that fails at a step."""
+    from smp_train.arguments.program_inputs import ProgramInputs
+
+    def burst(record: dict[str, Any]) -> None:
+        if record["step"] == step:
+            raise ValueError("no more")
+
+    ProgramInputs.__init__.__kwdefaults__["on_step"] = burst  # type: ignore[misc]
+
+
 if __name__ == "__main__":
+    if CALLBACK in os.environ:
+        fail_at(int(os.environ[CALLBACK]))
     die_at(json.loads(os.environ[DEATHS]), Path(os.environ[MARKERS]))
     from smp_train.cli import main
 

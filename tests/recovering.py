@@ -32,9 +32,9 @@ class Recovering:
 
     def __init__(
         self, folder: Path, world: int, *words: str, deaths: Sequence[Death] = (), number: int = signal.SIGKILL,
-        lose: Callable[[int], object] = lambda rank: None, nodes: int = 1,
+        lose: Callable[[int], object] = lambda rank: None, nodes: int = 1, **environ: Any,
     ) -> None:  # fmt: skip
-        """``lose`` is called before a rank is replaced."""
+        """``lose`` is called before a rank is replaced; ``environ`` are further variables of `tests.dying`."""
         self.folder, self.words, self.lose = folder, words, lose
         port = free_port()
         self.nodes = [Node(world // nodes, nodes, node, master_port=port) for node in range(nodes)]
@@ -43,6 +43,7 @@ class Recovering:
         markers.mkdir(parents=True)
         self.environ = {
             dying.DEATHS: json.dumps([(*death, int(number)) for death in deaths]), dying.MARKERS: str(markers),
+            **{name: str(value) for name, value in environ.items()},
         }  # fmt: skip
         self.supervisors, self.messages = list(map(Recovery, self.nodes)), queue.SimpleQueue[Any]()
         self.answers = [threading.Event() for _ in self.nodes]

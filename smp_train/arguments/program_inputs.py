@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_train.errors import ConfigError, SmpTrainError, one_line
@@ -59,10 +59,6 @@ class ProgramInputs:
         """Return the name of each input's function or class, for ``run.json``."""
         inputs = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: qualified_name(value) for name, value in inputs.items() if value is not None}
-
-    def without_callbacks(self) -> ProgramInputs:
-        """Return the inputs without callbacks."""
-        return replace(self, on_step=None, on_validation=None, on_save=None)
 
     def call(self, event: str, record: Mapping[str, Any]) -> None:
         """Call the callback of an ``event`` with a copy of the record.

@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -35,12 +35,11 @@ from smp_train.distributed.environment import GENERATION
 from smp_train.distributed.job import Job
 from smp_train.errors import CheckpointError, ConfigError, LostPeerError, SmpTrainError
 from smp_train.models.hub_state import create_optimizer_state
-from smp_train.run.best import Best
 from smp_train.run.results import finish_pending_step
 from smp_train.run.resume import find_checkpoint, set_position
 from smp_train.run.saving import load
 from smp_train.run.start import Start, candidates_in
-from smp_train.run.state import Position, Run
+from smp_train.run.state import Position, Run, Shared
 from smp_train.telemetry.logging_utils import batch_line
 from smp_train.telemetry.metrics import read_metrics
 from smp_train.train_utils import StepNumbers
@@ -142,7 +141,7 @@ def commit(run: Run, values: Tensor) -> None:
         if not interrupts(failure):
             raise
         positions = meet(run)
-        outcomes = [position["outcome"] for position in positions if position["step"] == step]
+        outcomes = [position.outcome for position in positions if position.progress.step == step]
         if not outcomes:
             raise LeaveStep from failure
         sums = outcomes[0]
@@ -150,7 +149,7 @@ def commit(run: Run, values: Tensor) -> None:
     values.copy_(torch.tensor(sums, dtype=values.dtype))
 
 
-def meet(run: Run) -> list[dict[str, Any]]:
+def meet(run: Run) -> list[Shared]:
     """Form the groups of the newest generation, bind the model to them, and return the `position` of each rank.
 
     If the generation has another number of ranks, the model is not bound: only the default group works.
@@ -169,7 +168,7 @@ def meet(run: Run) -> list[dict[str, Any]]:
                 raise
 
 
-def exchange(run: Run) -> list[dict[str, Any]]:
+def exchange(run: Run) -> list[Shared]:
     """Return the `position` of each rank; collective. A replacement's step is -1."""
     positions = distributed.gather("comparing the positions of the ranks", lambda: position(run))
     run.has_met = True
@@ -230,16 +229,19 @@ def synchronize(run: Run, began: float) -> float:
     """
     finish_pending(run)
     positions = exchange(run)
-    living = [rank for rank, each in enumerate(positions) if each["step"] >= 0]
-    if len({positions[rank]["step"] for rank in living}) > 1:
+    living = [rank for rank, each in enumerate(positions) if each.progress.step >= 0]
+    if len({positions[rank].progress.step for rank in living}) > 1:
         raise give_up("the ranks are at different steps")
     sources = replicas(run, living)
     if sources is None:
         go_back(run)
     else:
         copy_state(run, sources)
-        first = min(living, key=lambda rank: (not positions[rank]["unfinished"], positions[rank]["validated"], rank))
+        first = min(living, key=lambda rank: (not positions[rank].unfinished, positions[rank].validated, rank))
         adopt(run, positions[first])
+    for failure in filter(None, (each.callback_failure for each in positions)):
+        failure.repeats = not run.runtime.is_main  # type: ignore[attr-defined]  # raised on all ranks, printed by one
+        run.callback_failure = failure
     own_checkpoints(run)
     return max(distributed.gather("measuring the recovery", lambda: time.monotonic() - began))
 
@@ -255,31 +257,20 @@ def finish_pending(run: Run) -> None:
             run.times = times
 
 
-def position(run: Run) -> dict[str, Any]:
+def position(run: Run) -> Shared:
     """Return this rank's position in the run, with all that a replacement needs besides weights and optimizer state."""
-    progress = run.progress
-    return {
-        "step": progress.step, "progress": asdict(progress), "outcome": run.outcome, "unfinished": run.unfinished,
-        "stopped": run.stopped, "validated": run.validated, "best": run.best.to_json(), "losses": run.losses,
-        "spikes": run.spikes.state(run.train_data.global_batch), "saved": (run.saved_step, run.saved_path),
-        "truncated": (run.truncated, run.truncated_targets), "data_ended": run.data_ended,
-        "asynchronous": run.checkpoints.asynchronous, "record": run.record,
-    }  # fmt: skip
+    return Shared(**{each.name: getattr(run, each.name) for each in fields(Shared)})
 
 
-def adopt(run: Run, known: Mapping[str, Any]) -> None:
+def adopt(run: Run, known: Shared) -> None:
     """Take over ``known``, the `position` of the living rank that has done the least since the last update."""
-    lacks_position, run.progress = run.progress.step < 0, Position(**known["progress"])
+    lacks_position = run.progress.step < 0
+    for each in fields(Shared):
+        setattr(run, each.name, getattr(known, each.name))
     if lacks_position:
-        skip_to_position(run, known["saved"][1])
-        if run.runtime.is_main and known["record"] is not None:
-            log_if_missing(run, known["record"])
-    run.unfinished, run.stopped, run.validated = known["unfinished"], known["stopped"], known["validated"]
-    run.best, run.losses = Best.of_meta({"best": known["best"]}), dict(known["losses"])
-    run.spikes.restore(known["spikes"], run.train_data.global_batch)
-    run.saved_step, run.saved_path = known["saved"]
-    run.truncated, run.truncated_targets = known["truncated"]
-    run.data_ended, run.checkpoints.asynchronous = known["data_ended"], known["asynchronous"]
+        skip_to_position(run, known.saved_path)
+        if run.runtime.is_main and known.record is not None:
+            log_if_missing(run, known.record)
 
 
 def skip_to_position(run: Run, checkpoint: str | None) -> None:
@@ -365,6 +356,7 @@ def give_up(why: str) -> SmpTrainError:
 
 
 def own_checkpoints(run: Run) -> None:
-    """Let the replacement of rank 0 own the run's checkpoints; collective."""
+    """Let the replacement of rank 0 own the run's checkpoints, and all ranks save in the same way; collective."""
     checkpoints = run.checkpoints
+    checkpoints.asynchronous = not agree.any_rank(not checkpoints.asynchronous)
     checkpoints.generation = distributed.on_main("claiming the checkpoints", lambda: checkpoints.own(Job.current()))

@@ -23,7 +23,7 @@ from smp_train.distributed.degrees import plan
 from smp_train.errors import SmpTrainError
 from smp_train.run import recovery
 from smp_train.run.start import Start
-from smp_train.run.state import Position, Run
+from smp_train.run.state import Position, Run, Shared
 from smp_train.run.stop import StopRequest
 
 
@@ -48,7 +48,7 @@ class Kept:
     owner: Ownership | None
     tensors: list[Tensor]
     """The rank's weights and optimizer state in host memory, as `recovery.local_state` yields them."""
-    position: dict[str, Any]
+    position: Shared
     stop: StopRequest
     device: torch.device
     has_met: bool = True
@@ -88,7 +88,7 @@ def compare(kept: Kept | None) -> None:
     A rank that was in `recovery.meet` itself must not call this.
     """
     if generation.member is not None and generation.member.joined_resized:
-        position = {"step": -1} if kept is None else kept.position
+        position = Shared(progress=Position(step=-1)) if kept is None else kept.position
         distributed.gather("comparing the positions of the ranks", lambda: position)
 
 
@@ -114,7 +114,7 @@ def settled(kept: Kept | None, resolved: Resolved, ranks: Runtime) -> tuple[Reso
 def restore(run: Run, kept: Kept | None) -> None:
     """Load the ``kept`` state, if any, into a run that was built again. Not collective."""
     run.progress = Position(step=-1)
-    if kept is None or kept.position["step"] < 0:
+    if kept is None or kept.position.progress.step < 0:
         return
     for local, saved in zip(recovery.local_state(run), kept.tensors, strict=True):
         local.copy_(saved)

@@ -117,7 +117,7 @@ def call_back(run: Run, event: str, record: Mapping[str, Any]) -> None:
     If it raises, the failure goes to ``run.callback_failure`` on every rank, and no callback is called any more. The
     loop then ends after the step in progress, the step is saved, and `train` raises the failure.
     """
-    if getattr(run.inputs, event) is None:
+    if getattr(run.inputs, event) is None or run.callback_failure is not None:
         return
     heartbeat.enter(heartbeat.CALLBACK)
     try:
@@ -125,7 +125,7 @@ def call_back(run: Run, event: str, record: Mapping[str, Any]) -> None:
             if run.runtime.is_main:
                 run.inputs.call(event, record)
     except SmpTrainError as failure:
-        run.inputs, run.callback_failure = run.inputs.without_callbacks(), failure
+        run.callback_failure = failure
 
 
 def end_saves(run: Run) -> None:

@@ -46,8 +46,40 @@ class Position:
     """Counted tokens used in updates."""
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class Shared:
+    """State of a run besides weights and optimizer; a rank that replaces another takes all of it from a living rank."""
+
+    progress: Position = field(default_factory=Position)
+    best: Best = field(default_factory=Best)
+    callback_failure: SmpTrainError | None = None
+    """The failure of a callback, which ends the run after the step in progress; the same on all ranks."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
+    spikes: Spikes = field(default_factory=Spikes)
+    stopped: bool = False
+    """Whether the run ended on request, before its last step."""
+    unfinished: bool = False
+    """Whether the validation or the save after the last update is still to be done."""
+    validated: int = 0
+    """Step of the last validation."""
+    record: dict[str, Any] | None = None
+    """The last record of a step, for the log."""
+    outcome: list[float] = field(default_factory=list)
+    """The sums of `recovery.commit` in the last step."""
+    data_ended: bool = False
+    """Whether no rank has a sample after the last completed step: all epochs of streamed data have ended."""
+    truncated: int = 0
+    """Number of rows that were truncated since this start (--long truncate)."""
+    truncated_targets: int = 0
+    """Number of tokens with loss that were cut off truncated rows."""
+    saved_step: int = 0
+    """Step of the newest checkpoint that this run wrote or resumed from; step 0 is never saved."""
+    saved_path: str | None = None
+
+
+@dataclass(kw_only=True)
+class Run(Shared):
     """All parts of a run, made by `build_run`."""
 
     resolved: Resolved
@@ -71,16 +103,9 @@ class Run:
     """The checkpoint to resume from; None for a fresh start."""
     generation: int = 0
     """The generation of ranks that it was built for, if dead ranks are replaced."""
-    progress: Position = field(default_factory=Position)
-    best: Best = field(default_factory=Best)
     inputs: ProgramInputs = field(default_factory=ProgramInputs)
-    """The program's inputs besides flags; without callbacks once one has failed."""
-    callback_failure: SmpTrainError | None = None
-    """The failure of a callback, which ends the run after the step in progress; the same on all ranks."""
-    losses: dict[str, float] = field(default_factory=dict)
-    """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
+    """The program's inputs besides flags."""
     pending_step: train_utils.PendingStep | None = None
-    spikes: Spikes = field(default_factory=Spikes)
     screen: Screen = field(default_factory=Screen)
     times: StepTimes | None = None
     id: str = ""
@@ -91,27 +116,8 @@ class Run:
     """This rank's micro-batches of one step after another, from the position of the run."""
     batch: list[Batch] | None = None
     """The micro-batches of the next step, if they have been read."""
-    stopped: bool = False
-    """Whether the run ended on request, before its last step."""
-    unfinished: bool = False
-    """Whether the validation or the save after the last update is still to be done."""
-    validated: int = 0
-    """Step of the last validation."""
-    record: dict[str, Any] | None = None
-    """The last record of a step, for the log."""
-    outcome: list[float] = field(default_factory=list)
-    """The sums of `recovery.commit` in the last step."""
     has_met: bool = False
     """Whether the ranks have met again since a rank's death, and their state is still to be made equal."""
-    data_ended: bool = False
-    """Whether no rank has a sample after the last completed step: all epochs of streamed data have ended."""
-    truncated: int = 0
-    """Number of rows that were truncated since this start (--long truncate)."""
-    truncated_targets: int = 0
-    """Number of tokens with loss that were cut off truncated rows."""
-    saved_step: int = 0
-    """Step of the newest checkpoint that this run wrote or resumed from; step 0 is never saved."""
-    saved_path: str | None = None
 
     @property
     def args(self) -> Arguments:

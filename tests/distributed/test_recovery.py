@@ -12,6 +12,7 @@ import pytest
 
 from smp_train.distributed import heartbeat
 from smp_train.launch.coordinator import End
+from tests import dying
 from tests.harness import run
 from tests.recovering import Death, Recovering
 from tests.system.command import write_shard
@@ -109,6 +110,20 @@ def test_a_death_during_a_recovery_begins_another(tmp_path: Path) -> None:
 def test_the_last_save_is_repeated_if_a_rank_dies_in_it(tmp_path: Path) -> None:
     """The third entry is the wait for the save's end."""
     check(tmp_path, [(2, 4, "a save 3")], max_steps=4, checkpoint_type="async_sharded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_failed_callback_still_ends_the_run_if_a_rank_dies_in_the_last_save(tmp_path: Path, victim: int) -> None:
+    words = flags(tmp_path, recovery="in_place", **HYBRID | {"max_steps": 50, "checkpoint_type": "sharded"})
+    deaths: list[Death] = [(victim, 3, "a save")]
+    with Recovering(tmp_path / "log", 4, *words, deaths=deaths, **{dying.CALLBACK: 3}) as ranks:
+        end = ranks.until_the_end()
+    assert end.failure is not None
+    assert (end.failure.code, len(ranks.generations)) == (1, 1), ranks.err
+    assert "fail_at.<locals>.burst failed at step 3" in end.why
+    assert [record["step"] for record in steps(tmp_path)] == [1, 2, 3]
+    assert len([*(tmp_path / "checkpoints" / "run").glob("*-3steps*/COMMITTED")]) == 1
 
 
 @pytest.mark.slow
