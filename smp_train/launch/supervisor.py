@@ -117,10 +117,9 @@ class _Workers:
     def start(self, rank: int, generation: int = 1) -> None:
         environ = self.node.environment(rank, self.environ, self.world_size)
         if self.log_dir:
-            cause = self.log_dir / f"cause-rank-{rank}"
             with suppress(OSError):
-                cause.unlink()  # of the process that this one replaces
-            environ[CAUSE_VARIABLE] = str(cause)
+                self._cause_file(rank).unlink()  # of the process that this one replaces
+            environ[CAUSE_VARIABLE] = str(self._cause_file(rank))
         if self.recovery:
             environ[GENERATION] = str(generation)
         # Rank 0 draws its progress line on the terminal itself; its log is also in the run folder.
@@ -286,9 +285,14 @@ class _Workers:
             cause = "stopped-before-saving"
         if self.log_dir:
             with suppress(OSError):
-                if (self.log_dir / f"cause-rank-{rank}").read_text(encoding="utf-8") == LOST_PEER:
+                if self._cause_file(rank).read_text(encoding="utf-8") == LOST_PEER:
                     cause = LOST_PEER
         return Failure(rank, node_name(), code, cause)
+
+    def _cause_file(self, rank: int) -> Path:
+        """Return the file in which a rank's process reports its cause; a new number of the rank does not change it."""
+        assert self.log_dir is not None
+        return self.log_dir / f"cause-node-{self.node.node_rank}-{rank % self.node.processes}"
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on; ^C is a request to stop, like SIGTERM, and a second ^C ends everything."""

@@ -43,6 +43,8 @@ while not code:
         if os.path.exists(name):
             code = open(name).read()
     time.sleep(0.01)
+if os.path.exists("lost-" + me):
+    open(os.environ["SMP_TRAIN_CAUSE_FILE"], "w").write("lost-peer")
 sys.exit(int(code))
 """
 
@@ -257,6 +259,18 @@ def test_a_run_goes_on_without_a_lost_node_and_takes_it_back(tmp_path: Path) -> 
         run.agents[0].until(lambda: "joins: 3 ranks go on" in run.main.err, "the larger generation")
         run.finish()
         assert run.codes() == [0, -signal.SIGKILL, 0, 0], [agent.err for agent in run.agents]
+
+
+def test_a_rank_with_a_new_number_reports_its_own_cause(tmp_path: Path) -> None:
+    with Run(tmp_path, 1, nodes=3) as run:
+        run.train(sizes="[1, 2, 3]")
+        run.agents[1].signal(signal.SIGKILL)
+        run.main.until(lambda: run.store.check(["generation/2"]), "a smaller generation")
+        run.store.set("refused", "no more")
+        (tmp_path / "lost-2-1").touch()
+        run.finish(1, "end-2-1")
+        assert run.codes()[0] == 1
+        assert "rank=1 rc=1 cause=lost-peer" in run.main.err
 
 
 def test_a_node_that_joins_and_fails_is_sent_away(tmp_path: Path) -> None:
