@@ -174,10 +174,13 @@ def fit(run: Run) -> bool:
     if run.runtime.is_main:
         run.screen.open(run.progress.step, run.total_steps, bar=run.args.progress_bar)
     first_step = run.progress.step + 1
-    while run.unfinished or not (run.stopped or is_over(run)):
+    while True:
         shown = run.runtime.is_main and run.progress.step + 1 == first_step
         try:
             if not run.unfinished:
+                if run.stopped or is_over(run):
+                    recovery.end_training(run)
+                    break
                 with (
                     profiler.step(run.progress.step + 1),
                     Progress(f"First step{', with compilation' * run.backend.compiled}", shown=shown),
@@ -191,7 +194,6 @@ def fit(run: Run) -> bool:
             if not recovery.interrupts(failure):
                 raise
             recovery.recover(run)
-    recovery.end_training(run)
     run.batches.close()
     profiler.close()
     run.screen.close()

@@ -228,6 +228,15 @@ class Member:
         """Report the step at which training goes on: too many recoveries at one step end the run. Rank 0 only."""
         self._store.set(self._key("step"), str(step))
 
+    def end_training(self) -> bool:
+        """Make the next death end the run; return False if the next generation begins, after which to try again.
+
+        Rank 0 only.
+        """
+        ended = "training has ended"
+        self.refused = self._store.compare_set(self._key(f"after/{self.joined}"), "", ended).decode() == ended
+        return self.refused
+
     def refuse(self, reason: str) -> None:
         """Make the next death end the run; never raises."""
         self.refused = True

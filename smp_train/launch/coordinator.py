@@ -40,6 +40,8 @@ SILENT_SECONDS = 30.0
 """A supervisor ends its processes if the store has not answered for this long."""
 AT_ONE_STEP = 3
 """After this many recoveries without progress, the next death ends the run."""
+BEGINS = "the next generation begins"
+"""Value of the key ``after/N`` if generation N has a successor; if training ends in N, rank 0 sets the key first."""
 LOST_NODE = 75
 POD_IP = "POD_IP"
 """Set by our Kubernetes manifests: other pods do not know a pod's host name."""
@@ -316,8 +318,10 @@ class Coordinator:
                 # Kubernetes starts a pod again unless its exit code is 0.
                 again = asked and KUBERNETES_JOB in os.environ
                 answer = End(Failure(0, node_name(), 143, "stopped") if again else None)
-            elif look and self._value("step") and not self._value("refused"):
+            elif look and self._value("step") and not self._refused():
                 answer = grow(self.members, lost, self.beats, self._sizes())
+            if isinstance(answer, Generation) and not self._begins():
+                answer = self._answer(deaths, lost) if deaths or self.members.on(lost) else None
             if isinstance(answer, End):
                 self.store.set("end", json.dumps([asdict(answer.failure) if answer.failure else None, answer.why]))
                 break
@@ -335,9 +339,17 @@ class Coordinator:
         training, step = self.store.check(["training"]), self._value("step")
         silence = max((self.silence[self.members.nodes[rank]] for rank in self.members.on(lost)), default=0.0)
         return decide(
-            self.members, deaths, lost, self.beats, training=training, refused=self._value("refused"),
+            self.members, deaths, lost, self.beats, training=training, refused=self._refused(),
             step=int(step) if step else None, sizes=self._sizes(), patience=self.node.patience, silence=silence,
         )  # fmt: skip
+
+    def _begins(self) -> bool:
+        """Return whether the present generation may have a successor: training has not ended in it."""
+        return bool(self.store.compare_set(f"after/{self.members.generation}", "", BEGINS).decode() == BEGINS)
+
+    def _refused(self) -> str:
+        """Return the reason of a rank why no generation can follow, or ""."""
+        return self._value("refused") or self._value(f"after/{self.members.generation}")
 
     def _value(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""

@@ -95,9 +95,13 @@ def world_sizes(run: Run) -> list[int]:
 
 
 def end_training(run: Run) -> None:
-    """Make any later death end the run, since work after the training loop is not repeated. Not collective."""
-    if run.runtime.is_main and generation.member is not None:
-        generation.member.refuse("training has ended")
+    """Make any later death end the run, since work after the training loop is not repeated; collective.
+
+    Raises `LostPeerError` if another generation begins first.
+    """
+    member = generation.member
+    if member is not None and not distributed.on_main("ending the training", member.end_training):
+        raise LostPeerError("the next generation begins")
 
 
 def replaces() -> bool:

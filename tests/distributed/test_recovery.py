@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from smp_train.distributed import heartbeat
+from smp_train.launch import coordinator
 from smp_train.launch.coordinator import End
 from tests import dying
 from tests.harness import run
@@ -314,6 +317,36 @@ def test_a_node_whose_ranks_fail_while_the_run_grows_is_sent_away(tmp_path: Path
         assert ranks.until_the_end() == End(None), ranks.err
     assert len(ranks.generations) == 3
     check_within_precision(tmp_path, options | {"checkpoint_dir": tmp_path / "checkpoints-straight"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["the end", "the growth"])
+def test_a_node_joins_before_or_after_the_end_of_training_but_not_in_it(
+    tmp_path: Path, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator has decided to grow when training ends, and has or has not said so."""
+    words, last = flags(tmp_path, recovery="in_place", **HYBRID | {"max_steps": 100}), threading.Event()
+    begins, asked = coordinator.Coordinator._begins, list[bool]()
+
+    def late(self: coordinator.Coordinator) -> bool:
+        if self.members.generation == 2 and first == "the end":
+            self.store.wait(["after/2"], timedelta(seconds=120))
+        asked.append(begins(self))
+        return asked[-1] and (self.members.generation == 1 or last.wait(120))
+
+    monkeypatch.setattr(coordinator.Coordinator, "_begins", late)
+    with Recovering(tmp_path / "log", 4, *words, nodes=2) as ranks:
+        ranks.attend(lambda: last_step(tmp_path) >= 3, "step 3")
+        ranks.lose_node(1)
+        ranks.attend(lambda: len(recoveries(tmp_path)) == 1, "the smaller run")
+        ranks.find_node(1)
+        if first == "the growth":
+            ranks.attend(lambda: last_step(tmp_path) == 100, "the last step")
+        last.set()
+        assert ranks.until_the_end() == End(None), ranks.err
+    assert asked == [True, first == "the growth"]
+    assert len(ranks.generations) == sum(asked), ranks.err
+    assert (tmp_path / "run" / "DONE").exists()
 
 
 def last_step(folder: Path) -> int:
