@@ -238,10 +238,10 @@ class Member:
         return self.refused
 
     def refuse(self, reason: str) -> None:
-        """Make the next death end the run; never raises."""
+        """Make the next death end the run, for the first reason that a rank gives; never raises."""
         self.refused = True
         with suppress(RuntimeError):
-            self._store.set(self._key("refused"), reason)
+            self._store.compare_set(self._key("refused"), "", reason)
 
 
 def place_in(world: Sequence[int], place: Runtime) -> Runtime | None:
