@@ -116,6 +116,7 @@ at_end: list[Callable[[], None]] = []
 def open_board(name: str, local_rank: int, local_world_size: int, rank: int, logs: Path) -> Board:
     """Map the node's file ``name``, which the first rank creates, and let `enter` write to this rank's slot."""
     global board
+    board = None  # if the file cannot be opened, the board of an earlier number of ranks must not stay
     size = local_world_size * ctypes.sizeof(Slot)
     descriptor = os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

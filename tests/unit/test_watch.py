@@ -53,6 +53,16 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> heartbeat.Board:
     return heartbeat.open_board(f"test-{uuid.uuid4().hex}", 1, 3, rank=5, logs=tmp_path)
 
 
+def test_a_board_that_cannot_be_opened_again_leaves_none(
+    board: heartbeat.Board, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # fmt: skip
+    """The slots of another number of ranks would be read otherwise."""
+    monkeypatch.setattr(heartbeat, "_path", lambda name: str(tmp_path / "no folder" / name))
+    with pytest.raises(OSError, match="No such file"):
+        heartbeat.open_board("again", 0, 2, rank=4, logs=tmp_path)
+    assert heartbeat.board is None
+
+
 def test_a_slot_shows_step_phase_and_usual_time(board: heartbeat.Board) -> None:
     other = heartbeat.Board(board.memory, 2, 6, board.logs)
     assert board.usual() is None
