@@ -128,6 +128,6 @@ class Background:
             raise self._failure
         return self._result
 
-    def abandon(self, seconds: float | None = None) -> None:
+    def abandon(self, seconds: float) -> None:
         """Wait for the thread's end, at most ``seconds``, and ignore failures."""
         self._thread.join(seconds)

@@ -32,7 +32,7 @@ from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.agree import alone, group, rank, replays, world_size
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.distributed.host_copy import leaves, put
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import CheckpointError, ConfigError, first_line
 from smp_train.models.hub_state import present
 from smp_train.storage import Range, normal
 from smp_train.storage.checksum import FileRecord
@@ -158,10 +158,11 @@ def open_parts(parent: str, run_name: str, step: Step, facts: dict[str, Any]) ->
     return part
 
 
-def copy_part(folder: RunFolder, name: str, distance: int) -> tuple[RunFolder, str]:
+def copy_part(folder: RunFolder, name: str, distance: int, peers: Any) -> tuple[RunFolder, str]:
     """Copy each rank's part ``name`` to the rank ``distance`` higher; return folder and name of the copy made here.
 
-    Collective. Raises `CheckpointError` on every rank if a rank cannot read its part or write a copy.
+    Collective. Raises `CheckpointError` on every rank if a rank cannot read its part or write a copy, or a transfer
+    stalls; ``peers``, a process group for the transfers alone, is then useless.
     """
     receiver, sender = ((rank() + step) % world_size() for step in (distance, -distance))
     copies = copies_of(folder, sender)
@@ -172,7 +173,7 @@ def copy_part(folder: RunFolder, name: str, distance: int) -> tuple[RunFolder, s
         return Marker.from_bytes(folder.read(name, COMMITTED))
 
     markers = gather("cannot copy the parts", prepare)
-    return copies, transfer((folder, name, markers[rank()]), receiver, copies, markers[sender], sender)
+    return copies, transfer((folder, name, markers[rank()]), receiver, copies, markers[sender], sender, peers)
 
 
 def fetch_copies(folder: RunFolder, step: Step, owners: Sequence[int]) -> bool:
@@ -202,8 +203,9 @@ def fetch_copies(folder: RunFolder, step: Step, owners: Sequence[int]) -> bool:
 
 
 def transfer(
-    sent: tuple[RunFolder, str, Marker] | None, receiver: int, folder: RunFolder, marker: Marker | None, sender: int
-) -> str:
+    sent: tuple[RunFolder, str, Marker] | None, receiver: int, folder: RunFolder, marker: Marker | None, sender: int,
+    peers: Any = None,
+) -> str:  # fmt: skip
     """Send a part, if any, to ``receiver``, while the files that ``marker`` lists, if any, arrive from ``sender``.
 
     Return the name of the committed part that arrived in ``folder``. Collective.
@@ -212,12 +214,15 @@ def transfer(
     def work() -> str:
         if replays():
             return ""
-        pieces = exchange(sent, receiver, marker, sender)
+        pieces = exchange(sent, receiver, marker, sender, peers or group())
         try:
-            return "" if marker is None else store(folder, marker, pieces)
-        finally:
-            for _ in pieces:  # even if this rank's disk fails: other ranks wait
-                pass
+            try:
+                return "" if marker is None else store(folder, marker, pieces)
+            finally:
+                for _ in pieces:  # even if this rank's disk fails: other ranks wait
+                    pass
+        except RuntimeError as failure:  # gloo has closed the connections of this group
+            raise CheckpointError(f"a transfer stalled: {first_line(failure)[:200]}") from failure
 
     return gather("cannot copy the parts", work)[rank()]
 
@@ -240,7 +245,7 @@ def store(folder: RunFolder, marker: Marker, pieces: Iterator[bytearray]) -> str
 
 
 def exchange(
-    sent: tuple[RunFolder, str, Marker] | None, receiver: int, marker: Marker | None, sender: int
+    sent: tuple[RunFolder, str, Marker] | None, receiver: int, marker: Marker | None, sender: int, peers: Any
 ) -> Iterator[bytearray]:
     """Send a part's files in pieces, while the pieces of other files arrive; yield the latter."""
 
@@ -257,9 +262,9 @@ def exchange(
             with suppress(CheckpointError, OSError):  # the receiver will see that the checksum differs
                 piece = next(sent[0].storage.ranges([read]))
             data = torch.frombuffer(bytearray(piece.ljust(read.length, b"\0")), dtype=torch.uint8)
-            pending.append(dist.isend(data, receiver, group=group()))
+            pending.append(dist.isend(data, receiver, group=peers))
         if write:
-            pending.append(dist.irecv(torch.frombuffer(arrived, dtype=torch.uint8), sender, group=group()))
+            pending.append(dist.irecv(torch.frombuffer(arrived, dtype=torch.uint8), sender, group=peers))
         for work in pending:
             work.wait(PIECE_TIMEOUT)
         if write:

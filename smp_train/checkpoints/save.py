@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from smp_train.checkpoints.background import Background, BackgroundWriter
 from smp_train.checkpoints.checkpoint import TORCHS
 from smp_train.checkpoints.collective import gather, on_main
@@ -112,6 +114,8 @@ class CheckpointManager:
         self.keeps_scheduled = False
         """Whether each policy keeps its newest checkpoint of a step that is due, for a rollback."""
         self._writer = BackgroundWriter()
+        self._copying: Any = None
+        """The process group for copies to other nodes; None before the first one, and once a transfer has stalled."""
         self._pending: Background | None = None
         """The save under way."""
         self._saved: list[Saved] = []
@@ -203,6 +207,8 @@ class CheckpointManager:
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
         request = Request(step, present(state), meta, saver, began)
+        if self.buddy and self._copying is None and any(target.node_local for target in due):
+            self._copying = dist.new_group(backend="gloo")
 
         def write(state: dict[str, Any]) -> list[Saved]:
             return [self._save_to(target, replace(request, state=state)) for target in due]
@@ -233,8 +239,12 @@ class CheckpointManager:
         saved = gather("cannot save", save_part)[rank()]
         committed = [(target.folder, os.path.basename(saved.path))]
         try:
-            committed += [copy_part(*committed[0], self.buddy)] if self.buddy else []
+            committed += [copy_part(*committed[0], self.buddy, self._copying)] if self.buddy else []
         except CheckpointError as failure:
+            stalled, self._copying = self._copying, None
+            with contextlib.suppress(Exception):
+                if stalled is not None:
+                    dist.destroy_process_group(stalled)
             logger.warning("Step %d is saved without copies on other nodes: %s", saved.step, failure, extra=ALL_RANKS)
         with alone():
             for folder, name in committed:
@@ -365,11 +375,14 @@ class CheckpointManager:
         return saved
 
     def abandon(self) -> bool:
-        """Give up the save under way, whose collectives fail; return whether there was one. Not collective."""
+        """Give up the save under way, whose collectives fail; return whether there was one. Not collective.
+
+        If a disk does not answer, the save's thread goes on later, and fails in its first collective.
+        """
         pending, self._pending, self._saved = self._pending, None, []
         if pending is not None:
-            pending.abandon()
-        self._writer = BackgroundWriter()  # with a process group of its own again
+            pending.abandon(ABANDON_SECONDS)
+        self._writer, self._copying = BackgroundWriter(), None  # with process groups of their own again
         return pending is not None
 
     def close(self) -> None:

@@ -128,6 +128,21 @@ def test_without_memory_for_a_copy_saves_are_synchronous(
     assert "saves are synchronous" in caplog.text
 
 
+def test_a_save_on_a_disk_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smp_train.checkpoints.save.ABANDON_SECONDS", 0.1)
+    answers = threading.Event()
+    saver = manager(tmp_path, 1, 2, "m", asynchronous=True, on_stage=lambda stage: answers.wait(600))
+    try:
+        saver.save(1, {"model": {"w": torch.ones(9)}}, {})
+        given_up = threading.Thread(target=saver.abandon, daemon=True)
+        given_up.start()
+        given_up.join(20)
+        assert not given_up.is_alive()
+        assert not saver.busy()
+    finally:
+        answers.set()
+
+
 def train_with_late_copies(command_line: list[str]) -> int:
     with late_copies():
         return train(command_line)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import shutil
+import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from smp_train.checkpoints import node_local
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.find import open_verified
 from smp_train.checkpoints.folder import RunFolder, open_folder
@@ -199,6 +202,42 @@ def test_a_save_counts_without_its_copy(tmp_path: Path) -> None:
     assert same_on_all(run(copying, 2, str(tmp_path))) == ["m-1steps", "m-4steps"]
     for rank in (0, 1):
         assert committed(tmp_path / "near" / "run" / f"rank{rank:05d}") == ["m-4steps", "m-3steps"]
+
+
+def stalling(folder: str, asynchronous: bool) -> list[str]:
+    """Save two steps, while rank 1 takes no piece of the first copy before rank 0 has given it up."""
+    with group():
+        near, far = folders(folder)
+        Path(far).mkdir(exist_ok=True)
+        given_up, store = Path(folder) / "given up", node_local.store
+        node_local.PIECE_TIMEOUT = timedelta(seconds=1)
+
+        def stall(*args: Any) -> str:
+            while not given_up.exists():
+                time.sleep(0.01)
+            return store(*args)
+
+        def store_or_give_up(*args: Any) -> str:
+            try:
+                return store(*args)
+            finally:
+                given_up.touch()
+
+        node_local.store = stall if dist.get_rank() == 1 else store_or_give_up
+        policies = [Policy(near, 1, 2), Policy(far, 9, 1)]
+        manager = CheckpointManager(policies, run_name="run", model_type="m", buddy=1, asynchronous=asynchronous)
+        for step in (1, 2):
+            manager.save(step, {"model": {f"w{dist.get_rank()}": torch.ones(3)}}, {"mesh": MESH})
+            assert len(manager.finish()) == 1
+        return names(Path(folder) / "near" / "run" / "rank00001" / "copy-of-rank00000")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_counts_without_a_copy_that_stalls(tmp_path: Path, asynchronous: bool) -> None:
+    assert same_on_all(run(stalling, 2, str(tmp_path), asynchronous)) == ["m-2steps"]
+    for rank in (0, 1):
+        assert committed(tmp_path / "near" / "run" / f"rank{rank:05d}") == ["m-2steps", "m-1steps"]
 
 
 def committing(folder: str) -> tuple[int, int]:
