@@ -15,6 +15,8 @@ class SmpTrainError(Exception):
     """A failure with a one-line message: the value, its place, and the remedy."""
 
     exit_code = 1
+    repeats = False
+    """Whether another rank has raised, and reports, the same failure."""
 
 
 class LostPeerError(SmpTrainError):

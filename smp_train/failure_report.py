@@ -47,7 +47,7 @@ class FailureReporter:
         sys.stderr.write(callstack)
         text = redacted(" ".join(message_of(failure).split()))
         runtime = self.runtime if self.runtime is not None and self.runtime.world_size > 1 else None
-        lost, repeats = failures.lost_peer(failure), bool(getattr(failure, "repeats", False))
+        lost, repeats = failures.lost_peer(failure), isinstance(failure, SmpTrainError) and failure.repeats
         if not (lost or repeats):
             failures.tell_peers(text.removeprefix("error: "))
         member = generation.member

@@ -127,9 +127,10 @@ class Vote:
         if device.type == "cuda":
             values = values.pin_memory().to(device, non_blocking=True)
         dist.all_reduce(values)
-        self.tokens, self._read = values[0].clamp(min=1), ToHost(values)
+        sums = dict(zip(Ballot._fields, values, strict=True))
+        self.tokens, self._read = sums["tokens"].clamp(min=1), ToHost(values)
         """Divisor of the loss on the device: counted tokens of the global batch, at least 1."""
-        self.skip_update = ((values[2] > 0) | (values[0] == 0)).float()
+        self.skip_update = ((sums["failed"] > 0) | (sums["tokens"] == 0)).float()
         """float32 scalar on the device: 1 if a rank failed or no token counts, else 0."""
 
     def outcome(self) -> Ballot:
@@ -208,16 +209,16 @@ def train_step(
     figures: Tensor | None = None
     for index, batch in enumerate(micro_batches):
         heartbeat.enter(heartbeat.FORWARD)
-        with backend.accumulation(model, last=index == len(micro_batches) - 1):
-            loss_sum, router = backend.loss(model, batch.to(device))
-            loss = loss_sum / tokens
-            heartbeat.enter(heartbeat.BACKWARD)
-            if router is None:
-                loss.backward()
-            else:
-                (loss + router.share / len(micro_batches)).backward()
-                term = router.figures / len(micro_batches)
-                figures = term if figures is None else figures + term
+        backend.begin_micro_batch(model, last=index == len(micro_batches) - 1)
+        loss_sum, router = backend.loss(model, batch.to(device))
+        loss = loss_sum / tokens
+        heartbeat.enter(heartbeat.BACKWARD)
+        if router is None:
+            loss.backward()
+        else:
+            (loss + router.share / len(micro_batches)).backward()
+            term = router.figures / len(micro_batches)
+            figures = term if figures is None else figures + term
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
     heartbeat.enter(heartbeat.CLIP)

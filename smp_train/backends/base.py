@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,8 +110,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def accumulation(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch's forward and backward pass; ``last`` marks the last of the step."""
+    def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
+        """Prepare a micro-batch's forward and backward pass; ``last`` marks the last micro-batch of the step."""
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer) -> Tensor:

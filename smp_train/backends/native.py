@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -274,11 +273,9 @@ class NativeBackend(Backend):
             mask = mask.chunk(self.topology.tp_size, dim=1)[self.topology.tp_rank]
         return mask
 
-    @contextmanager
-    def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """See `Backend.accumulation`."""
+    def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
+        """See `Backend.begin_micro_batch`."""
         fsdp.accumulate(model, last=last)
-        yield
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer) -> Tensor:
         """See `Backend.clip_grad_norm`."""

@@ -9,8 +9,8 @@ import importlib
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,10 +183,8 @@ class SmpBackend(Backend):
         rank = self.topology.cp_rank
         return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)
 
-    @contextmanager
-    def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """See `Backend.accumulation`: gradients are reduced to shards in each micro-batch, never whole on a rank."""
-        yield
+    def begin_micro_batch(self, model: nn.Module, *, last: bool) -> None:
+        """Reduce gradients to shards in each micro-batch, as FSDP does by default: no rank holds them whole."""
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer) -> Tensor:
         """See `Backend.clip_grad_norm`; on the FSDP root, as SMP accepts an offloading wrapper only from 2.8 on."""
@@ -239,30 +237,33 @@ def refuse(args: Arguments) -> None:
     transformed, (share, per_operation) = transforms(args), checkpointing.read(args.activation_checkpointing)
     tensor, context, expert = args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree
     smp = "with --backend smp"
-    refusals = {
-        f"--use_torch_compile 1 {smp}: SMP's containers do not compile FSDP1 models; use --backend native":
-            args.use_torch_compile,
-        f"--cpu_offload 1 {smp}: SMP has no offloading of parameters; use --backend native": args.cpu_offload,
-        f"--recovery {args.recovery} {smp}: FSDP1's groups cannot be replaced; use --backend native":
-            args.recovery != "off",
-        f"--lora_rank {smp}: SMP has no adapters; use --backend native": args.lora_rank is not None,
-        f"--prompt {smp}: put it through the checkpoint, by smp-train generate": args.prompt is not None,
-        f"--expert_parallel_degree {expert} needs --moe 1, SMP's own experts": expert > 1 and not args.moe,
-        "--context_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP":
-            expert > 1 and context > 1,
-        "--distributed_backend smddp with --tensor_parallel_degree above 1 and --hybrid_shard_degree 1: SMP does that "
-        "over nccl only; give --distributed_backend nccl, or another shard degree":
-            tensor > 1 and args.hybrid_shard_degree == 1 and args.distributed_backend == "smddp",
-        f"--fp8 1 {smp} needs SMP's own implementation; give --use_smp_implementation 1": args.fp8 and not transformed,
-        "--fp8 1 and --sm_activation_offloading 1 do not go together on SMP, which offloads what reentrant "
-        "checkpointing keeps and FP8 has another; give one of them": args.fp8 and args.sm_activation_offloading,
-        f"--activation_checkpointing selective:op {smp}: SMP checkpoints whole layers; use full": per_operation,
-        f"--sm_activation_offloading 1 {smp} needs checkpointing; give --activation_checkpointing full":
-            args.sm_activation_offloading and not share,
-        "--short pack with SMP's own implementation of models, which takes no positions; use --short concat or pad":
-            args.short == "pack" and transformed,
-    }  # fmt: skip
-    for message, refused in refusals.items():
+    refusals = (
+        (args.use_torch_compile,
+         f"--use_torch_compile 1 {smp}: SMP's containers do not compile FSDP1 models; use --backend native"),
+        (args.cpu_offload, f"--cpu_offload 1 {smp}: SMP has no offloading of parameters; use --backend native"),
+        (args.recovery != "off",
+         f"--recovery {args.recovery} {smp}: FSDP1's groups cannot be replaced; use --backend native"),
+        (args.lora_rank is not None, f"--lora_rank {smp}: SMP has no adapters; use --backend native"),
+        (args.prompt is not None, f"--prompt {smp}: put it through the checkpoint, by smp-train generate"),
+        (expert > 1 and not args.moe, f"--expert_parallel_degree {expert} needs --moe 1, SMP's own experts"),
+        (expert > 1 and context > 1,
+         "--context_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP"),
+        (tensor > 1 and args.hybrid_shard_degree == 1 and args.distributed_backend == "smddp",
+         "--distributed_backend smddp with --tensor_parallel_degree above 1 and --hybrid_shard_degree 1: SMP does that "
+         "over nccl only; give --distributed_backend nccl, or another shard degree"),
+        (args.fp8 and not transformed,
+         f"--fp8 1 {smp} needs SMP's own implementation; give --use_smp_implementation 1"),
+        (args.fp8 and args.sm_activation_offloading,
+         "--fp8 1 and --sm_activation_offloading 1 do not go together on SMP, which offloads what reentrant "
+         "checkpointing keeps and FP8 has another; give one of them"),
+        (per_operation,
+         f"--activation_checkpointing selective:op {smp}: SMP checkpoints whole layers; use full"),
+        (args.sm_activation_offloading and not share,
+         f"--sm_activation_offloading 1 {smp} needs checkpointing; give --activation_checkpointing full"),
+        (args.short == "pack" and transformed,
+         "--short pack with SMP's own implementation of models, which takes no positions; use --short concat or pad"),
+    )  # fmt: skip
+    for refused, message in refusals:
         if refused:
             raise ConfigError(message)
 

@@ -153,7 +153,7 @@ def gather(action: str, work: Callable[[], T]) -> list[T]:
             code, host, line = report
             repeats = failed_rank != rank()
             error = EXIT_CODES.get(code, SmpTrainError)(f"rank {failed_rank} on {host}: {line}" if repeats else line)
-            error.repeats = repeats  # type: ignore[attr-defined]
+            error.repeats = repeats
             raise error from failure
     return _recorded(action, [result for _, result in gathered])
 

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -185,4 +185,7 @@ def start_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 def within(seconds: float, work: Callable[[], T]) -> T:
     """Return the result of ``work``, or raise `TimeoutError`: torch waits forever for a stopped server."""
-    return start_thread(work, "smp-train-store").result(timeout=seconds)
+    result = start_thread(work, "smp-train-store")
+    if not wait([result], seconds).done:
+        raise TimeoutError
+    return result.result()

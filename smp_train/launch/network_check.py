@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from smp_train.distributed import Runtime, detect
+from smp_train.distributed import Runtime, detect, failures
 from smp_train.errors import one_line
+from smp_train.failure_report import exit_immediately
 from smp_train.launch.command import node_name, say
 from smp_train.launch.node import Failure, Node
 from smp_train.launch.supervisor import supervise
@@ -205,22 +205,14 @@ class NetworkCheck:
     def step(self, name: str, groups: list[list[int]], seconds: float) -> None:
         """All-reduce over this rank's group, report its rate, and wait for the reports of all ranks."""
         ranks = next((ranks for ranks in groups if self.runtime.rank in ranks), [])
-        rates: list[float] = []
-        problems: list[str] = []
-
-        def work() -> None:
-            try:
-                rates.append(self.reduce(name, ranks, seconds))
-            except Exception as problem:  # any exception of torch means that the step has failed
-                problems.append(one_line(problem)[:200])
-
-        if ranks:
-            thread = threading.Thread(target=work, daemon=True)
-            thread.start()
-            thread.join(seconds)
-        for problem in problems:  # later problems add nothing, and may come after the verdict
-            say(f"preflight: [{self.runtime.hostname}] {name}: {problem}")
-        self.report(name, "".join(map(str, rates)), seconds + SLACK_SECONDS)
+        rate = ""
+        try:
+            rate = str(failures.within(seconds, lambda: self.reduce(name, ranks, seconds))) if ranks else ""
+        except TimeoutError:
+            pass
+        except Exception as problem:  # any exception of torch means that the step has failed
+            say(f"preflight: [{self.runtime.hostname}] {name}: {one_line(problem)[:200]}")
+        self.report(name, rate, seconds + SLACK_SECONDS)
 
     def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
         """All-reduce over ``ranks`` twice, in a new group; return the rate of the second one in GB/s."""
@@ -343,12 +335,5 @@ def main(argv: Sequence[str] | None = None, make: type[NetworkCheck] = NetworkCh
     return BAD_NODE if verdict.message else 0
 
 
-def exit_now(code: int) -> None:
-    """End the process without waiting for abandoned groups."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    exit_now(main())
+    exit_immediately(main())  # without waiting for abandoned groups

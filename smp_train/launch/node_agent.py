@@ -235,8 +235,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
                 "installed on this compute node"
             )
-        if options.inside:
-            preflight.refuse_lost(resolved.args)
         code, failure = start(options, option_arguments, training, resolved, logs)
     except SmpTrainError as error:
         say(f"error: {' '.join(str(error).split())}")

@@ -9,12 +9,11 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smp_train.arguments import Arguments, Resolved
+from smp_train.arguments import Resolved
 from smp_train.arguments.sources import is_hub_name, read_weights
 from smp_train.arguments.validation import prompts_only, runs_natively
 from smp_train.distributed.degrees import before_launch, check_model, check_model_on_smp
@@ -36,7 +35,6 @@ from smp_train.models.state_memory import (
 NO_FP8 = ("A100", "A10G")  # their compute capability is below 8.9
 GATED = ("meta-llama/", "mistralai/Mixtral", "mistralai/Mistral-7B-v0.3", "google/gemma")
 PLUGIN_PLACES = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/opt/amazon/aws-ofi-nccl", "/opt/aws-ofi-nccl/install")
-MOUNTS = Path("/proc/self/mountinfo")
 LOCAL_DISKS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs")
 
 
@@ -188,23 +186,6 @@ def check_data(args: Any) -> None:
             raise ConfigError(f"--{flag} {folder}: no such folder")
         if Path(folder).is_dir() and not any(os.scandir(folder)):
             raise ConfigError(f"--{flag} {folder}: is empty; `smp-train prepare` makes shards")
-
-
-def refuse_lost(args: Arguments) -> None:
-    """Refuse folders of checkpoints on the root file system of the container that this process runs in."""
-    points: list[str] = []
-    with suppress(OSError):
-        # proc(5): the fifth field is the mount point, a space in it written in octal.
-        points = [line.split()[4].replace("\\040", " ") for line in MOUNTS.read_text(encoding="utf-8").splitlines()]
-    if "/" not in points:
-        return  # unknown
-    mounted = tuple(point.rstrip("/") + "/" for point in points if point != "/")
-    for folder in shared_folders(args):
-        if not (os.path.realpath(folder) + "/").startswith(mounted):
-            raise ConfigError(
-                f"--checkpoint_dir {folder} is in the container alone, and its checkpoints are lost with it; give a "
-                "folder on a file system that all nodes mount (FSX_MOUNT of the scripts, --mounts)"
-            )
 
 
 def disk_warnings(resolved: Resolved, nodes: int, needed: Sequence[str] = ()) -> list[str]:

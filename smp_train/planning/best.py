@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 from smp_train.arguments import Arguments
 from smp_train.arguments.flag import command_line
-from smp_train.distributed import child
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import instances
+from smp_train.launch.command import die_with_parent
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import resolve, row_length
 from smp_train.planning import cost
@@ -146,14 +149,19 @@ def machine_with(gpu_name: str, gpu_bytes: int, run: PlannedRun) -> Machine | No
 
 
 def main() -> None:
-    """Answer the request of `smp_train.run.auto`."""
-    request, answer = child.served()
+    """Answer the request of `smp_train.run.auto`, whose process id is the argument; end when that process ends."""
+    die_with_parent()
+    if os.getppid() != int(sys.argv[1]):  # it has ended already
+        return
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # the log and the models' code write to stdout
     setup_logging(0, level="WARNING")
     try:
-        reply = choose(request)
+        reply = choose(json.load(sys.stdin))
     except SmpTrainError as problem:
         reply = {"error": str(problem)}
-    answer(reply)
+    json.dump(reply, answers)
+    answers.close()
 
 
 if __name__ == "__main__":

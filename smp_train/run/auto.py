@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
+import sys
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,7 +18,8 @@ from smp_train.arguments.flag import command_line
 from smp_train.arguments.groups import flags
 from smp_train.arguments.model_flags import FinetuneArguments, ModelArguments, ParallelArguments
 from smp_train.arguments.tuning import SEARCHED, fixed_flags
-from smp_train.distributed import Runtime, child
+from smp_train.distributed import Runtime
+from smp_train.distributed.host import python_path
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import ConfigError, redacted
 from smp_train.models.resolve import names_model
@@ -113,17 +116,21 @@ def search(
         memory / 2**30,
     )  # fmt: skip
     seconds = 60 * SEARCH_SHARE * args.distributed_timeout_minutes
-    answers, messages = folder.logs / "auto.json", folder.logs / "auto.log"
-    with child.started("smp_train.planning.best", request, answers, messages, CUDA_VISIBLE_DEVICES="") as process:
+    messages = folder.logs / "auto.log"
+    environ = {**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with messages.open("w", encoding="utf-8") as output:
         try:
-            process.wait(seconds)
+            done = subprocess.run(
+                [sys.executable, "-m", "smp_train.planning.best", str(os.getpid())], input=json.dumps(request),
+                stdout=subprocess.PIPE, stderr=output, text=True, timeout=seconds, env=environ, check=False,
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise ConfigError(
                 f"--auto {args.auto}: no answer within {seconds:.0f} s; give the settings that `smp-train plan "
                 "--search` finds, or a longer --distributed_timeout_minutes"
             ) from None
     try:
-        answer: dict[str, Any] = json.loads(answers.read_text(encoding="utf-8"))
+        answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         last = (messages.read_text(errors="replace").strip().splitlines() or ["it ended without a message"])[-1]
         raise ConfigError(f"--auto {args.auto}: planning failed: {last}; see {messages}") from None

@@ -88,7 +88,7 @@ def respond(run: Run, pending: train_utils.PendingStep, numbers: train_utils.Ste
             text = "%s; back to %s, steps %d to %d are passed over"
             log.warning(text, spike, checkpoint, first, step, extra=ALL_RANKS)
     except SmpTrainError as failure:
-        failure.repeats = not run.runtime.is_main  # type: ignore[attr-defined]  # raised on all ranks, printed by one
+        failure.repeats = not run.runtime.is_main  # raised on all ranks, printed by one
         end_saves(run)
         raise
     if run.audit is not None:

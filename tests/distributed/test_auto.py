@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,15 +71,25 @@ def test_nothing_is_left_of_a_search_that_is_killed() -> None:
         assert search.communicate(timeout=300)[0] == ""
 
 
+RANK = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-m", "smp_train.planning.best", str(os.getpid())])
+print("began", flush=True)
+sys.stdin.detach()
+os.read(os.pipe()[0], 1)
+"""
+
+
 @pytest.mark.slow
 def test_a_search_ends_with_its_rank(tmp_path: Path) -> None:
+    """A search that went on would answer."""
     from smp_train import arguments
     from tests.unit.test_auto import request
 
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(harness.free_port())}  # fmt: skip
-    asks = request(arguments.parse(flags(tmp_path, max_context_width=8192, num_layers=24), {}), 2**40)
-    command = [sys.executable, "-m", "smp_train.planning.best", "1"]
-    with subprocess.Popen(command, env={**os.environ, **ranks}, stdin=subprocess.PIPE, text=True) as child:
-        child.communicate(json.dumps(asks) + "\n", timeout=300)
-        assert child.returncode == 1
+    asks = request(arguments.parse(flags(tmp_path), {}), 2**40)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", RANK], stdin=pipe, stdout=pipe, text=True) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "began\n"
+        rank.kill()
+        assert rank.communicate(json.dumps(asks), timeout=300)[0] == ""

@@ -187,9 +187,9 @@ def used(backend_name: str) -> Iterator[tuple[str, Any]]:
 
         def backward(model: Any, optimizer: Any, labels: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
-            with backend.accumulation(model, last=True):
-                loss, _ = backend.loss(model, Batch(ids, labels))
-                loss.backward()
+            backend.begin_micro_batch(model, last=True)
+            loss, _ = backend.loss(model, Batch(ids, labels))
+            loss.backward()
             return backend.sum_over_data(loss.detach().clone())
 
         ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(ranks.rank))

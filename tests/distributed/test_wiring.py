@@ -85,7 +85,8 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
             return all_reduce(*args, **kwargs)
 
         dist.all_reduce = counting
-        with backend.accumulation(model, last=index == micro_batches - 1), Watch() as forward:
+        backend.begin_micro_batch(model, last=index == micro_batches - 1)
+        with Watch() as forward:
             loss, _ = backend.loss(model, Batch(ids, ids))
             gathered = [not isinstance(layer.mlp.up_proj.weight, DTensor) for layer in model.model.layers]
             with Watch() as backward:

@@ -18,7 +18,7 @@ import pytest
 from smp_train.arguments import parse
 from smp_train.checkpoints.format import META, Marker
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import environment, flags, instances, local, network_check, nsys, preflight, slurm, supervisor
+from smp_train.launch import environment, flags, instances, local, network_check, nsys, slurm, supervisor
 from smp_train.launch import node_agent as agent
 from smp_train.launch.instances import find
 from smp_train.launch.node import Failure, Node
@@ -331,7 +331,6 @@ def first_node(logs: Path, processes: int) -> None:
 REFUSED: dict[str, tuple[list[str], dict[str, str], int, str, str]] = {
     "nodes differ": (["--nproc=1", "--"], STEP, 75, "node", "n3: 1 GPUs"),
     "no container": (["--inside", "--"], {}, 75, "node", "pyxis is not installed on this compute node"),
-    "lost with it": (["--inside", "--", "--checkpoint_dir", "/lost"], {}, 2, "configuration", "--checkpoint_dir /lost"),
     "too large": (
         [f"--instance_type={P5}", "--", "--model_type=llama_v2", "--model_size=70b"], {}, 2, "configuration",
         "weights, gradients and",
@@ -350,11 +349,9 @@ def test_a_task_names_what_it_refuses(
     words, environ, code, cause, complaint = REFUSED[case]
     run = tmp_path / ("file/run" if "folder" in case else "run")
     (tmp_path / "file").write_text("no folder")
-    (tmp_path / "mountinfo").write_text("1 0 0:1 / / rw - overlay overlay rw\n")
     for name, value in {"SLURMD_NODENAME": "n3", **environ}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(agent, "INSIDE", str(tmp_path / ("none" if case == "no container" else "")))
-    monkeypatch.setattr(preflight, "MOUNTS", tmp_path / "mountinfo")
     monkeypatch.setattr(agent, "count_gpus", lambda: 8)
     monkeypatch.setattr(agent, "count_efa", lambda: 32)
     monkeypatch.setattr(agent, "supervise", lambda *_, **__: pytest.fail("started"))
@@ -378,7 +375,6 @@ def test_a_task_gives_its_processes_what_the_instance_needs_and_warns(
     (tmp_path / "product_name").write_text(f"{P5}\n")
     monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product_name")
     monkeypatch.setattr(agent, "INSIDE", str(tmp_path))
-    monkeypatch.setattr(preflight, "MOUNTS", tmp_path / "none")
     for name in ("NCCL_DEBUG", "HF_HOME", "HF_HUB_CACHE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in (("NCCL_DEBUG", "INFO"), ("HOME", str(tmp_path)), ("FI_PROVIDER", "efa")):
@@ -592,27 +588,6 @@ def test_preflight_names_the_node_at_fault(
     result = network_check.run(of_run, 60, "auto", 32, STEP, tmp_path)
     assert result == (failure.code if failure else code, failure)
     assert capsys.readouterr().err == (f"smp-train: {failure.line()}\n" if failure else "")
-
-
-def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "1 0 0:1 / / rw - overlay overlay rw\n2 1 0:2 /x /fsx/my\\040data rw - lustre /x rw\n"
-        "3 1 0:2 /x /runs rw - lustre /x rw\n"
-    )
-    monkeypatch.setattr(preflight, "MOUNTS", mounts)
-
-    def refuse(*folders: str) -> None:
-        each = [str(1)] * len(folders)
-        words = ["--checkpoint_dir", *folders, "--checkpoint_freq", *each, "--num_kept_checkpoints", *each]
-        preflight.refuse_lost(parse(words, {}).args)
-
-    refuse("/fsx/my data/ck", "/runs", "s3://b/ck", "local:/nvme/ck")
-    for lost in ("/fsx/ck", "/runs2", "/lustre/ck"):
-        with pytest.raises(ConfigError, match=f"--checkpoint_dir {lost} "):
-            refuse("/runs", lost)
-    monkeypatch.setattr(preflight, "MOUNTS", tmp_path / "none")
-    refuse("/anywhere")
 
 
 def test_nsys_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

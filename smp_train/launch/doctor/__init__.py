@@ -16,6 +16,7 @@ from pathlib import Path
 from smp_train.arguments.verb_parser import VerbParser, positive
 from smp_train.distributed import detect
 from smp_train.errors import ConfigError
+from smp_train.failure_report import exit_immediately
 from smp_train.launch import network_check
 from smp_train.launch.doctor import machine, packages, services
 from smp_train.launch.doctor.finding import FAIL, WARN, Finding, fail
@@ -65,11 +66,11 @@ def main(arguments: Sequence[str]) -> int:
     if options.network:
         if detect().world_size == 1:
             raise ConfigError("doctor --network: start it on all ranks, with srun, torchrun or mpiexec")
-        network_check.exit_now(network_check.main(["--seconds", str(options.network)]))
+        exit_immediately(network_check.main(["--seconds", str(options.network)]))
     if options.smp:
         from smp_train.launch.doctor import smp
 
-        network_check.exit_now(smp.main(options.folder.resolve(), options.out, flags))
+        exit_immediately(smp.main(options.folder.resolve(), options.out, flags))
     findings: list[Finding] = []
     if not options.json:
         print(f"smp-train doctor on {socket.gethostname()}")
