@@ -162,7 +162,7 @@ def _checkpoints(args: Arguments) -> Iterator[str]:
         policies = len(getattr(args, name))
         if policies != len(folders):
             yield f"--checkpoint_dir and --{name} have {len(folders)} and {policies} values; give one value per folder"
-    if len(set(folders)) != len(folders):
+    if len({*map(_real_path, folders)}) != len(folders):
         yield "--checkpoint_dir names one folder twice; give each policy a folder of its own"
     if all(folder.startswith(NODE_LOCAL) for folder in folders):
         yield f"--checkpoint_dir {folders[0]} is lost with its node; add a folder that all nodes share, or s3://"

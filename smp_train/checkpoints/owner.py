@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -158,7 +158,7 @@ class Ownership:
         """The first generation of this job."""
         return int(self._claim.began)
 
-    def acquire(self, *, force: bool = False, above: int = 0, wait: Callable[[float], object] = time.sleep) -> None:
+    def acquire(self, *, force: bool = False, above: int = 0) -> None:
         """Claim the next generation: replace a dead owner at once, and a silent owner after `STALE_SECONDS`.
 
         ``force`` replaces any owner, whose later commits then fail. The generation is higher than ``above``. Raises
@@ -167,7 +167,7 @@ class Ownership:
         while True:
             # Read the generations first, then the owner: if another job claims in between, this job's claim fails.
             known = [generation for folder in self.folders for generation in claims_in(folder)]
-            self._wait_for_owner(force, wait)
+            self._wait_for_owner(force)
             former = owner_of(self.folders)
             self.restarted = former is not None and self.job.is_restart_of(former.job)
             generation = max([above, *known]) + 1
@@ -211,7 +211,7 @@ class Ownership:
         if not self._put(replace(self._claim, generation=generation, began=began)):
             raise CheckpointError(f"checkpoint folder {self.folders[0].location} was taken over by another job")
 
-    def _wait_for_owner(self, force: bool, wait: Callable[[float], object]) -> None:
+    def _wait_for_owner(self, force: bool) -> None:
         """Wait until a silent owner counts as dead; raise `InUse` if the owner lives. ``force`` returns at once."""
         for folder in self.folders:
             last_touched: float | None = None
@@ -229,7 +229,7 @@ class Ownership:
                         folder.location, owner or "an unknown job", age, STALE_SECONDS - age,
                     )  # fmt: skip
                 last_touched = touched
-                wait(POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):

@@ -122,8 +122,6 @@ class CheckpointManager:
         self._sent: set[str] = set()
         """Attempts whose COMMITTED may have been written. They are not deleted, even if a rank fails later."""
         self._targets = [Target(policy, folder_of_run(policy.parent, run_name)) for policy in policies]
-        if len({target.folder.location for target in self._targets}) < len(policies):
-            raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
 
     # --- before the first save
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 
-from smp_train.errors import CheckpointError, SmpTrainError
 from smp_train.storage.base import Entry, Range, Storage, is_s3, normal, parent_of, split, wait_for
 from smp_train.storage.folder import FolderStorage
 from smp_train.storage.s3 import S3Storage
@@ -16,7 +15,7 @@ from smp_train.storage.s3 import S3Storage
 __all__ = ["Entry", "Range", "Storage", "is_s3", "normal", "open_storage", "parent_of", "split", "wait_for"]
 
 
-def open_storage(location: str | os.PathLike[str], error: type[SmpTrainError] = CheckpointError) -> Storage:
+def open_storage(location: str | os.PathLike[str]) -> Storage:
     """Return the storage at a location. Raises `ConfigError` for an unsupported kind of URL."""
     path = normal(location)
-    return S3Storage(path, error) if is_s3(path) else FolderStorage(path)
+    return S3Storage(path) if is_s3(path) else FolderStorage(path)

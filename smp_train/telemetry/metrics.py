@@ -95,14 +95,14 @@ class Throughput:
 
     def __init__(
         self, *, devices: int, flops_per_token: float | None = None, peak: float | None = None,
-        synchronize: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._devices, self._flops_per_token, self._peak = devices, flops_per_token, peak
-        self._synchronize, self._clock = synchronize, clock
+        self._synchronize = synchronize
         self._restart()
 
     def _restart(self) -> None:
-        self._began, self._paused, self._waited = self._clock(), 0.0, 0.0
+        self._began, self._paused, self._waited = time.perf_counter(), 0.0, 0.0
         self._steps = self._samples = self._tokens = 0
 
     def add(self, *, samples: int, tokens: int) -> None:
@@ -115,25 +115,25 @@ class Throughput:
     def pause(self) -> Iterator[None]:
         """Exclude the body's time from the window. Must not be nested."""
         self._synchronize()
-        began = self._clock()
+        began = time.perf_counter()
         try:
             yield
         finally:
             self._synchronize()
-            self._paused += self._clock() - began
+            self._paused += time.perf_counter() - began
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
         """Count the body's time as waiting for data."""
-        began = self._clock()
+        began = time.perf_counter()
         try:
             yield
         finally:
-            self._waited += self._clock() - began
+            self._waited += time.perf_counter() - began
 
     def window(self) -> dict[str, float | None]:
         """Return `SPEED_FIELDS` since the last call (all None if there was no step), and start a new window."""
-        seconds = self._clock() - self._began - self._paused
+        seconds = time.perf_counter() - self._began - self._paused
         fields: dict[str, float | None] = dict.fromkeys(SPEED_FIELDS)
         if self._steps and seconds > 0:
             per_device = self._tokens / seconds / self._devices

@@ -64,7 +64,7 @@ COMBINATIONS = {
     "--plateau 2": "must be a fraction",
     "--checkpoint_dir a b": "--checkpoint_dir and --checkpoint_freq have 2 and 1 values",
     "--checkpoint_dir a b --checkpoint_freq 1 2": "--checkpoint_dir and --num_kept_checkpoints",
-    "--checkpoint_dir a a --checkpoint_freq 1 2 --num_kept_checkpoints 1 2": "names one folder twice",
+    "--checkpoint_dir a a/ --checkpoint_freq 1 2 --num_kept_checkpoints 1 2": "names one folder twice",
     "--sharding_strategy no_shard --hybrid_shard_degree 4": "contradict each other",
     "--selective_checkpointing 1.5": "--selective_checkpointing 1.5: must be a share",
     "--activation_checkpointing sometimes": "is not none, full, selective:op",

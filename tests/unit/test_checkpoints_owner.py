@@ -39,8 +39,8 @@ def owned_elsewhere(folder: RunFolder, job: Job = SLURM, generation: int = 1) ->
     return claim
 
 
-def waits(folder: RunFolder, on_wait=lambda number: None):
-    """Return a clock that moves only while a start waits: it makes the claims there look older."""
+def waits(monkeypatch, folder: RunFolder, on_wait=lambda number: None) -> list[float]:
+    """Let the clock move only while a start waits, which makes the claims there look older; return the waits."""
     asked: list[float] = []
 
     def wait(seconds: float) -> None:
@@ -51,12 +51,14 @@ def waits(folder: RunFolder, on_wait=lambda number: None):
         on_wait(len(asked))
         assert len(asked) < 100
 
-    wait.asked = asked
-    return wait
+    monkeypatch.setattr(time, "sleep", wait)
+    return asked
 
 
-def at_once(seconds: float) -> None:
-    pytest.fail("there is nothing to wait for")
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch) -> None:
+    """Fail a start that waits without `waits`."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("there is nothing to wait for"))
 
 
 # --- one owner
@@ -83,10 +85,10 @@ def test_a_process_of_this_machine_owns_the_run_as_long_as_it_lives(folder, capl
     try:
         assert process.stdout.readline() == b"owns\n"
         with pytest.raises(CheckpointError, match=rf"in use by .*process {process.pid},"):
-            Ownership([folder]).acquire(wait=at_once)
+            Ownership([folder]).acquire()
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has asked for its exit code
-        taken = acquired(folder.location, wait=at_once)
+        taken = acquired(folder.location)
         assert "took over from a job on" in caplog.text
         assert taken.generation == 2
         taken.release()
@@ -122,7 +124,7 @@ def test_a_job_that_is_overtaken_while_it_starts_does_not_rob_the_other(place, m
         else:
             patched.setattr(owner, reached, meanwhile(getattr(owner, reached)))
         with pytest.raises(CheckpointError, match="in use by a job"):
-            late.acquire(wait=at_once)
+            late.acquire()
     others[0].check()
     assert claims_in(folder) == [others[0].generation]
     others[0].release()
@@ -139,22 +141,22 @@ def test_an_owner_elsewhere_that_beats_is_alive_whatever_this_machines_clock_say
     now = time.time() + wrong
     monkeypatch.setattr(time, "time", lambda: now)
     beat = lambda number: folder.storage.put(claim.file, claim.to_bytes()) if number == 40 else None  # noqa: E731
-    wait = waits(folder, beat)
+    asked = waits(monkeypatch, folder, beat)
     with pytest.raises(CheckpointError, match=r"in use by Slurm job 4711 on node-7 \(process 99"):
-        Ownership([folder]).acquire(wait=wait)
-    assert len(wait.asked) == 40
+        Ownership([folder]).acquire()
+    assert len(asked) == 40
 
 
 @pytest.mark.parametrize("ahead", [0, 20])
-def test_an_owner_elsewhere_that_is_silent_is_dead(folder, caplog, ahead):
+def test_an_owner_elsewhere_that_is_silent_is_dead(folder, caplog, monkeypatch, ahead):
     """Also where the storage's clock was put back after it died: it takes longer, and nothing else."""
     began = time.monotonic()
     claim = owned_elsewhere(folder)
     os.utime(Path(folder.location, claim.file), (time.time() + ahead, time.time() + ahead))
-    taken, wait = Ownership([folder]), waits(folder)
-    taken.acquire(wait=wait)
+    taken, asked = Ownership([folder]), waits(monkeypatch, folder)
+    taken.acquire()
     needed = owner.STALE_SECONDS + ahead  # of which the test itself has taken some
-    assert needed - 2 - (time.monotonic() - began) <= sum(wait.asked) <= needed + 2
+    assert needed - 2 - (time.monotonic() - began) <= sum(asked) <= needed + 2
     assert "waiting up to" in caplog.text
     assert listed(folder.location) == [".owner-2"]
     taken.release()
@@ -183,20 +185,20 @@ OTHERS = [
 @pytest.mark.parametrize(("before", "now"), RESTARTED)
 def test_a_restart_of_the_owners_job_takes_over_at_once_on_any_machine(folder, before, now):
     owned_elsewhere(folder, before, 3)
-    taken = acquired(folder.location, now, wait=at_once)
+    taken = acquired(folder.location, now)
     assert (taken.generation, taken.restarted, taken.began) == (4, True, 3)
     taken.release()
-    again = acquired(folder.location, dataclasses.replace(now, restarts=9), wait=at_once)
+    again = acquired(folder.location, dataclasses.replace(now, restarts=9))
     assert (again.generation, again.began) == (5, 3)
     again.release()
 
 
 @pytest.mark.parametrize(("before", "now"), OTHERS)
-def test_another_job_does_not_take_over_from_one_that_beats(folder, before, now):
+def test_another_job_does_not_take_over_from_one_that_beats(folder, monkeypatch, before, now):
     claim = owned_elsewhere(folder, before, 3)
-    wait = waits(folder, lambda number: folder.storage.put(claim.file, claim.to_bytes()))
+    waits(monkeypatch, folder, lambda number: folder.storage.put(claim.file, claim.to_bytes()))
     with pytest.raises(CheckpointError, match="in use by"):
-        Ownership([folder], now).acquire(wait=wait)
+        Ownership([folder], now).acquire()
     assert owner_of([folder]) == claim
 
 

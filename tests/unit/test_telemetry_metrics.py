@@ -2,8 +2,10 @@
 
 import json
 import math
+import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,16 +92,15 @@ def test_a_disk_that_fails_costs_one_warning_and_not_the_run(tmp_path, caplog, m
     ]
 
 
-class Clock:
-    now = 100.0
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
 
-    def __call__(self):
-        return self.now
 
-
-def test_speed_is_of_the_window_without_pauses():
-    clock = Clock()
-    speed = Throughput(devices=4, flops_per_token=1e9, peak=1e12, clock=clock)
+def test_speed_is_of_the_window_without_pauses(clock):
+    speed = Throughput(devices=4, flops_per_token=1e9, peak=1e12)
     clock.now += 1
     with speed.data_wait():
         clock.now += 1
@@ -119,16 +120,16 @@ def test_speed_is_of_the_window_without_pauses():
     second = speed.window()
     assert (second["tokens_per_sec"], second["data_wait_sec"]) == (10, 0)
     assert set(speed.window().values()) == {None}, "no step"
-    unknown = Throughput(devices=1, flops_per_token=1e6, clock=clock)
+    unknown = Throughput(devices=1, flops_per_token=1e6)
     clock.now += 1
     unknown.add(samples=1, tokens=10)
     found = unknown.window()
     assert (found["mfu"], found["tflops_per_device"]) == (None, pytest.approx(1e-5))
 
 
-def test_a_pause_is_left_out_when_its_body_fails_and_waits_for_the_device_at_both_edges():
-    clock, waits = Clock(), []
-    speed = Throughput(devices=1, clock=clock, synchronize=lambda: waits.append(clock.now))
+def test_a_pause_is_left_out_when_its_body_fails_and_waits_for_the_device_at_both_edges(clock):
+    waits = []
+    speed = Throughput(devices=1, synchronize=lambda: waits.append(clock.now))
     speed.add(samples=1, tokens=1)
     clock.now += 1
     with suppress(OSError), speed.pause():

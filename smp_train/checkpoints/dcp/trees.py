@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -61,11 +61,7 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class StrictLoadPlanner(PlainLoadPlanner):
-    """Refuses a checkpoint whose entries are not exactly those of the state, except for ``ignored`` entries."""
-
-    def __init__(self, ignored: Container[str] = ()) -> None:
-        super().__init__()
-        self.ignored = ignored
+    """Refuses a checkpoint whose entries are not exactly those of the state."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: dcp.Metadata | None = None, is_coordinator: bool = False
@@ -77,7 +73,7 @@ class StrictLoadPlanner(PlainLoadPlanner):
         resumes = any(key.startswith("optim.") for key in state)
         if resumes and all(key.startswith("model.") for key in saved):
             raise CheckpointError("it holds weights only; start from it with --finetune 1 --pretrained_checkpoint_file")
-        if problems := compare(state, saved, self.ignored):
+        if problems := compare(state, saved):
             raise CheckpointError(
                 f"{'; '.join(problems)} "
                 "(saved from another model, or with another --num_layers, --hidden_width or --vocab_size?)"
@@ -91,16 +87,16 @@ class StrictLoadPlanner(PlainLoadPlanner):
         self.original_state_dict = state_dict  # `load_bytes` puts values into this dict
 
 
-def compare(state: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
+def compare(state: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Return up to three phrases about the differences between a flat state and the ``saved`` entries.
 
-    The state may lack ``ignored`` entries. It may also lack a top-level name, such as ``optim``, with all its entries.
+    The state may lack a top-level name, such as ``optim``, with all its entries.
     """
     kinds = {key.split(".")[0] for key in state}
     missing = [key for key in state if key not in saved]
     surplus = sorted(key for key in saved.keys() - state.keys() if key.split(".")[0] in kinds)
     # torch's own state dicts have hyper-parameters in `param_groups`; here the run's arguments set them.
-    unexpected = [key for key in surplus if key not in ignored and not key.startswith("optim.param_groups")]
+    unexpected = [key for key in surplus if not key.startswith("optim.param_groups")]
     unlike = []
     for key, value in state.items():
         entry, is_tensor = saved.get(key), isinstance(value, torch.Tensor)
@@ -131,18 +127,17 @@ def save_state(state: dict[str, Any], writer: TreeWriter) -> None:
 
 
 def load_state(
-    state: dict[str, Any], reader: Reader, label: str, ignored: Container[str] = (),
-    load: Callable[..., None] = load_together,
-) -> None:  # fmt: skip
+    state: dict[str, Any], reader: Reader, label: str, load: Callable[..., None] = load_together
+) -> None:
     """Fill ``state`` in place, using ``load``, on any mesh; collective.
 
-    The checkpoint may hold ``ignored`` entries that ``state`` lacks. Raises `CheckpointError` on every rank if any rank
-    failed, or if state and checkpoint do not match; the message names ``label``.
+    Raises `CheckpointError` on every rank if any rank failed, or if state and checkpoint do not match; the message
+    names ``label``.
     """
     gather(f"cannot load {label}", reader.preload)
     failure: Exception | None = None
     try:
-        load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
+        load(state, storage_reader=reader, planner=StrictLoadPlanner())
     except dcp.CheckpointException as error:
         failure = CheckpointError(root_cause(error))
     gather(f"cannot load {label}", partial(unless, failure, None))  # ranks may load different trees: share failures
