@@ -23,6 +23,7 @@ from typing import Any
 
 from smp_train.distributed.environment import GENERATION, Runtime
 from smp_train.distributed.unblock import STUCK_SECONDS, abort_nccl, main_thread_call, tcp_sockets, unblock
+from smp_train.errors import LostPeerError, SmpTrainError
 
 KEYS = "recovery"
 """Prefix of the keys that ranks and supervisors share."""
@@ -259,9 +260,11 @@ def no_recovery(reason: str) -> Iterator[None]:
     """Make a failure in the body end the run, since a recovery would leave the ranks in different states."""
     try:
         yield
-    except BaseException:
+    except BaseException as failure:
         if member is not None:
-            member.refuse(reason)
+            member.refused = True
+            if not isinstance(failure, SmpTrainError) or isinstance(failure, LostPeerError):
+                member.refuse(reason)  # this rank reports any other failure itself, which is a better reason
         raise
 
 
