@@ -244,7 +244,7 @@ def synchronize(run: Run, began: float) -> float:
         first = min(living, key=lambda rank: (not positions[rank].unfinished, positions[rank].validated, rank))
         adopt(run, positions[first])
     for failure in filter(None, (each.callback_failure for each in positions)):
-        failure.repeats = not run.runtime.is_main  # type: ignore[attr-defined]  # raised on all ranks, printed by one
+        failure.repeats = not run.runtime.is_main  # raised on all ranks, printed by one
         run.callback_failure = failure
     own_checkpoints(run)
     return max(distributed.gather("measuring the recovery", lambda: time.monotonic() - began))
