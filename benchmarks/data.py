@@ -1,4 +1,4 @@
-"""The data path against its alternatives, alternating, in one process: loading, converting, fetching from S3.
+"""The data path against its alternatives, alternating, in one process: loading, converting, reading from S3.
 
 Peers: the way of the system this package replaces (a shard as a list of lines, `json.loads` and two tensors per row),
 Hugging Face `datasets` with the torch format, and litdata. Ratios are of the same round.
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="rounds (default 7), after one to warm up")
     parser.add_argument("--rows", type=int, default=1000, help="rows of each of two shards (default 1000)")
     parser.add_argument("--seq_len", type=int, default=4096, help="tokens of a row (default 4096)")
-    parser.add_argument("--objects", type=int, default=8, help="objects fetched from the S3-like server (default 8)")
+    parser.add_argument("--objects", type=int, default=8, help="objects read from the S3-like server (default 8)")
     parser.add_argument("--shards", type=int, default=0, help="compare so many shards with 8 (default: not)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
@@ -70,16 +70,16 @@ def main(argv: Sequence[str]) -> int:
         maker, shard = Recipe(files.kind, VOCAB).open(), files.files[0]
         converters: dict[str, Callable[[], Any]] = {
             "this package": lambda: write_group(
-                str(folder / "converted"), [(shard, None)], maker, VOCAB, lambda done: None, None
+                str(folder / "converted"), [shard], maker, VOCAB, lambda done: None, None
             ),
             "original, parsing alone": lambda: original_parse(shard.path),
         }
         print_table("convert one json.gz, tokens/s", compare(converters, options.rounds), tokens / 2)
-        fetchers = staging(folder, options.objects)
-        if fetchers is not None:
+        readers = from_s3(options.objects)
+        if readers is not None:
             size = options.objects * OBJECT_BYTES
-            title = f"fetch {options.objects} objects from an S3-like server (25 ms, 85 MB/s a connection), bytes/s"
-            print_table(title, compare(fetchers, options.rounds), size)
+            title = f"read {options.objects} objects from an S3-like server (25 ms, 85 MB/s a connection), bytes/s"
+            print_table(title, compare(readers, options.rounds), size)
         times = compare(streaming(folder / "text"), options.rounds)
         for name, seconds in times.items():
             wall, cpu = (statistics.median(values) for values in zip(*seconds, strict=True))
@@ -250,12 +250,12 @@ def _tokens(path: str) -> Iterator[torch.Tensor]:
 OBJECT_BYTES = 8 << 20
 
 
-def staging(folder: Path, objects: int) -> dict[str, Callable[[], None]] | None:
-    """Return fetching of the same objects all at once, and one at a time, from a server as slow as S3."""
+def from_s3(objects: int) -> dict[str, Callable[[], None]] | None:
+    """Return reading of the same objects with requests ahead, and one request at a time, from a server like S3."""
     try:
         import boto3  # noqa: F401
     except ImportError:
-        print("boto3 is not installed: fetching from S3 left out")
+        print("boto3 is not installed: reading from S3 left out")
         return None
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Objects)
     server.daemon_threads = True
@@ -265,18 +265,17 @@ def staging(folder: Path, objects: int) -> dict[str, Callable[[], None]] | None:
         AWS_ACCESS_KEY_ID="none", AWS_SECRET_ACCESS_KEY="none", AWS_DEFAULT_REGION="us-east-1",
     )  # fmt: skip
     files = [DataFile(f"s3://bucket/{n}", str(n), OBJECT_BYTES, "etag", "lines") for n in range(objects)]
-    scratch = folder / "fetched"
-    scratch.mkdir()
 
-    def fetching(at_once: int) -> Callable[[], None]:
-        def fetch() -> None:
-            with s3.fetch(files, str(scratch), at_once=at_once) as copies:
-                for _, copy in copies:
-                    os.unlink(copy)
+    def reading(opened: Callable[[], Iterator[io.BufferedReader]]) -> Callable[[], None]:
+        def read() -> None:
+            for raw in opened():
+                while raw.read(1 << 17):
+                    pass
 
-        return fetch
+        return read
 
-    return {"this package": fetching(s3.AT_ONCE), "one at a time": fetching(1)}
+    ahead, by_one = (lambda: s3.open_in_sequence(files)), (lambda: map(s3.open_object, files))
+    return {"this package": reading(ahead), "one at a time": reading(by_one)}
 
 
 class _Objects(BaseHTTPRequestHandler):
@@ -288,12 +287,13 @@ class _Objects(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         time.sleep(LATENCY_SECONDS)
-        self.send_response(200)
-        self.send_header("Content-Length", str(OBJECT_BYTES))
+        start, end = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self.send_response(206)
+        self.send_header("Content-Length", str(end + 1 - start))
         self.end_headers()
         began = time.perf_counter()
-        for sent in range(0, OBJECT_BYTES, len(self.body)):
-            self.wfile.write(self.body)
+        for sent in range(0, end + 1 - start, len(self.body)):
+            self.wfile.write(self.body[: end + 1 - start - sent])
             due = began + (sent + len(self.body)) / BYTES_PER_SECOND
             time.sleep(max(0.0, due - time.perf_counter()))
 

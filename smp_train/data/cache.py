@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 
 from smp_train.data.files import DataFile, FileSet
-from smp_train.data.s3 import COPY_PREFIX
 from smp_train.data.source import digest_of
 from smp_train.data.token_file import VERSION, TokenFile, read_index
 from smp_train.errors import DataError
@@ -120,7 +119,7 @@ class TokenCache:
                     elif name.startswith(prefix) and suffix in (".tok", ".idx"):
                         # Decide once per pair: with its first file deleted, a pair would look incomplete and new.
                         needed = needed_pairs.setdefault(stem, stem in needed_pairs or self._is_needed(stem, needed))
-                    elif not name.startswith((prefix, COPY_PREFIX)) and suffix != PARTIAL:
+                    elif not name.startswith(prefix) and suffix != PARTIAL:
                         continue
                     if not needed:
                         os.unlink(path)

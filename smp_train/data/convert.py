@@ -11,8 +11,8 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from smp_train import distributed
@@ -29,6 +29,7 @@ from smp_train.distributed.child import end_with_parent
 from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError, DataError, SmpTrainError, first_few
 from smp_train.progress import Progress
+from smp_train.storage import is_s3
 from smp_train.storage.folder import PARTIAL
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.data")
 
-Group = list[tuple[DataFile, str | None]]
-"""Shards of one token file, each with the path of its local copy if the shard is in S3."""
 Report = Callable[[int], None]
 """Adds bytes to the progress; raises an exception when another rank has failed."""
 FILE_BYTES = 64 << 20
@@ -78,7 +77,7 @@ def open_token_rows(
         if shards:
             _convert(cache, recipe, shards, report, processes, max_bad)
 
-    total = sum(file.size * (1 + file.remote) for file in missing)
+    total = sum(file.size for file in missing)
     _on_all_nodes(f"converting {files.location}", convert, cache, ranks, total)
     with distributed.together(f"opening {files.location}"):
         shards = list(files.files)
@@ -178,36 +177,32 @@ def _convert(
     max_bad: float | None,
 ) -> None:  # fmt: skip
     """Convert files, in this process or in several."""
-    in_s3 = files[0].path.startswith("s3://")
-    uncopied: Iterator[tuple[DataFile, str | None]] = ((file, None) for file in files)
-    with s3.fetch(files, cache.destination[0], tick=report) if in_s3 else nullcontext(uncopied) as copies:
-        groups = grouped(copies, FILE_BYTES, size=lambda copy: copy[0].size or FILE_BYTES)  # unknown on the hub
-        if processes > 1 and len(files) > 1 and sum(file.size for file in files) >= WORTH_BYTES[recipe.kind.name]:
-            _convert_in_processes(cache, recipe, groups, report, min(processes, len(files)), max_bad)
-            return
-        maker = recipe.open()
-        for group in groups:
-            write_group(cache.base([file for file, _ in group]), group, maker, recipe.vocab_size, report, max_bad)
+    groups = grouped(files, FILE_BYTES, size=lambda file: file.size or FILE_BYTES)  # unknown on the hub
+    if processes > 1 and len(files) > 1 and sum(file.size for file in files) >= WORTH_BYTES[recipe.kind.name]:
+        _convert_in_processes(cache, recipe, groups, report, min(processes, len(files)), max_bad)
+        return
+    maker = recipe.open()
+    for group in groups:
+        write_group(cache.base(group), group, maker, recipe.vocab_size, report, max_bad)
 
 
-def write_group(base: str, group: Group, maker: RowMaker, vocab_size: int, tick: Report, max_bad: float | None) -> None:
-    """Convert files to one token file, then delete their local copies. Raises DataError."""
+def write_group(
+    base: str, group: Sequence[DataFile], maker: RowMaker, vocab_size: int, tick: Report, max_bad: float | None
+) -> None:  # fmt: skip
+    """Convert files to one token file. Raises DataError."""
 
     def shards() -> Iterator[Shard]:
-        for file, copy in group:
+        for file, raw in zip(group, s3.open_in_sequence(group) if is_s3(group[0].path) else repeat(None)):  # noqa: B905
             bad = BadRecords(max_bad)
             # On this node, the file may have another modification time than on rank 0's node, where it was listed.
             modified = _modified(file)
-            yield file, read_rows(file, maker, bad, copy=copy, tick=tick), bad
+            yield file, read_rows(file, maker, bad, raw=raw, tick=tick), bad
             if _modified(file) != modified:
                 raise DataError(
                     f"{file.path}: was changed or removed while it was being read; start again when it is complete"
                 )
 
     write_token_file(base, shards(), vocab_size)
-    for _, copy in group:
-        if copy is not None:
-            os.unlink(copy)
 
 
 def _modified(file: DataFile) -> int | None:
@@ -219,19 +214,19 @@ def _modified(file: DataFile) -> int | None:
 
 
 def _convert_in_processes(
-    cache: TokenCache, recipe: Recipe, groups: Iterator[Group], report: Report, processes: int,
+    cache: TokenCache, recipe: Recipe, groups: Iterator[list[DataFile]], report: Report, processes: int,
     max_bad: float | None,
 ) -> None:  # fmt: skip
     # Processes are spawned: a fork would copy a process that may hold CUDA contexts, threads and locks.
     context = multiprocessing.get_context("spawn")
     stopped, threads = context.Event(), max(1, cores() // processes)
-    pending: dict[Future[None], tuple[str, Group]] = {}
+    pending: dict[Future[None], tuple[str, list[DataFile]]] = {}
 
     def collect(most: int) -> None:
         while len(pending) > most:
             for future in wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
                 future.result()
-                report(sum(file.size for file, _ in pending.pop(future)[1]))
+                report(sum(file.size for file in pending.pop(future)[1]))
             report(0)
 
     try:
@@ -239,7 +234,7 @@ def _convert_in_processes(
         with ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=arguments) as pool:
             try:
                 for group in groups:
-                    base = cache.base([file for file, _ in group])
+                    base = cache.base(group)
                     pending[pool.submit(_work, base, group)] = base, group
                     collect(processes - 1)
                 collect(0)
@@ -252,7 +247,7 @@ def _convert_in_processes(
             folder, name = os.path.split(base)
             for path in glob.glob(f"{glob.escape(folder)}/.{glob.escape(name)}.*{PARTIAL}"):
                 os.unlink(path)
-        names = first_few([group[0][0].shown for _, group in pending.values()])
+        names = first_few([group[0].shown for _, group in pending.values()])
         raise SmpTrainError(
             f"{names}: a process that converted one of these files was killed; memory may have run out: start again, "
             "with fewer --data_num_workers"
@@ -271,7 +266,7 @@ def _start_worker(recipe: Recipe, max_bad: float | None, threads: int, stopped: 
     _worker.append((recipe.open(), recipe.vocab_size, max_bad, stopped))
 
 
-def _work(base: str, group: Group) -> None:
+def _work(base: str, group: Sequence[DataFile]) -> None:
     maker, vocab_size, max_bad, stopped = _worker[0]
 
     def tick(size: int) -> None:

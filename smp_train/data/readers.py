@@ -43,22 +43,21 @@ BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
 def records(
-    file: DataFile, fields: Sequence[str] | None = None, *, first: int = 0, step: int = 1, copy: str | None = None,
-    tick: Callable[[int], None] = lambda done: None,
+    file: DataFile, fields: Sequence[str] | None = None, *, first: int = 0, step: int = 1,
+    raw: io.BufferedReader | None = None, tick: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, int, Record]]:  # fmt: skip
     """Yield (index from 0, number of the line or row from 1, record) for each record in a file.
 
     Blank lines are no records, but are counted in the line numbers. From a table, only the columns ``fields`` that
-    exist are read; by default, all columns. Every ``step``-th record from index ``first`` on is yielded. ``copy`` is
-    the path of a local copy of an object in S3; without a copy, the object is streamed. ``tick`` is called with the
-    bytes read since its last call.
+    exist are read; by default, all columns. Every ``step``-th record from index ``first`` on is yielded. ``raw`` is the
+    open file if the caller has opened it. ``tick`` is called with the bytes read since its last call.
 
     Raises DataError, with file and line, if the file is damaged.
     """
     if file.kind == "hub":
         yield from tables.rows(hub.batches(file, first), fields, first, step)
         return
-    with open_file(file, copy) as raw:
+    with raw or open_file(file) as raw:
         if file.kind == "lines":
             for index, (number, line) in enumerate(read_lines(raw, file.shown, tick)):
                 if index >= first and (index - first) % step == 0:
@@ -71,12 +70,12 @@ def records(
             yield from tables.rows(tables.batches(file, raw, fields, first, tick), fields, first, step)
 
 
-def open_file(file: DataFile, copy: str | None = None) -> IO[bytes]:
-    """Open a local file, or an object in S3 (or its local copy), for reading and seeking. Raises DataError."""
-    if is_s3(file.path) and copy is None:
-        return s3.open_object(file.path, file.size, file.version)
+def open_file(file: DataFile) -> io.BufferedReader:
+    """Open a local file, or an object in S3, for reading and seeking. Raises DataError."""
+    if is_s3(file.path):
+        return s3.open_object(file)
     try:
-        raw = open(copy or file.path, "rb")  # noqa: SIM115
+        raw = open(file.path, "rb")  # noqa: SIM115
     except OSError as error:
         raise DataError(f"{file.path}: cannot be read ({error.strerror})") from None
     size = os.fstat(raw.fileno()).st_size
@@ -88,11 +87,10 @@ def open_file(file: DataFile, copy: str | None = None) -> IO[bytes]:
     return raw
 
 
-def read_lines(raw: IO[bytes], shown: str, tick: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
+def read_lines(raw: io.BufferedReader, shown: str, tick: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
     r"""Yield (number from 1, line) for every non-blank line of a plain or gzipped file; only ``\n`` ends a line."""
     number = done = 0
-    zipped = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-    raw.seek(0)
+    zipped = raw.peek(len(GZIP_MAGIC)).startswith(GZIP_MAGIC)
     lines: IO[bytes] = io.BufferedReader(GzipFile(fileobj=raw, mode="rb"), 1 << 20) if zipped else raw
     try:
         for number, line in enumerate(iter(partial(lines.readline, LINE_BYTES + 1), b""), 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class RowMaker:
 
 
 def read_rows(
-    file: DataFile, maker: RowMaker, bad: BadRecords, *, first: int = 0, step: int = 1, copy: str | None = None,
+    file: DataFile, maker: RowMaker, bad: BadRecords, *, raw: io.BufferedReader | None = None,
     tick: Callable[[int], None] = lambda done: None,
 ) -> Iterator[tuple[int, Row]]:  # fmt: skip
     """Yield (number of the line or table row from 1, row) for each record; see `readers.records` for the arguments.
@@ -94,7 +95,7 @@ def read_rows(
     """
     labelled: bool | None = None
     damage: list[DataError] = []
-    numbered = _until_damage(records(file, maker.kind.fields, first=first, step=step, copy=copy, tick=tick), damage)
+    numbered = _until_damage(records(file, maker.kind.fields, raw=raw, tick=tick), damage)
     for group in grouped(numbered, GROUP_BYTES):
         for (_, number, _), row in zip(group, maker.rows([record for _, _, record in group]), strict=True):
             if isinstance(row, Row):

@@ -1,32 +1,26 @@
-"""Lists, opens and fetches objects in S3, or in any store with its protocol; fetches several objects at a time."""
+"""Lists and reads objects in S3, or in any store with its protocol."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
-import os
 import posixpath
-import threading
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
-from smp_train.data.source import digest_of
 from smp_train.errors import DataError
-from smp_train.storage.base import SCHEME, split
-from smp_train.storage.client import AT_ONCE
+from smp_train.storage.base import SCHEME, Entry, Range, split
 from smp_train.storage.s3 import UNREADABLE, S3Storage
-from smp_train.storage.streams import RangeFile, prefetched
 
 if TYPE_CHECKING:
     from smp_train.data.files import DataFile
 
-COPY_PREFIX, COPY_SUFFIX = ".fetch-", ".tmp"
-"""Prefix and suffix of copies, complete or not; a later fetch of the same version continues an incomplete copy."""
 READ_AHEAD = 1 << 20
-"""Bytes of one request for an object that is read as a file."""
+"""Least bytes of one request of `open_object`."""
+CHUNK_BYTES = 4 << 20
+"""Bytes of one request of `open_in_sequence`; eight requests are in flight."""
 
 
 def _object(path: str) -> tuple[S3Storage, str]:
@@ -46,7 +40,7 @@ def list_objects(location: str) -> dict[str, tuple[str, int, str]]:
         storage = S3Storage(posixpath.dirname(location), DataError)
     if not objects:
         raise DataError(f"{location}: no object below this prefix; check the name")
-    return {name: (f"{storage.location}/{name}", size, etag.strip('"')) for name, (size, _, etag) in objects.items()}
+    return {name: (f"{storage.location}/{name}", size, etag) for name, (size, _, etag) in objects.items()}
 
 
 def read_object(path: str) -> bytes | None:
@@ -55,83 +49,55 @@ def read_object(path: str) -> bytes | None:
     return storage.read_if_there(key, UNREADABLE)
 
 
-def open_object(path: str, size: int, etag: str) -> io.BufferedReader:
+def open_object(file: DataFile) -> io.BufferedReader:
     """Return an object as a file that requests only the bytes that are read; reading raises DataError."""
-    storage, key = _object(path)
-    file = RangeFile(size, lambda start, length: storage.read_range(key, start, length, f'"{etag}"'))
-    return io.BufferedReader(file, READ_AHEAD)
-
-
-@contextmanager
-def fetch(
-    files: Iterable[DataFile], folder: str, *, at_once: int = AT_ONCE, tick: Callable[[int], None] = lambda done: None
-) -> Iterator[Iterator[tuple[DataFile, str]]]:
-    """Yield an iterator of (file, path of its local copy), in order; several objects are fetched ahead.
-
-    The caller may delete a copy after use; on exit, all copies that the caller took are deleted. Copies that the
-    caller did not take, complete or not, stay for the next fetch. ``tick`` is called, from any thread, with the bytes
-    fetched since its last call. Raises DataError.
-    """
-    closing, copies_in_use = threading.Event(), list[str]()
-
-    def count(done: int) -> None:
-        if closing.is_set():
-            raise DataError(f"{folder}: the fetch has ended")
-        tick(done)
-
-    def take(copies: Iterable[tuple[DataFile, IO[bytes]]]) -> Iterator[tuple[DataFile, str]]:
-        for file, copy in copies:
-            # Under a new name, the copy is neither continued nor deleted by another process.
-            copies_in_use.append(_new_path(folder))
-            with copy:
-                os.replace(copy.name, copies_in_use[-1])
-            yield file, copies_in_use[-1]
-
-    try:
-        work = lambda file: (file, _fetch_object(file, folder, count))  # noqa: E731
-        with contextlib.closing(prefetched(work, files, at_once, lambda result: result[1].close())) as copies:
-            yield take(copies)
-    finally:
-        closing.set()
-        for path in filter(os.path.exists, copies_in_use):
-            os.unlink(path)
-
-
-def _fetch_object(file: DataFile, folder: str, tick: Callable[[int], None]) -> IO[bytes]:
-    """Return the complete copy of an object, open and locked. Raises DataError."""
     storage, key = _object(file.path)
-    with contextlib.ExitStack() as on_error:
-        try:
-            copy = on_error.enter_context(_open_copy(file, folder))
-            done = copy.seek(0, os.SEEK_END)
-
-            def write(chunk: bytes) -> None:
-                copy.write(chunk)
-                tick(len(chunk))
-
-            tick(done)
-            storage.receive(key, write, done, file.size, f'"{file.version}"')
-            copy.flush()
-        except OSError as error:
-            raise DataError(
-                f"{folder}: cannot hold a copy of {file.path} ({error.strerror or error}); "
-                "free some space or give another --data_cache_dir"
-            ) from None
-        on_error.pop_all()
-    return copy
+    return storage.open_ranges(key, Entry(file.size, 0.0, file.version), READ_AHEAD)
 
 
-def _open_copy(file: DataFile, folder: str) -> IO[bytes]:
-    """Open and lock the copy that an earlier process began; if another process is writing it, open a new one."""
-    path = os.path.join(folder, f"{COPY_PREFIX}{digest_of(file.path, file.size, file.version)}{COPY_SUFFIX}")
-    copy: IO[bytes] = open(path, "ab+")  # noqa: SIM115
-    with contextlib.suppress(OSError):
-        fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(copy.fileno()), os.stat(path)):  # else another process has just taken the copy
-            return copy
-    copy.close()
-    return open(_new_path(folder), "ab+")
+class _Chunks(io.RawIOBase):
+    """Chunks as a file that is read once, from its beginning to its end."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest, self._position = chunks, memoryview(b""), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or memoryview(next(self._chunks, b""))
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        self._position += size
+        return size
 
 
-def _new_path(folder: str) -> str:
-    return os.path.join(folder, f"{COPY_PREFIX}{uuid.uuid4().hex}{COPY_SUFFIX}")
+def open_in_sequence(files: Sequence[DataFile]) -> Iterator[io.BufferedReader]:
+    """Yield each object as a file to read before the next one; chunks are fetched ahead, also of the next objects.
+
+    Only small objects, lines and texts are fetched ahead, not large tables, of which only some columns are read.
+    """
+
+    def chunks_of(file: DataFile) -> range:
+        ahead = file.size <= CHUNK_BYTES or file.kind in ("lines", "text")
+        return range(0, file.size if ahead else 0, CHUNK_BYTES)
+
+    storage, _ = _object(files[0].path)
+    spans = (
+        Range(_object(file.path)[1], start, min(CHUNK_BYTES, file.size - start), file.version)
+        for file in files
+        for start in chunks_of(file)
+    )
+    with contextlib.closing(storage.ranges(spans)) as chunks:
+        for file in files:
+            chunks_of_file = islice(chunks, len(chunks_of(file)))
+            if file.size <= CHUNK_BYTES:
+                yield io.BufferedReader(io.BytesIO(b"".join(chunks_of_file)))
+            elif chunks_of(file):
+                yield io.BufferedReader(_Chunks(chunks_of_file), 1 << 17)
+            else:
+                yield open_object(file)
+            deque(chunks_of_file, maxlen=0)  # the next file begins after the chunks that were not read

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from smp_train.storage.base import Entry, is_s3, normal, split
-from smp_train.storage.s3 import S3Storage, parts
-from smp_train.storage.streams import RangeFile
+from smp_train.storage.s3 import S3Storage
 
 READ_AHEAD = 1 << 18
-"""Bytes of one request for an object that is read as a file."""
+"""Least bytes of one request for an object that is read as a file."""
 SMALL_BYTES = 1 << 26
 """Largest file that can belong to a tokenizer; weight files are larger."""
 
@@ -76,11 +75,7 @@ class S3Path:
 
     def open_ranges(self, entry: Entry) -> io.BufferedReader:
         """Return the object's version ``entry`` as a file that fetches only the bytes that are read."""
-
-        def read(start: int, length: int) -> bytes:
-            return b"".join(self.storage.ranges(parts("", start, length, entry.etag)))
-
-        return io.BufferedReader(RangeFile(entry.size, read), READ_AHEAD)
+        return self.storage.open_ranges("", entry, READ_AHEAD)
 
 
 Place = Path | S3Path

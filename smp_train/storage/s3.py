@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
@@ -14,7 +14,7 @@ from smp_train.errors import CheckpointError, SmpTrainError, one_line
 from smp_train.storage import client as s3_client
 from smp_train.storage.base import SCHEME, Entry, Range, Storage, split
 from smp_train.storage.client import AT_ONCE, code_of, explain
-from smp_train.storage.streams import prefetched
+from smp_train.storage.streams import RangeFile, prefetched
 
 PART_BYTES = 16 << 20
 """Bytes of one request, up or down. A rank holds about twenty parts at most."""
@@ -129,18 +129,26 @@ class S3Storage(Storage):
         answer = self.request("get_object", name, missing)
         if answer is None:
             return None
-        content = bytearray()
-        self.receive(name, content.extend, 0, answer["ContentLength"], answer["ETag"], answer)
-        return bytes(content)
+        chunks: list[bytes] = []
+        self.receive(name, chunks.append, 0, answer["ContentLength"], answer["ETag"], answer)
+        return b"".join(chunks)
 
     def read_range(self, name: str, start: int, length: int, etag: str = "") -> bytes:
         """Return the bytes of a `Range`; fewer bytes are an error."""
-        content = bytearray()
-        self.receive(name, content.extend, start, start + length, etag)
-        return bytes(content)
+        chunks: list[bytes] = []
+        self.receive(name, chunks.append, start, start + length, etag)
+        return b"".join(chunks)
 
-    def ranges(self, spans: Iterable[Range]) -> Iterator[bytes]:
+    def ranges(self, spans: Iterable[Range]) -> Generator[bytes, None, None]:
         return prefetched(lambda span: self.read_range(*span), spans, AT_ONCE)
+
+    def open_ranges(self, name: str, entry: Entry, read_ahead: int) -> io.BufferedReader:
+        """Return the object's version ``entry`` as a file; each read fetches at least ``read_ahead`` bytes."""
+
+        def read(start: int, length: int) -> bytes:
+            return b"".join(self.ranges(parts(name, start, length, entry.etag)))
+
+        return io.BufferedReader(RangeFile(entry.size, read), read_ahead)
 
     def receive(
         self, name: str, write: Callable[[bytes], object], start: int, end: int, etag: str = "", answer: Any = None

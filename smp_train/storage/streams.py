@@ -13,12 +13,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def prefetched(
-    work: Callable[[T], R], items: Iterable[T], at_once: int, discard: Callable[[R], object] = lambda result: None
-) -> Generator[R, None, None]:
+def prefetched(work: Callable[[T], R], items: Iterable[T], at_once: int) -> Generator[R, None, None]:
     """Yield ``work(item)`` for each item, in order; at most ``at_once`` results are in work or waiting.
 
-    If the generator is closed early, ``discard`` gets the remaining results. Raises the errors of ``work``.
+    Raises the errors of ``work``.
     """
     waiting: deque[Future[R]] = deque()
     coming = iter(items)
@@ -31,8 +29,7 @@ def prefetched(
                 yield waiting.popleft().result()
         finally:
             for future in waiting:
-                if not future.cancel() and future.exception() is None:
-                    discard(future.result())
+                future.cancel()
 
 
 class RangeFile(io.RawIOBase):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from smp_train.data import s3
-from smp_train.data.files import list_files
+from smp_train.data import convert, s3
+from smp_train.data.convert import open_token_rows
+from smp_train.data.files import FileSet, list_files
 from smp_train.data.readers import records
+from smp_train.data.rows import Recipe
+from smp_train.data.token_file import TokenRows
 from smp_train.errors import DataError
 from smp_train.storage import client as s3_client
 from tests.s3_server import upload
@@ -35,14 +38,8 @@ def names(location: str) -> list[str]:
     return [file.name for file in list_files(location).files]
 
 
-def fetched(files: Any, folder: Path, **options: Any) -> dict[str, bytes]:
-    """Fetch files as a conversion does; return their contents."""
-    contents = {}
-    with s3.fetch(files, str(folder), **options) as copies:
-        for file, copy in copies:
-            contents[file.name] = Path(copy).read_bytes()
-            os.unlink(copy)
-    return contents
+def converted(files: FileSet, folder: Path, **options: Any) -> TokenRows:
+    return open_token_rows(files, Recipe(files.kind, 10_000), cache_dir=str(folder), **options)
 
 
 # --- listing
@@ -68,69 +65,71 @@ def test_listing(server, bucket):
         list_files(f"{bucket}/t")
 
 
-# --- fetching
+# --- converting
 
 
 @pytest.mark.parametrize("fault", ["short", "AccessDenied", "replaced"])
-def test_a_fetch_is_resumed_where_it_broke_or_names_the_object(server, bucket, tmp_path, fault):
+def test_a_conversion_resumes_a_broken_transfer_or_names_the_object(server, bucket, tmp_path, monkeypatch, fault):
     """All other faults are those of the storage."""
+    monkeypatch.setattr(s3, "CHUNK_BYTES", 1 << 16)
     upload(f"{bucket}/t", {"a.json": big()})
-    files = list_files(f"{bucket}/t").files
+    files = list_files(f"{bucket}/t")
     server.gets.clear()
     if fault == "short":
         server.faults["t/a.json"].extend([fault] * 4)
-        assert fetched(files, tmp_path) == {"a.json": big()}
-        starts = [int(span[6:].partition("-")[0]) for key, span in server.gets if key == "t/a.json"]
-        assert starts == sorted(set(starts)), "not begun again"
+        rows = converted(files, tmp_path)
+        assert (len(rows), rows.row(8999).input_ids.tolist()) == (9000, [*range(8999, 9039)])
+        starts = [span[6:].partition("-")[0] for key, span in server.gets if key == "t/a.json"]
+        assert len(starts) == len(set(starts)) > len(big()) >> 16, "not begun again"
         return
     replace = [lambda: upload(f"{bucket}/t", {"a.json": big()[:-1] + b" "})]
     server.faults["t/a.json"].extend(["reset", *replace] if fault == "replaced" else [fault] * 60)
     with pytest.raises(DataError, match=rf"^{bucket}/t/a\.json:.*(403 AccessDenied|was replaced while)") as refused:
-        fetched(files, tmp_path)
+        converted(files, tmp_path)
     assert "\n" not in str(refused.value)
 
 
-def test_a_copy_is_continued_after_a_restart(server, bucket, tmp_path):
-    """If the object has still the same version; else it is fetched anew."""
-    content = big()
-    upload(f"{bucket}/t", {"a.json": content})
-    files = list_files(f"{bucket}/t").files
-    done: list[int] = []
-
-    def fail_halfway(count: int) -> None:
-        done.append(count)
-        if sum(done) > len(content) // 2:
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        fetched(files, tmp_path, tick=fail_halfway)
+def test_a_conversion_continues_after_its_last_token_file(server, bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "FILE_BYTES", 0)
+    upload(f"{bucket}/t", {"a.json": 2 * ONE, "b.json": ONE})
+    files = list_files(f"{bucket}/t")
+    server.faults["t/b.json"].append("AccessDenied")
+    with pytest.raises(DataError):
+        converted(files, tmp_path)
     server.gets.clear()
-    counted: list[int] = []
-    assert fetched(files, tmp_path, tick=counted.append) == {"a.json": content}
-    ((_, span),) = server.gets
-    assert span == f"bytes={sum(done)}-{len(content) - 1}"
-    assert (counted[0], sum(counted)) == (sum(done), len(content))
-    assert not list(tmp_path.iterdir())
-    done.clear()
-    with pytest.raises(ArithmeticError):
-        fetched(files, tmp_path, tick=fail_halfway)
-    changed = content[:-2] + b" \n"
-    upload(f"{bucket}/t", {"a.json": changed})
-    assert fetched(list_files(f"{bucket}/t").files, tmp_path) == {"a.json": changed}
+    assert len(converted(files, tmp_path)) == 3
+    assert [key for key, _ in server.gets] == ["t/b.json"]
+    upload(f"{bucket}/t", {"a.json": line(4, 5, 6) + ONE})
+    assert converted(list_files(f"{bucket}/t"), tmp_path).row(0).input_ids.tolist() == [4, 5, 6]
 
 
-def test_two_processes_do_not_write_one_copy(bucket, tmp_path):
-    upload(f"{bucket}/t", {"a.json": big(), "b.json": ONE})
-    files = list_files(f"{bucket}/t").files
-    with s3.fetch(files, str(tmp_path)) as copies:
-        _, first = next(copies)
-        assert fetched(files, tmp_path) == {"a.json": big(), "b.json": ONE}, "while one copy is used, and one waits"
-        assert Path(first).read_bytes() == big()
-        assert Path(next(copies)[1]).read_bytes() == ONE
-    assert not Path(first).exists(), "a copy that was taken stays in no case"
+def test_objects_of_all_kinds_are_read_one_after_another(server, bucket, tmp_path, monkeypatch):
+    """Lines are fetched ahead, small tables as a whole, large tables by their columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(s3, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setitem(convert.WORTH_BYTES, "tokens", 0)
+    rows = [[*np.random.default_rng(n).integers(0, 10_000, 40).tolist()] for n in range(2000)]
+    lines = b"".join(line(*row) for row in rows)
+    objects = {"a.jsonl": lines, "d.jsonl.gz": gzip.compress(lines), "e.json": ONE}
+    for name, ids in (("b", rows[:10]), ("c", rows)):
+        table = io.BytesIO()
+        pq.write_table(pa.table({"input_ids": ids, "other": [str(row) for row in ids]}), table)
+        objects[f"{name}.parquet"] = table.getvalue()
+    upload(f"{bucket}/t", objects)
+    files = list_files(f"{bucket}/t")
+    assert sum(file.size > s3.CHUNK_BYTES for file in files.files) == 3
+    in_sequence = zip(files.files, s3.open_in_sequence(files.files), strict=True)
+    assert all(objects[file.name].startswith(raw.read(9)) for file, raw in in_sequence), "also after a part of a file"
+    alone, together = (converted(files, tmp_path / str(n), processes=n) for n in (1, 2))
+    assert [alone.row(index).input_ids.tolist() for index in range(len(alone))] == [
+        *rows, *rows[:10], *rows, *rows, [1, 2, 3]
+    ]  # fmt: skip
+    assert together.fingerprint == alone.fingerprint
 
 
-# --- reading without a copy
+# --- streaming
 
 
 def test_records_are_read_in_pieces_and_mended(server, bucket, monkeypatch):

@@ -176,8 +176,8 @@ def write_one(folder, tick):
     files = list_files(str(folder))
     recipe = Recipe(files.kind, 97)
     cache = TokenCache(files, recipe.identity, None)
-    group = [(files.files[0], None)]
-    convert.write_group(cache.base(files.files[:1]), group, recipe.open(), 97, tick, None)
+    group = files.files[:1]
+    convert.write_group(cache.base(group), group, recipe.open(), 97, tick, None)
 
 
 @pytest.mark.parametrize("change", [lambda path: os.utime(path, ns=(5, 5)), lambda path: path.unlink(True)])
