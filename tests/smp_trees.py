@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from smp_train.models.hub_state import canonical_name
+from smp_train.models.hub_names import canonical_name, hub_names
 from tests.smp import install
 
 State = dict[str, torch.Tensor]
@@ -174,10 +174,17 @@ def _files(model: Any, optimizer: Any, folder: Path, form: str, content: dict[st
     import torch.distributed.fsdp as fsdp
 
     with fsdp.FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.LOCAL_STATE_DICT):
-        state = {"model": model.state_dict(), "optimizer": _grouped_as_theirs(model, optimizer), **content}
+        weights = {_name_in_transformers_4(model, name): value for name, value in model.state_dict().items()}
+    state = {"model": weights, "optimizer": _grouped_as_theirs(model, optimizer), **content}
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(state, folder / f"{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
+
+
+def _name_in_transformers_4(model: Any, name: str) -> str:
+    """Return a whole parameter's name in the sample's container; transformers 5 has `lm_head` for `embed_out`."""
+    (tensor,) = hub_names(model).tensors_of(canonical_name(name), ())
+    return tensor.name
 
 
 def _grouped_as_theirs(model: Any, optimizer: Any) -> dict[str, Any]:
