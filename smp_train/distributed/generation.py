@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -29,6 +30,7 @@ KEYS = "recovery"
 """Prefix of the keys that ranks and supervisors share."""
 ATTEMPT_SECONDS = 0.02
 """Time between two attempts to make collectives fail: connections that were being opened escape an attempt."""
+STUCK = "a collective still waits although its connections are shut (a fault of gloo): this rank ends, to be replaced"
 
 member: Member | None = None
 """This process's membership; None if dead ranks are not replaced."""
@@ -124,6 +126,8 @@ class Member:
                 if call is None or main_thread_call() != call:
                     call, since = main_thread_call(), time.monotonic()
                 elif time.monotonic() - since > STUCK_SECONDS:
+                    place = f"[rank {self.runtime.rank} on {self.runtime.hostname}]"
+                    print(f"smp-train: {place} warning: {STUCK}", file=sys.stderr, flush=True)
                     os._exit(1)  # the supervisors replace this rank as well
 
     def _fail_collectives(self) -> bool:

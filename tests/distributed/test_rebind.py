@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from smp_train.distributed import generation
 from tests import harness
 from tests.distributed.test_same_numbers import WIDTH, arguments_of, rows_of
 from tests.releases import need
@@ -270,8 +272,9 @@ def test_connections_to_other_processes_stay_but_for_those_to_lost_hosts() -> No
     assert (to_store, to_others, to_lost) == (False, False, True)
 
 
-def wait_in_vain() -> None:
+def wait_in_vain(err: Path) -> None:
     """Wait in torch.distributed when a new generation begins, as a rank whose send gloo forgot."""
+    sys.stderr = err.open("w")
     import torch.distributed as dist
 
     from smp_train import distributed
@@ -289,6 +292,8 @@ def wait_in_vain() -> None:
     exec(code, {"wait": threading.Event().wait})
 
 
-def test_a_rank_that_nothing_unblocks_ends() -> None:
+def test_a_rank_that_nothing_unblocks_ends_with_a_line(tmp_path: Path) -> None:
     with pytest.raises(harness.RankFailed, match="exit code 1, late: False"):
-        harness.run(wait_in_vain, 1, timeout=60)
+        harness.run(wait_in_vain, 1, tmp_path / "err", timeout=60)
+    expected = f"smp-train: [rank 0 on {socket.gethostname()}] warning: {generation.STUCK}\n"
+    assert (tmp_path / "err").read_text() == expected
