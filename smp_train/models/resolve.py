@@ -113,7 +113,12 @@ def resolve(args: Arguments, *, needs_weights: bool = True) -> ModelSpec:
     trust_code(bool(args.trust_remote_code))
     source, flags = model_source(args), _model_flags(args)
     if source.config is not None:
-        spec = open_configuration(source.config, source.weights)
+        try:
+            spec = open_configuration(source.config, source.weights)
+        except ConfigError as problem:
+            flags_of_models = "hf_pretrained_model_name_or_dir", "pretrained_model_name"
+            flag = next((flag for flag in flags_of_models if getattr(args, flag) == source.config), None)
+            raise ConfigError(f"--{flag}: {problem}" if flag else str(problem)) from problem
         config = with_flags(spec.config, flags, spec.pretrained, source.config)
         return replace(spec, config=config, lora=_lora(args, spec.pretrained, needs_weights))
     if source.weights is not None and not _has_model_flags(args):
