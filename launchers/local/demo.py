@@ -78,6 +78,11 @@ def generate_command() -> list[str]:
     ]  # fmt: skip
 
 
+def report_command() -> list[str]:
+    """Write the page of the run."""
+    return [str(BIN / "smp-train"), "report", str(RUN.path)]
+
+
 def heading(text: str) -> None:
     """Print the title of a step."""
     print(f"\n=== {text}", flush=True)
@@ -181,7 +186,7 @@ def demo() -> None:
     run(generate_command())
 
     heading("Write its page")
-    run([str(BIN / "smp-train"), "report", str(RUN.path)])
+    run(report_command())
     heading(f"Done in {time.monotonic() - began:.0f} s, every claim checked")
     print(f"  unigram entropy of the text   {entropy:.3f} nats per token (what word counts alone can reach)")
     for name, value in numbers.items():

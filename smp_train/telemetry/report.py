@@ -24,8 +24,8 @@ GRACE_SECONDS = 60.0
 """How long the page is updated after the run's process has died: a launcher may restart the process."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``smp-train report RUN...``: write the page and print its path."""
+def flags() -> VerbParser:
+    """Return the parser of the verb's flags."""
     parser = VerbParser(prog="smp-train report", description="Write a page of one run or several.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder: what --run_dir was, or runs/<run_name>")
     parser.add_argument("--out", help="the page (default: RUN/report.html)")
@@ -33,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--live", nargs="?", type=positive, const=LIVE_SECONDS, metavar="SECONDS",
         help=f"write the page again every so often (default {LIVE_SECONDS:g} s) until the run ends",
     )  # fmt: skip
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``smp-train report RUN...``: write the page and print its path."""
+    options = flags().parse_args(argv)
     alone = len(options.runs) == 1
     out = Path(options.out or (Path(options.runs[0]) / FILE_NAME if alone else FILE_NAME))
     if options.live is None:

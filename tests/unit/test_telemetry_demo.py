@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from smp_train import arguments
+from smp_train.data.prepare import options as prepare_flags
+from smp_train.inference import generation
+from smp_train.telemetry import report
 from smp_train.telemetry.run_folder import RunFolder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launchers" / "local" / "demo.py"
@@ -17,6 +21,36 @@ def demo():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def read_torchrun(words):
+    """Read torchrun's flags and those of the program that it starts, for the number of processes that it starts."""
+    from torch.distributed.run import parse_args
+
+    launcher = parse_args(words)
+    processes = int(launcher.nproc_per_node)
+    assert (launcher.module, launcher.training_script, launcher.training_script_args[0]) == (True, "smp_train", "train")
+    resolved = arguments.parse(launcher.training_script_args[1:])
+    arguments.validate(resolved.args, processes, processes)
+    assert arguments.ineffective(resolved, "native") == []
+
+
+READERS = {
+    "torchrun": read_torchrun,
+    "prepare": prepare_flags.read,
+    "generate": lambda words: generation.options().parse_args(words),
+    "report": lambda words: report.flags().parse_args(words),
+}
+
+
+def test_its_commands_are_read_by_the_programs_that_it_starts(demo):
+    read = []
+    for command in (command() for name, command in vars(demo).items() if name.endswith("_command")):
+        program, *words = command
+        verb = words.pop(0) if Path(program).name == "smp-train" else Path(program).name
+        READERS[verb](words)
+        read.append(verb)
+    assert sorted(read) == sorted(READERS)
 
 
 @pytest.mark.parametrize(
