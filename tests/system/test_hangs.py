@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import time
@@ -108,13 +109,15 @@ def test_under_torchrun_the_missing_rank_is_its_root_cause(tmp_path: Path) -> No
         assert re.search(r"Root Cause [^=]*=*\s.*\n.*\n  rank +: 1 ", command.err), command.err
 
 
-LATE_SECONDS = 4.0
+LATE_SECONDS = 2.5
+"""More than what is reported, 1 s."""
 
 
 def steps_with_delays(folder: str) -> list[str]:
     """Take steps in which two ranks meet, and return rank 0's warnings.
 
-    Rank 1 is late in its first step, a save and a validation, which have no limit, and then hangs in its data.
+    Rank 1 is late in its first step, a save and a validation, which have no limit, and then hangs in its data until
+    that is reported.
     """
     from smp_train import distributed
     from smp_train.distributed import heartbeat
@@ -124,12 +127,21 @@ def steps_with_delays(folder: str) -> list[str]:
     distributed.start(ranks, timeout_seconds=240)
     warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    reported = Path(folder) / "reported"
+    if ranks.is_main:
+        os.mkfifo(reported)
+
+    def emit(record: logging.LogRecord) -> None:
+        warnings.append(record.getMessage())
+        with suppress(OSError):  # nobody waits for it
+            os.close(os.open(reported, os.O_WRONLY | os.O_NONBLOCK))
+
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("smp_train.watch").addHandler(handler)
     watch(ranks, Path(folder), report_seconds=1, end_seconds=0)
 
     def late_data() -> None:
-        time.sleep(LATE_SECONDS)
+        os.open(reported, os.O_RDONLY)
 
     for step in range(1, 16):
         heartbeat.enter(heartbeat.DATA, step)
@@ -151,6 +163,6 @@ def steps_with_delays(folder: str) -> list[str]:
 
 @pytest.mark.core
 def test_slow_steps_that_are_no_hang_and_one_that_is(tmp_path: Path) -> None:
-    first, *more = harness.run(steps_with_delays, 2, str(tmp_path))[0]
+    first, *more = harness.run(steps_with_delays, 2, str(tmp_path), timeout=120)[0]
     assert re.search(r"rank 1 on \S+ is in step 15, reading data, at late_data \(test_hangs", first)
     assert more == ["The run goes on"]
