@@ -52,9 +52,9 @@ def save(run: Run, *, force: bool) -> None:
         "mesh": run.backend.topology.mesh,
         "versions": versions(),
     }
-    report_saves(run)
-    run.checkpoints.best = run.best.step if run.args.keep_best else None
     with run.throughput.pause():
+        report_saves(run)  # it waits for the save in progress
+        run.checkpoints.best = run.best.step if run.args.keep_best else None
         MOVED.begin(0)
         with Progress(f"Saving step {progress.step}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
             state = run.backend.state_dict(run.model, run.optimizer)
