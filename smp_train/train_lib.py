@@ -61,7 +61,10 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
             else:
                 resume(run)
             with train_utils.garbage_collected_together():
-                run.stopped = not validate(run) if run.args.evaluate_only else fit(run)
+                if run.args.evaluate_only:
+                    run.stopped = not validate(run)
+                else:
+                    fit(run)
             if run.callback_failure is not None:
                 if not run.args.evaluate_only:
                     save_last(run)
@@ -165,10 +168,10 @@ def track(run: Run) -> None:
         run.metrics.trackers = Trackers(trackers, config) if trackers else None
 
 
-def fit(run: Run) -> bool:
-    """Train to the last step or until asked to stop; return whether the run was stopped; collective."""
+def fit(run: Run) -> None:
+    """Train to the last step, or until asked to stop (``run.stopped``); collective."""
     if run.generation <= 1 and not begin(run):
-        return run.stopped
+        return
     run.read_from_here()
     profiler = Profiler(run.args, run.folder.path, run.runtime.rank, run.metrics.event)
     if run.runtime.is_main:
@@ -197,7 +200,6 @@ def fit(run: Run) -> bool:
     run.batches.close()
     profiler.close()
     run.screen.close()
-    return run.stopped
 
 
 def begin(run: Run) -> bool:

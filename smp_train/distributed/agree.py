@@ -23,22 +23,37 @@ ALL_RANKS = {"all_ranks": True}
 """Pass as ``extra=`` to show a log record of any rank on the console; without it only rank 0's are shown."""
 
 _thread = threading.local()
-recorded: list[tuple[str, bytes]] | None = None
-"""Name and pickled result of each collective call of the run's start, in order; None if they are not recorded."""
+Results = list[tuple[str, bytes]]
+"""Name and pickled result of collective calls, in order."""
+_record: Results | None = None
+"""The results since `record`; None if they are not recorded."""
 _replayed: deque[tuple[str, bytes]] | None = None
 host_group: Any = None
 """The group of all ranks for values in host memory; None for the default group."""
 
 
 def replay(results: Sequence[tuple[str, bytes]] | None) -> None:
-    """Make collective calls return the ``recorded`` results of the run's start, without peers; None ends this.
+    """Make collective calls return the `recorded` ``results`` of the run's start, without peers; None ends this.
 
     A process that replaces a dead rank starts in this way, because the other ranks do not start again. Not
     collective.
     """
-    global _replayed, recorded
-    recorded = None
+    global _replayed, _record
+    _record = None
     _replayed = None if results is None else deque(results)
+
+
+def record() -> None:
+    """Record the results of collective calls from now on. Not collective."""
+    global _record
+    _record = []
+
+
+def recorded() -> Results | None:
+    """Return the results since `record`, and end the recording; None without a recording. Not collective."""
+    global _record
+    results, _record = _record, None
+    return results
 
 
 def replays() -> bool:
@@ -54,9 +69,9 @@ def _next_result(call: str) -> Any:
     return pickle.loads(results)
 
 
-def _recorded(call: str, result: T) -> T:
-    if recorded is not None:
-        recorded.append((call, pickle.dumps(result)))  # pickled now, because the caller may change it
+def _record_result(call: str, result: T) -> T:
+    if _record is not None:
+        _record.append((call, pickle.dumps(result)))  # pickled now, because the caller may change it
     return result
 
 
@@ -155,7 +170,7 @@ def gather(action: str, work: Callable[[], T]) -> list[T]:
             error = EXIT_CODES.get(code, SmpTrainError)(f"rank {failed_rank} on {host}: {line}" if repeats else line)
             error.repeats = repeats
             raise error from failure
-    return _recorded(action, [result for _, result in gathered])
+    return _record_result(action, [result for _, result in gathered])
 
 
 def on_main(action: str, work: Callable[[], T]) -> T:
@@ -189,7 +204,7 @@ def largest(values: Sequence[int]) -> list[int]:
 
     merged = torch.tensor(values, dtype=torch.int64)
     _peers().all_reduce(merged, _peers().ReduceOp.MAX, group=group())
-    return _recorded("largest", [int(value) for value in merged.tolist()])
+    return _record_result("largest", [int(value) for value in merged.tolist()])
 
 
 def from_main(value: T) -> T:
@@ -202,4 +217,4 @@ def from_main(value: T) -> T:
     values: list[Any] = [value if rank() == 0 else None]
     _peers().broadcast_object_list(values, src=0, group=group())
     received: T = values[0]
-    return _recorded("from_main", received)
+    return _record_result("from_main", received)

@@ -73,14 +73,14 @@ def begin_transcript() -> None:
     member = generation.member
     if member is None:
         return
-    agree.recorded = []
+    agree.record()
     if member.replaces and not member.joined_resized:
         agree.replay(member.start_of_run())
 
 
 def begin_training(run: Run) -> None:
     """Allow the replacement of ranks from now on. Not collective."""
-    results, agree.recorded = agree.recorded, None
+    results = agree.recorded()
     if run.runtime.is_main and generation.member is not None and results is not None:
         generation.member.begin_training(results, run.backend.degrees.sharing, world_sizes(run))
 
