@@ -54,7 +54,6 @@ class TokenCache:
         if not (first.remote or cache_dir):
             # This key does not contain the path of the data's folder, so the cache stays valid on another mount.
             self.folders.insert(0, (os.path.join(root, FOLDER_NAME), digest_of(*key)))
-        self._listed = {(file.name, file.size, file.version) for file in files.files}
         self._scanned: dict[str, TokenFile] = {}
         self._stored: dict[tuple[str, int, str], tuple[TokenFile, int]] = {}
 
@@ -100,40 +99,27 @@ class TokenCache:
         return self._stored.get((shard.name, shard.size, shard.version))
 
     def remove_stale(self) -> None:
-        """Delete files that killed conversions left behind, and files of shards that were changed or removed."""
-        tables = f"-{_digest_of_files(self.files.files)}-"
-        needed_pairs: dict[str, bool] = {}
-        for folder, prefix in self.folders:
-            try:
-                now, names = FolderStorage(folder).now(), os.listdir(folder)  # now: the time on the file server's clock
-            except OSError:  # the folder does not exist or cannot be written
-                continue
-            for name in names:
-                path = os.path.join(folder, name)
-                stem, suffix = os.path.splitext(path)
-                # Another job may have deleted the file, or another user may own it.
-                with contextlib.suppress(OSError):
-                    needed = now - os.stat(path).st_mtime < STALE_SECONDS
-                    if name.startswith(prefix + tables) and suffix == ".tab":
-                        needed = True
-                    elif name.startswith(prefix) and suffix in (".tok", ".idx"):
-                        # Decide once per pair: with its first file deleted, a pair would look incomplete and new.
-                        needed = needed_pairs.setdefault(stem, stem in needed_pairs or self._is_needed(stem, needed))
-                    elif not name.startswith(prefix) and suffix != PARTIAL:
-                        continue
-                    if not needed:
-                        os.unlink(path)
+        """Delete old files that killed conversions left behind, and old token files of changed or removed shards.
 
-    def _is_needed(self, base: str, new: bool) -> bool:
-        """Return whether a job may still read a token file: it holds a listed shard or is ``new``."""
-        file = self._scanned.get(base) or read_index(base)
-        if file is None:  # damaged, incomplete, or written by a different version of this program
-            return new
-        if any((header.source, header.size, header.version) in self._listed for header in file.headers):
-            return True
-        # Even a new file is not needed if all its shards are still listed, but have changed.
-        names = {name for name, _, _ in self._listed}
-        return new and not all(header.source in names for header in file.headers)
+        Call it after `missing`, which reads the indexes.
+        """
+        listed = {(file.name, file.size, file.version) for file in self.files.files}
+        needed = {
+            os.path.basename(base)
+            for base, file in self._scanned.items()
+            if not listed.isdisjoint((header.source, header.size, header.version) for header in file.headers)
+        }
+        for folder, prefix in self.folders:
+            tables = f"{prefix}-{_digest_of_files(self.files.files)}-"
+            with contextlib.suppress(OSError):  # the folder does not exist or cannot be written
+                oldest = FolderStorage(folder).now() - STALE_SECONDS  # on the file server's clock
+                for path in Path(folder).iterdir():
+                    is_needed = path.stem in needed or path.name.startswith(tables)
+                    ours = path.name.startswith(prefix) or path.suffix == PARTIAL
+                    # Another job may have deleted the file, or another user may own it.
+                    with contextlib.suppress(OSError):
+                        if ours and not is_needed and path.stat().st_mtime < oldest:
+                            path.unlink()
 
 
 def user_folder() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 import multiprocessing
 import os
@@ -30,7 +29,6 @@ from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError, DataError, SmpTrainError, first_few
 from smp_train.progress import Progress
 from smp_train.storage import is_s3
-from smp_train.storage.folder import PARTIAL
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
@@ -220,13 +218,13 @@ def _convert_in_processes(
     # Processes are spawned: a fork would copy a process that may hold CUDA contexts, threads and locks.
     context = multiprocessing.get_context("spawn")
     stopped, threads = context.Event(), max(1, cores() // processes)
-    pending: dict[Future[None], tuple[str, list[DataFile]]] = {}
+    pending: dict[Future[None], list[DataFile]] = {}
 
     def collect(most: int) -> None:
         while len(pending) > most:
             for future in wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
                 future.result()
-                report(sum(file.size for file in pending.pop(future)[1]))
+                report(sum(file.size for file in pending.pop(future)))
             report(0)
 
     try:
@@ -234,8 +232,7 @@ def _convert_in_processes(
         with ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=arguments) as pool:
             try:
                 for group in groups:
-                    base = cache.base(group)
-                    pending[pool.submit(_work, base, group)] = base, group
+                    pending[pool.submit(_work, cache.base(group), group)] = group
                     collect(processes - 1)
                 collect(0)
             except BaseException:
@@ -243,11 +240,7 @@ def _convert_in_processes(
                 pool.shutdown(cancel_futures=True)  # wait, or a process still writing would leave its temporary file
                 raise
     except BrokenProcessPool:
-        for base, _ in pending.values():
-            folder, name = os.path.split(base)
-            for path in glob.glob(f"{glob.escape(folder)}/.{glob.escape(name)}.*{PARTIAL}"):
-                os.unlink(path)
-        names = first_few([group[0].shown for _, group in pending.values()])
+        names = first_few([group[0].shown for group in pending.values()])
         raise SmpTrainError(
             f"{names}: a process that converted one of these files was killed; memory may have run out: start again, "
             "with fewer --data_num_workers"

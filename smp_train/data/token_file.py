@@ -26,14 +26,10 @@ from smp_train.data.arrays_file import ArraysFile, read_header
 from smp_train.data.files import DataFile
 from smp_train.data.source import Row, Source, digest_of
 from smp_train.errors import DataError
+from smp_train.storage.checksum import crc32
 
 if TYPE_CHECKING:
     from smp_train.data.cache import TokenCache
-
-try:
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
 
 VERSION = 8
 REMEDY = "remove it and start again: it is made anew"

@@ -1,15 +1,16 @@
-"""Sizes and checksums of files."""
+"""CRC-32, and sizes and checksums of files."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
 try:  # the same CRC-32, several times faster
-    from isal.isal_zlib import crc32 as _crc32
+    from isal.isal_zlib import crc32
 except ImportError:
-    _crc32 = zlib.crc32
+    from zlib import crc32
+
+__all__ = ["FileRecord", "checksum_of", "crc32"]
 
 
 class FileRecord(NamedTuple):
@@ -20,7 +21,7 @@ class FileRecord(NamedTuple):
 
     def extended(self, chunk: bytes | bytearray | memoryview) -> FileRecord:
         """Return the record of the file with ``chunk`` appended."""
-        return FileRecord(self.size + len(chunk), f"{_crc32(chunk, int(self.crc32, 16)):08x}")
+        return FileRecord(self.size + len(chunk), f"{crc32(chunk, int(self.crc32, 16)):08x}")
 
 
 def checksum_of(chunks: Iterable[bytes]) -> FileRecord:
