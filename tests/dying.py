@@ -4,7 +4,7 @@
 or with "a save 3" for the third time, sends itself the signal, or fails if that is 0. Marker files in the folder
 `MARKERS` remember which have happened. Besides the phases of `heartbeat` there is "the groups": all ranks of a
 generation after the first have met, and this one has yet to form its groups. `CALLBACK` is a step at which a callback
-of the program fails.
+of the program fails, `FREE_BYTES` the free memory of the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DEATHS, MARKERS = "SMP_TRAIN_TEST_DEATHS", "SMP_TRAIN_TEST_MARKERS"
-CALLBACK = "SMP_TRAIN_TEST_CALLBACK"
+CALLBACK, FREE_BYTES = "SMP_TRAIN_TEST_CALLBACK", "SMP_TRAIN_TEST_FREE_BYTES"
 
 
 def die_at(points: list[tuple[int, int, str, int]], markers: Path) -> None:
@@ -67,6 +67,10 @@ def fail_at(step: int) -> None:
 if __name__ == "__main__":
     if CALLBACK in os.environ:
         fail_at(int(os.environ[CALLBACK]))
+    if FREE_BYTES in os.environ:
+        from smp_train.run import recovery
+
+        recovery.free_host_bytes = lambda: int(os.environ[FREE_BYTES])
     die_at(json.loads(os.environ[DEATHS]), Path(os.environ[MARKERS]))
     from smp_train.cli import main
 

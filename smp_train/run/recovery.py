@@ -28,10 +28,12 @@ from torch import Tensor
 
 from smp_train import distributed
 from smp_train.arguments import Arguments
+from smp_train.checkpoints.background import MEMORY_SHARE
 from smp_train.checkpoints.find import open_checkpoint
 from smp_train.distributed import ALL_RANKS, Runtime, agree, failures, generation, group, heartbeat
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.distributed.environment import GENERATION
+from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.distributed.job import Job
 from smp_train.errors import CheckpointError, ConfigError, LostPeerError, SmpTrainError
 from smp_train.models.hub_state import create_optimizer_state
@@ -194,6 +196,7 @@ def recover(run: Run) -> None:
                 meet(run)
             if outgrown(run):
                 finish_pending(run)
+                check_memory(run)
                 raise Resized
             waited = synchronize(run, began)
             break
@@ -209,6 +212,14 @@ def recover(run: Run) -> None:
     run.metrics.event("recovery", step=step, seconds=seconds, replaced=member.replaced, reason=member.reason)
     if run.runtime.is_main:
         member.report_step(step)
+
+
+def check_memory(run: Run) -> None:
+    """End the run if this host cannot hold copies of its ranks' states (`resizing.keep`). Not collective."""
+    size, free = run.runtime.local_world_size * sum(each.nbytes for each in local_state(run)), free_host_bytes()
+    if free is not None and size > MEMORY_SHARE * free:
+        memory = f"{free / 2**30:.1f} GiB of memory free, copies of the state take {size / 2**30:.1f}"
+        raise give_up(f"{run.runtime.hostname} has {memory}")
 
 
 def join(run: Run) -> None:

@@ -301,6 +301,17 @@ def test_a_run_goes_on_with_fewer_replicas_and_with_more_again(
 
 
 @pytest.mark.slow
+def test_a_host_without_memory_for_the_copies_ends_the_run(tmp_path: Path) -> None:
+    words = flags(tmp_path, recovery="in_place", **HYBRID | {"max_steps": 1000})
+    with Recovering(tmp_path / "log", 4, *words, nodes=2, **{dying.FREE_BYTES: 1000}) as ranks:
+        ranks.attend(lambda: last_step(tmp_path) >= 3, "step 3")
+        ranks.lose_node(1)
+        end = ranks.until_the_end()
+    assert end.failure is not None
+    assert "0.0 GiB of memory free" in end.why
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["cannot write", "is killed"])
 def test_a_node_whose_ranks_fail_while_the_run_grows_is_sent_away(tmp_path: Path, way: str) -> None:
     options = {**HYBRID, "max_steps": 1000, "attn_pdrop": 0.0, "checkpoint_dir": None}
