@@ -41,6 +41,8 @@ Report = Callable[[int], None]
 """Adds bytes to the progress; raises an exception when another rank has failed."""
 FILE_BYTES = 64 << 20
 """Size of the shards in one token file. A token file is synced as a whole, so a kill loses at most this much work."""
+FILE_SHARDS = 10_000
+"""Most shards in one token file: their headers are read as a whole."""
 WORTH_BYTES = {"tokens": 32 << 20, "text": 4 << 20, "chats": 4 << 20, "completions": 4 << 20}
 """Bytes of records, by kind, below which processes take longer to start than they save."""
 POLL_SECONDS = 1.0
@@ -105,7 +107,7 @@ def open_samples(source: TokenRows, seq_len: int, *, long: str, short: str, rank
             report(0)
             existing = read_header(path, VERSION)
             if existing is None or not existing.intact():
-                write_arrays(path, VERSION, None, make_table(source, rows, seq_len, long, short))
+                write_arrays(path, VERSION, None, make_table(source, rows, seq_len, long, short)._asdict())
 
     _on_all_nodes(laying_out, write_tables, cache, ranks)
     with distributed.together("opening the samples"):
@@ -114,7 +116,7 @@ def open_samples(source: TokenRows, seq_len: int, *, long: str, short: str, rank
             file = read_header(path, VERSION)
             if file is None:
                 raise DataError(f"{path}: vanished or damaged; is something clearing the --data_cache_dir? start again")
-            tables.append(Table(*file.arrays()))
+            tables.append(Table(**file.arrays))
         return Samples(source, seq_len, long=long, short=short, tables=tables)
 
 
@@ -175,7 +177,7 @@ def _convert(
     max_bad: float | None,
 ) -> None:  # fmt: skip
     """Convert files, in this process or in several."""
-    groups = grouped(files, FILE_BYTES, size=lambda file: file.size or FILE_BYTES)  # unknown on the hub
+    groups = grouped(files, FILE_BYTES, FILE_SHARDS, lambda file: file.size or FILE_BYTES)  # unknown on the hub
     if processes > 1 and len(files) > 1 and sum(file.size for file in files) >= WORTH_BYTES[recipe.kind.name]:
         _convert_in_processes(cache, recipe, groups, report, min(processes, len(files)), max_bad)
         return

@@ -1,9 +1,9 @@
 """Token files: the rows of one or more shards as ``<base>.tok`` (tokens) and ``<base>.idx`` (where each row is).
 
 ``.tok`` holds the shards in sequence: the ids of every row, uint16 or uint32, little-endian, without gaps, each row
-followed by its labels (int32) if the shard has labels. ``.idx`` is an `arrays_file` with a `Header` and the arrays of
-`ARRAYS` for each shard. Every row has a CRC-32 that is checked whenever the row is read. Both files appear complete
-and synced, the ``.idx`` last; a ``.tok`` without ``.idx`` is ignored.
+followed by its labels (int32) if the shard has labels. ``.idx`` is an `arrays_file` with a `Header` of each shard, and
+with `ARRAYS`, in which the shards follow each other. Every row has a CRC-32 that is checked whenever the row is read.
+Both files appear complete and synced, the ``.idx`` last; a ``.tok`` without ``.idx`` is ignored.
 
 The index is mapped, so that the ranks of a node share it. Tokens are read with pread and not mapped: random rows that
 are not in the page cache take three times as long through a mapping.
@@ -31,9 +31,9 @@ from smp_train.storage.checksum import crc32
 if TYPE_CHECKING:
     from smp_train.data.cache import TokenCache
 
-VERSION = 8
+VERSION = 9
 REMEDY = "remove it and start again: it is made anew"
-ARRAYS = {"starts": "<u8", "numbers": "<u8", "crc": "<u4", "first_targets": "<u4"}
+ARRAYS = {"starts": "<i8", "numbers": "<i8", "crc": "<u4", "first_targets": "<u4"}
 """Arrays of a shard: ``starts`` (first token of each row, and the end of the last row); and for each row ``numbers``
 (number of its record, from 1), ``crc`` (its checksum), ``first_targets`` (index of its first token that carries
 loss)."""
@@ -84,21 +84,25 @@ class TokenFile:
         self.headers = [Header(**header) for header in index.header]
         self.begins = list(accumulate((header.tokens * header.token_bytes for header in self.headers), initial=0))
         """Offset of each shard in the ``.tok`` in bytes; the last entry is the file's size."""
+        self.first_rows = list(accumulate((header.rows for header in self.headers), initial=0))
 
     @cached_property
     def descriptor(self) -> int:
         """The descriptor of the ``.tok``. Raises OSError. Both files stay readable after they are removed."""
-        assert self.index.mapped
+        assert self.index.arrays
         descriptor = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, descriptor).atexit = False
         return descriptor
 
     def open(self, number: int) -> OpenShard:
         """Return a shard for reading. Raises OSError."""
-        header, first = self.headers[number], number * len(ARRAYS)
+        header, rows = self.headers[number], slice(*self.first_rows[number : number + 2])
         sizes = self.begins[number], header.tokens, header.token_bytes
-        arrays = self.index.arrays(slice(first, first + len(ARRAYS)))
-        return OpenShard(self.descriptor, *sizes, np.dtype(header.dtype), *arrays)
+        starts, *columns = (self.index.arrays[name].view(dtype) for name, dtype in ARRAYS.items())
+        starts = starts[rows.start + number : rows.stop + number + 1]  # a shard has one more start than rows
+        return OpenShard(
+            self.descriptor, *sizes, np.dtype(header.dtype), starts, *(column[rows] for column in columns)
+        )  # fmt: skip
 
 
 def read_index(base: str) -> TokenFile | None:
@@ -179,7 +183,7 @@ class TokenRows(Source):
         descriptor, begin, tokens_of_shard, token_bytes, dtype, starts, _, crc, _ = opened
         row = index - self._starts[shard]
         start, end = starts.item(row), starts.item(row + 1)
-        if not start <= end <= tokens_of_shard:
+        if not 0 <= start <= end <= tokens_of_shard:
             raise self._damaged(shard, row)
         tokens = end - start
         try:
@@ -208,7 +212,7 @@ class TokenRows(Source):
         for shard in range(self._shard_of(rows.start), self._shard_of(rows.stop - 1) + 1):
             begin, starts = self._starts[shard], self._open(shard).starts
             parts.append(np.diff(starts[max(0, rows.start - begin) : rows.stop - begin + 1]))
-        return np.concatenate(parts).astype(np.int64)
+        return np.concatenate(parts)
 
     def first_targets(self, shard: int) -> np.ndarray:
         """Return the index of the first token that carries loss in each row of a shard."""
@@ -222,7 +226,7 @@ class TokenRows(Source):
         """See `Source.find_token`; reads one shard's index."""
         shard = bisect.bisect_right(self._first_tokens, token) - 1
         first, starts = self._first_tokens[shard], self._open(shard).starts
-        row = int(np.searchsorted(starts, np.uint64(token - first), side="right")) - 1
+        row = int(np.searchsorted(starts, token - first, side="right")) - 1
         return self._starts[shard] + row, first + int(starts[row])
 
     def report(self) -> dict[str, Any]:

@@ -23,12 +23,13 @@ Shard = tuple[DataFile, Iterable[tuple[int, Row]], BadRecords]
 def write_token_file(base: str, shards: Iterable[Shard], vocab_size: int) -> None:
     """Write ``<base>.tok`` and ``<base>.idx``, which appear complete and synced; an error leaves neither."""
     headers: list[Header] = []
-    arrays: list[np.ndarray] = []
+    columns: list[list[np.ndarray]] = []
     with atomic_file(base + ".tok") as tok:
         for shard in shards:
-            header, arrays_of_shard = _write_shard(tok, *shard, dtype_for(vocab_size))
+            header, columns_of_shard = _write_shard(tok, *shard, dtype_for(vocab_size))
             headers.append(header)
-            arrays += arrays_of_shard
+            columns.append(columns_of_shard)
+    arrays = dict(zip(ARRAYS, map(np.concatenate, zip(*columns, strict=True)), strict=True))
     write_arrays(base + ".idx", VERSION, [header._asdict() for header in headers], arrays)
 
 

@@ -327,7 +327,8 @@ def test_a_billion_rows_are_never_held(tmp_path):
     header = {**read_header(base + ".idx", VERSION).header[0], "rows": rows, "tokens": rows * tokens}
     starts, numbers = np.arange(rows + 1, dtype="<u8") * tokens, np.arange(1, rows + 1, dtype="<u8")
     crc = np.full(rows, row_checksum(bytes(2 * tokens), tokens), dtype="<u4")
-    write_arrays(base + ".idx", VERSION, [header], [starts, numbers, crc, np.ones(rows, "<u4")])
+    arrays = {"starts": starts, "numbers": numbers, "crc": crc, "first_targets": np.ones(rows, "<u4")}
+    write_arrays(base + ".idx", VERSION, [header], arrays)
     os.truncate(base + ".tok", 2 * rows * tokens)
     source = token_file.TokenRows([file] * 1000, [(read_index(base), 0)] * 1000)
     tracemalloc.start()
