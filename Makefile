@@ -101,7 +101,7 @@ TORCH_VERSIONS ?= 2.8.0/4.50.3 2.9.1/4.57.6 2.10.0/5.6.0 2.11.0/5.17.0 2.12.1/5.
 TORCH_TESTS := $(patsubst %,tests/unit/test_%.py,models_changes models_hf_weights models_initialization models_resolve mesh \
 	activations losses attention checkpoints) \
 	$(patsubst %,tests/distributed/test_%.py,same_numbers resume activations expert_parallel router_loss steps dropout \
-	planning_work torch_releases cuda_groups rebind)
+	planning_work torch_releases cuda_groups rebind recovery)
 
 # A release that fails does not end the others.
 test-torch-versions:

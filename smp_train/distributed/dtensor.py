@@ -15,12 +15,22 @@ try:
 except ImportError:  # torch 2.4, of SMP's older containers
     from torch.distributed._tensor import DTensor, Shard
 
-__all__ = ["DTensor", "Part", "Shard", "local_tensor", "part_of"]
+__all__ = ["DTensor", "Part", "Shard", "forget_layouts", "local_tensor", "part_of"]
 
 
 def local_tensor(tensor: Any) -> Any:
     """Return the local shard of a DTensor; return other values unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def forget_layouts() -> None:
+    """Empty DTensor's cache of the layouts of operators' results."""
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:  # older than torch 2.10
+        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    clear()
 
 
 @dataclass(frozen=True)

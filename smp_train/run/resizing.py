@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
@@ -20,6 +19,7 @@ from smp_train.checkpoints.checkpoint import Checkpoint
 from smp_train.checkpoints.owner import Ownership
 from smp_train.distributed import Runtime, generation, heartbeat
 from smp_train.distributed.degrees import plan
+from smp_train.distributed.dtensor import forget_layouts
 from smp_train.errors import SmpTrainError
 from smp_train.run import recovery
 from smp_train.run.start import Start
@@ -76,7 +76,7 @@ def keep(run: Run) -> Kept:
 def free_memory() -> None:
     """Free the memory and the cache entries of a closed run. Not collective."""
     torch._dynamo.reset()
-    _clear_sharding_prop_cache()  # its entries refer to meshes whose groups are gone
+    forget_layouts()  # they refer to meshes whose groups are gone
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
