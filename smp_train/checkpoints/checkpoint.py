@@ -126,10 +126,11 @@ class Checkpoint:
 
     def entries(self) -> list[Mapping[str, Any]]:
         """Return, for each tree, the metadata of its entries by name. Raises `CheckpointError` for a damaged index."""
-        for part in self.parts:
-            name = posixpath.join(part, METADATA)
+        readers = {part: self._reader(part) for part in self.parts}
+        for part, reader in readers.items():
+            name = posixpath.join(part, reader.index_file)
             self._verify_file(name, self.folder.checksum(self.name, name, self.marker.files[name].size))
-        return [saved_entries(self._reader(part)) for part in self.parts]
+        return [saved_entries(reader) for reader in readers.values()]
 
     def _verify_file(self, name: str, record: FileRecord) -> None:
         if record != self.marker.files[name]:

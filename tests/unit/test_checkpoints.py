@@ -146,6 +146,7 @@ DAMAGE = [
     (flipped, "__0_0.distcp", "CRC-32"),
     (lambda data: None, "__0_0.distcp", "missing"),
     (flipped, ".metadata", "CRC-32"),
+    (flipped, "index.bin", "CRC-32"),
     (lambda data: None, "meta.json", "missing"),
     (flipped, "meta.json", "CRC-32"),
     (lambda data: b"{", "COMMITTED", "COMMITTED is not readable"),

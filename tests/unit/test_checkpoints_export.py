@@ -296,11 +296,11 @@ def test_what_is_shown_and_the_tokenizer_are_verified_as_they_are_read(
     saver.save(4, {"model": {"w": torch.ones(2)}}, {})
     found = open_checkpoint(tmp_path / STEP)
     assert found.tokenizer() == saver.tokenizer
-    for file in ("tokenizer.json", ".metadata"):
+    for file in ("tokenizer.json", "index.bin"):
         damage(tmp_path, STEP, file)
     with pytest.raises(CheckpointError, match=r"tokenizer/tokenizer\.json"):
         found.tokenizer()
-    with pytest.raises(CheckpointError, match=r"\.metadata"):
+    with pytest.raises(CheckpointError, match=r"index\.bin"):
         main(["show", str(tmp_path)])
     assert "tensors" not in capsys.readouterr().out
 

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.numpy import save
 
 from smp_train.checkpoints.dcp import index
-from smp_train.checkpoints.dcp.index import INDEX, MAGIC
+from smp_train.checkpoints.dcp.index import INDEX
 from smp_train.checkpoints.dcp.storage import TreeReader, TreeWriter
 from smp_train.checkpoints.dcp.trees import load_state, save_state
 from smp_train.errors import CheckpointError
@@ -71,13 +73,15 @@ def test_the_index_alone_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert names == [INDEX]
 
 
-@pytest.mark.parametrize("gone", ["absent", "another program's", "of another .metadata"])
+@pytest.mark.parametrize("gone", ["absent", "cut", "another program's", "of another .metadata"])
 def test_the_index_of_dcp_is_read_where_ours_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
     path = folder / TREE / INDEX
     if gone == "absent":
         path.unlink()
     elif gone == "another program's":
-        path.write_bytes(b"vectors")
+        path.write_bytes(save({"header": np.zeros(3, np.uint8)}))
+    elif gone == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
     else:
         change(folder, lambda header, columns: header.update(metadata=header["metadata"] + 1))
     names = reads_of(monkeypatch, folder)
@@ -102,13 +106,12 @@ def test_trees_are_those_of_torch(folder: Path, tmp_path: Path) -> None:
 
 
 def change(folder: Path, edit: Callable[[dict[str, Any], list[Any]], Any]) -> None:
-    """Write the index again with other contents and a right checksum; ``edit`` gets header and arrays."""
+    """Write the index again with other contents; ``edit`` gets header and arrays."""
     path = folder / TREE / INDEX
     decoded = index.decode(path.read_bytes(), (folder / TREE / ".metadata").stat().st_size)
     assert decoded is not None
     header, columns = decoded
     edit(header, columns)
-    header.pop("arrays")
     path.write_bytes(index.encode(header, columns))
 
 
@@ -148,6 +151,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "a type that is none": (entry("model.w", 1, "load"), "of type load"),
     "an entry too few": (lambda header, columns: header["entries"].pop(), "other lengths"),
     "entries that are none": (lambda header, columns: header.update(entries=[1, 2]), "TypeError"),
+    "a header that is not whole": (lambda header, columns: header.clear(), "KeyError"),
 }
 
 
@@ -168,13 +172,3 @@ def test_a_wrong_index_is_refused(folder: Path, name: str) -> None:
     edit, message = EDITS[name]
     change(folder, edit)
     refused(folder, message)
-
-
-def test_every_flipped_bit_and_cut_is_noticed(folder: Path) -> None:
-    path = folder / TREE / INDEX
-    data = path.read_bytes()
-    flips = (data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(MAGIC), len(data), 7))
-    for damaged in (*flips, *(data[:end] for end in (len(MAGIC), len(MAGIC) + 4, len(MAGIC) + 8, 100, -1))):
-        path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="checksum"):
-            reader(folder).preload()

@@ -1,10 +1,9 @@
-"""A tree's index as flat arrays, and its file format, ``index.bin``, which is read without unpickling.
+"""A tree's index as flat arrays, and its file ``index.bin``, in the format of safetensors: read without unpickling.
 
-The file has `MAGIC`, the CRC-32 of the bytes that follow (8 hexadecimal digits), a header in one line of JSON, and 5
-arrays: offsets and sizes of all chunks (one number per dimension), then file number, start and length of all records.
-Each chunk of a tensor, and each entry that is not a tensor, has one record. The header has ``files`` (names),
-``entries`` (lists of name, dtype, shape, number of records; dtype is null unless the entry is a tensor), ``metadata``
-(size of the ``.metadata`` written at the same time) and ``arrays`` (NumPy type and length of each array).
+The file has 5 arrays: offsets and sizes of all chunks (one number per dimension), then file number, start and length of
+all records; and as a sixth the header, as JSON in UTF-8. Each chunk of a tensor, and each entry that is not a tensor,
+has one record. The header has ``files`` (names), ``entries`` (lists of name, dtype, shape, number of records; dtype is
+null unless the entry is a tensor) and ``metadata`` (size of the ``.metadata`` written at the same time).
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from smp_train.storage.checksum import checksum_of
-
 INDEX = "index.bin"
-MAGIC = b"smpidx1\n"
-_BODY = len(MAGIC) + 8
+HEADER, ARRAYS = "header", ("offsets", "sizes", "files", "starts", "lengths")
 Header = dict[str, Any]
 
 
@@ -101,32 +99,23 @@ def pack(metadata: dcp.Metadata) -> tuple[Header, list[Any]]:
 
 def encode(header: Header, columns: list[Any]) -> bytes:
     """Return ``index.bin``, with each array in the smallest type that holds its numbers."""
-    arrays = [column.astype(np.min_scalar_type(column.max(initial=0))) for column in columns]
-    header = header | {"arrays": [(array.dtype.str, len(array)) for array in arrays]}
-    body = json.dumps(header).encode() + b"\n" + b"".join(array.tobytes() for array in arrays)
-    return MAGIC + checksum_of([body]).crc32.encode() + body
+    smallest = [column.astype(np.min_scalar_type(column.max(initial=0))) for column in columns]
+    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    return save({HEADER: text, **dict(zip(ARRAYS, smallest, strict=True))})
 
 
 def decode(data: bytes, metadata_bytes: int) -> tuple[Header, list[Any]] | None:
-    """Return the header and the arrays, or None if the format or the recorded size of ``.metadata`` differs.
+    """Return the header and the arrays, or None if another program wrote the file, or for another ``.metadata``.
 
-    An invalid index may raise any exception.
+    An invalid header may raise any exception.
     """
-    if not data.startswith(MAGIC):
+    try:
+        arrays = load(data)
+        text, *columns = (arrays[name] for name in (HEADER, *ARRAYS))
+    except (SafetensorError, KeyError):
         return None
-    body: Any = memoryview(data)[_BODY:]
-    if checksum_of([body]).crc32.encode() != data[len(MAGIC) : _BODY]:
-        raise ValueError("its checksum is not that of its contents")
-    position = data.index(b"\n", _BODY) + 1
-    header = json.loads(data[_BODY:position])
-    columns = []
-    for kind, length in header["arrays"]:
-        if kind not in ("|u1", "<u2", "<u4", "<u8"):
-            raise ValueError(f"it has an array of type {kind}")
-        array = np.frombuffer(data, kind, length, position)  # raises ValueError if fewer numbers are left
-        columns.append(array.astype(np.int64))
-        position += array.nbytes
-    return (header, columns) if header["metadata"] == metadata_bytes else None
+    header = json.loads(text.tobytes())
+    return (header, [column.astype(np.int64) for column in columns]) if header["metadata"] == metadata_bytes else None
 
 
 def unpack(header: Header, columns: list[Any], files: Mapping[str, int]) -> dcp.Metadata:

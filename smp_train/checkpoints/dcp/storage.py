@@ -190,13 +190,14 @@ class TreeReader(Reader):
     def __init__(self, storage: Storage, folder: str, files: Mapping[str, int]) -> None:
         super().__init__(folder)
         self.files, self.path = files, folder
+        self.index_file = INDEX if INDEX in files else METADATA
         self._storage, self._folder = storage, folder
         self.fs = _Files(storage)  # type: ignore[assignment]
         self._next_entries: Iterator[bytes] = iter(())
 
     def preload(self) -> None:
         """Read ``index.bin`` if the tree has one for this ``.metadata``, else DCP's. Raises `CheckpointError`."""
-        name = INDEX if INDEX in self.files else METADATA
+        name = self.index_file
         try:
             if METADATA not in self.files:
                 raise ValueError(f"{METADATA} is missing, a link, or not a file of this checkpoint")
