@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from smp_train.checkpoints.collective import gather
 from smp_train.distributed.agree import ALL_RANKS, any_rank, is_alone, on_group, unless
+from smp_train.distributed.failures import start_thread
 from smp_train.distributed.host_copy import Stager, local_bytes
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import CheckpointError
@@ -83,31 +85,24 @@ class Background:
 
     def __init__(self, complete: Callable[[], None], write: Callable[[Exception | None], Any]) -> None:
         """Start the thread. ``write`` gets the failure of the copy, or None, and reports it to the other ranks."""
-        self._complete, self._write = complete, write
         self._staged = threading.Event()
-        self._failure: BaseException | None = None
-        self._result: Any = None
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        # A daemon thread, so that an unfinished save does not keep the process of a failed run alive.
-        self._thread = threading.Thread(target=self._run, name="smp-train-save", daemon=True)
-        self._thread.start()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def _run(self) -> None:
-        try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
-                # torch's writer waits for its stream every 10 MB. The default stream would make it wait for training.
-                torch.cuda.set_stream(torch.cuda.Stream())
+        def run() -> Any:
             failure = None
             try:
-                self._complete()
+                if device is not None:
+                    torch.cuda.set_device(device)
+                    # torch's writer waits for its stream every 10 MB. The default one would make it wait for training.
+                    torch.cuda.set_stream(torch.cuda.Stream())
+                complete()
             except Exception as error:
                 failure = error
             finally:
                 self._staged.set()
-            self._result = self._write(failure)
-        except BaseException as failure:
-            self._failure = failure
+            return write(failure)
+
+        self._future = start_thread(run, "smp-train-save")
 
     def staged(self) -> None:
         """Wait until the copy is complete, so that the original may change."""
@@ -115,7 +110,7 @@ class Background:
 
     def running(self) -> bool:
         """Return whether the thread is still copying or writing."""
-        return self._thread.is_alive()
+        return not self._future.done()
 
     def ended_everywhere(self) -> bool:
         """Return whether the thread has ended on every rank; collective."""
@@ -123,11 +118,8 @@ class Background:
 
     def result(self) -> Any:
         """Wait for the thread's end and return the result of ``write``; raises the thread's failure."""
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-        return self._result
+        return self._future.result()
 
-    def abandon(self, seconds: float) -> None:
+    def abandon(self, seconds: float | None = None) -> None:
         """Wait for the thread's end, at most ``seconds``, and ignore failures."""
-        self._thread.join(seconds)
+        wait([self._future], seconds)

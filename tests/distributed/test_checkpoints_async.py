@@ -54,7 +54,7 @@ def waits(thread: int) -> bool:
     while frame is not None:
         names.add(frame.f_code.co_name)
         frame = frame.f_back
-    return {"staged", "wait"} <= names or {"result", "join"} <= names
+    return "wait" in names and not names.isdisjoint({"staged", "result"})
 
 
 def torn(folder: str, layout: str) -> list[dict[str, str]]:
