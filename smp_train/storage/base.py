@@ -80,7 +80,7 @@ class Storage(Protocol):
         """Rename a file, replacing an existing one. S3 copies the object and deletes the original."""
 
     def delete(self, name: str) -> None:
-        """Delete a file if it exists, then the folders around it that are empty."""
+        """Delete a file if it exists, then its folder if that is empty."""
 
     def delete_folder(self, folder: str, but: Collection[str] = ()) -> None:
         """Delete a folder with all its files; keep the files ``but``, which are directly in it."""

@@ -19,7 +19,6 @@ from smp_train.storage.patience import patiently
 
 SMALL_FILE_BYTES = 64 << 20
 """Largest file that is read whole, so that a stranger's file cannot fill the memory."""
-MAKE_ATTEMPTS = 10
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 """Error numbers of file systems without hard links."""
 PARTIAL = ".partial"
@@ -131,11 +130,10 @@ class FolderStorage(Storage):
         return discarded
 
     def _remove_empty(self, folder: Path) -> None:
-        """Remove a folder and the folders around it, up to the first that is not empty."""
-        with suppress(OSError):
-            while self.root in folder.parents:
+        """Remove a folder below the root if it is empty."""
+        if self.root in folder.parents:
+            with suppress(OSError):
                 folder.rmdir()
-                folder = folder.parent
 
     def now(self) -> float:
         """Return the time of a file written now: a file server may have its own clock."""
@@ -220,16 +218,10 @@ def _is_partial(name: str) -> bool:
 
 def _make(folder: Path) -> None:
     """Make a folder, with the folders around it, and sync their names."""
-    for attempt in range(MAKE_ATTEMPTS):
-        if folder.is_dir():
-            return
+    if not folder.is_dir():
         _make(folder.parent)
-        try:
-            folder.mkdir(exist_ok=True)
-            sync_folder(folder.parent)
-        except FileNotFoundError:  # another process has removed the parent while it was empty
-            if attempt == MAKE_ATTEMPTS - 1:  # or no folder can be made there, as in /proc
-                raise
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
 
 
 def sync_folder(path: Path) -> None:

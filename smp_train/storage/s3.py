@@ -187,8 +187,6 @@ class S3Storage(Storage):
         self.request("put_object", name, Body=data)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        if self.exists(name):  # a server may ignore conditions
-            return False
         refused = ("PreconditionFailed", "ConditionalRequestConflict")
         try:
             written = self.request("put_object", name, refused, Body=data, IfNoneMatch="*")

@@ -7,7 +7,6 @@ import os
 import random
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -95,20 +94,6 @@ def test_a_file_that_is_put_if_absent_is_whole_at_once(links: bool, tmp_path, mo
     assert there.put_if_absent("lock", b"first")
     assert not there.put_if_absent("lock", b"second")
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"first", ["lock"])
-
-
-def test_a_folder_that_another_process_removes_is_made_again(tmp_path, monkeypatch):
-    """Two jobs that try one folder with the same name: each removes it when it finds it empty."""
-    mkdir, removed = Path.mkdir, []
-
-    def late(self: Path, *args, **more) -> None:
-        if self.name == "b" and not removed:
-            removed.append(self.parent.rmdir())
-        mkdir(self, *args, **more)
-
-    monkeypatch.setattr(Path, "mkdir", late)
-    storage.open_storage(tmp_path).put("a/b/f", b"x")
-    assert (tmp_path / "a" / "b" / "f").read_bytes() == b"x"
 
 
 def test_a_stream_is_a_file_when_it_has_ended(there, monkeypatch):
