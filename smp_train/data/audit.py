@@ -14,6 +14,7 @@ import numpy as np
 from smp_train.arguments.sources import read_weights
 from smp_train.data.blend import BLOCK, apportion, sources_of_block
 from smp_train.errors import ConfigError, DataError, first_few
+from smp_train.storage.json_lines import read_lines
 
 SHOWN = 100
 PART = re.compile(r"(.+?:\d+)(?:@(\d+))?(?:\[(\d+):(\d+)\])?(?:\+|$)")
@@ -71,11 +72,7 @@ def _read_records(folder: Path) -> tuple[Records, list[int]]:
     skips: dict[int, set[int]] = {}
     for path in paths:
         rank = int(path.stem.rpartition("rank")[2])
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue  # a run that was killed may have written only a part of its last line
+        for entry in read_lines(path):
             if "skipped" in entry:
                 skips.setdefault(entry["attempt"], set()).update(range(entry["skipped"][0], entry["skipped"][1] + 1))
             else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from smp_train.errors import ConfigError
+from smp_train.storage.json_lines import LineWriter
 from smp_train.telemetry.logging_utils import writing
 
 
@@ -24,9 +23,8 @@ class DataAudit:
     def __init__(self, run_dir: str | Path, rank: int, attempt: int, dp_rank: int, dp_size: int) -> None:
         self._writer = {"attempt": attempt, "dp_rank": dp_rank, "dp_size": dp_size}
         self._path = Path(run_dir) / f"data_audit-rank{rank}.jsonl"
-        self._failure: ConfigError | None = None
         with writing(self._path, "the audit there"):
-            self._file = self._path.open("a", encoding="utf-8")
+            self._lines = LineWriter(self._path)
 
     def step(self, step: int, samples: Sequence[str], **counts: int) -> None:
         """Record a finished update's samples and nonzero ``counts``. `check` raises the error of a failed write."""
@@ -38,18 +36,13 @@ class DataAudit:
 
     def check(self) -> None:
         """Raise `ConfigError` if a record could not be written. Other ranks can go on until this is called."""
-        if self._failure is not None:
-            raise self._failure
+        if self._lines.failure is not None:
+            with writing(self._path, "the audit there"):
+                raise self._lines.failure
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):  # `check` raises the first error
-            self._file.close()
+        self._lines.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        try:
-            with writing(self._path, "the audit there"):
-                self._file.write(json.dumps(record | self._writer) + "\n")
-                self._file.flush()
-        except ConfigError as failure:
-            self._failure = self._failure or failure
+        self._lines.write(json.dumps(record | self._writer))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import ConfigError
+from smp_train.storage.json_lines import LineWriter, read_lines
 from smp_train.telemetry.goodput import goodput
 from smp_train.telemetry.logging_utils import get_logger, writing
 
@@ -160,18 +160,13 @@ class MetricsWriter:
     def __init__(self, run_dir: str | Path, *, is_main: bool = True) -> None:
         """Open the file. Raises `ConfigError` if it cannot be written. Not collective."""
         self.trackers: Trackers | None = None
-        self._file: Any = None
-        self._failed = False
+        self._lines: LineWriter | None = None
         self._ended = ""
         if not is_main:
             return
         path = Path(run_dir) / FILE_NAME
         with writing(path, "metrics"):
-            self._file = path.open("a", encoding="utf-8")
-            with path.open("rb") as written:
-                written.seek(max(0, written.seek(0, os.SEEK_END) - 1))
-                if written.read() not in (b"", b"\n"):  # the partial last line of a killed run
-                    self._file.write("\n")
+            self._lines = LineWriter(path)
 
     def step(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Write a logged step and return it. Fields of `STEP_FIELDS` that ``record`` lacks are written as null."""
@@ -189,9 +184,9 @@ class MetricsWriter:
         if name not in EVENTS:
             raise ValueError(f"{name} is not one of {EVENTS}")
         record = {"event": name, "time": time.time(), **fields}
-        if self._file is not None and name in ("recovery", "stop", "finish"):
+        if self._lines is not None and name in ("recovery", "stop", "finish"):
             with suppress(OSError):
-                record |= goodput([*json_lines(Path(self._file.name)), record])
+                record |= goodput([*read_lines(self._lines.path), record])
         self._write(record)
         self._ended = name if name in ("finish", "stop") else ""
         if self.trackers is not None:
@@ -200,23 +195,19 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file, and the trackers once they have taken their queued records; later calls do nothing."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-        trackers, self.trackers, self._file = self.trackers, None, None
+        if self._lines is not None:
+            self._lines.close()
+        trackers, self.trackers, self._lines = self.trackers, None, None
         if trackers is not None:
             trackers.close(self._ended)
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self._file is None:
+        if self._lines is None:
             return
-        try:
-            self._file.write(to_json(record) + "\n")
-            self._file.flush()
-        except OSError as failure:
-            if not self._failed:
-                get_logger().warning("%s: metrics are being lost (%s)", self._file.name, failure.strerror)
-            self._failed = True
+        failed = self._lines.failure is not None
+        self._lines.write(to_json(record))
+        if self._lines.failure is not None and not failed:
+            get_logger().warning("%s: metrics are being lost (%s)", self._lines.path, self._lines.failure.strerror)
 
 
 def to_json(record: Mapping[str, Any]) -> str:
@@ -230,18 +221,9 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Return all records of a run in the order written. Raises `ConfigError` if the run has no metrics."""
     path = Path(run_dir) / FILE_NAME
     try:
-        return json_lines(path)
+        return read_lines(path)
     except OSError as failure:
         raise ConfigError(f"{path}: cannot read a run's metrics ({failure.strerror})") from None
-
-
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, without broken lines. Raises OSError."""
-    records: list[Any] = []
-    for line in path.read_bytes().splitlines():
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
 
 
 def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ from statistics import median
 from typing import Any
 
 from smp_train.errors import ConfigError
+from smp_train.storage.json_lines import read_lines
 from smp_train.telemetry.goodput import goodput, in_words
-from smp_train.telemetry.metrics import FILE_NAME, NAMED_FROM, history, is_number, json_lines, read_metrics
+from smp_train.telemetry.metrics import FILE_NAME, NAMED_FROM, history, is_number, read_metrics
 from smp_train.telemetry.run_folder import RunFolder
 
 POINTS = 1000
@@ -85,7 +86,7 @@ class RunData:
     def starts(self) -> list[dict[str, Any]]:
         """Return the record of each start in `attempts.jsonl`."""
         with suppress(OSError):
-            return json_lines(self.folder.attempts)
+            return read_lines(self.folder.attempts)
         return []
 
     def attempts(self) -> list[dict[str, Any]]:

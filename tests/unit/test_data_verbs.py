@@ -165,6 +165,8 @@ def test_audit_of_ranks_that_share_a_model(tmp_path, audited):
     second = tmp_path / "data_audit-rank1.jsonl"
     second.write_text(second.read_text() + '{"step": 6, "sam')  # the last line of a run that was killed
     assert audited(rows=ROWS)[0] == 0
+    write(tmp_path, sequence(7)[5:], attempt=2, start=6, peers=2)
+    assert audited(rows=ROWS)[0] == 0, "the next attempt's first line is not joined to the cut line"
     second.write_text(second.read_text().replace("a:", "b:", 1))
     code, output = audited(rows=ROWS)
     assert (code, "step 1: rank 1 read other samples than the ranks they share a model with" in output) == (3, True)
