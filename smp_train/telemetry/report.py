@@ -14,9 +14,9 @@ from pathlib import Path
 import smp_train
 from smp_train.arguments.verb_parser import VerbParser, positive
 from smp_train.errors import redacted
+from smp_train.storage.folder import FolderStorage
 from smp_train.telemetry.logging_utils import writing
 from smp_train.telemetry.run_data import PALETTES, RunData, read_runs
-from smp_train.telemetry.run_folder import write_atomic
 
 FILE_NAME = "report.html"
 LIVE_SECONDS = 10.0
@@ -63,9 +63,11 @@ def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) ->
     page, script = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.js"))
     # Inside <script> a "<" could end it.
     text = redacted(json.dumps(data, default=str)).replace("<", "\\u003c")
+    path = Path(path)
     with writing(path, "the report", "--out"):
-        write_atomic(Path(path), page.replace("@SCRIPT@", script).replace("@DATA@", text))
-    return Path(path)
+        page = page.replace("@SCRIPT@", script).replace("@DATA@", text)
+        FolderStorage(str(path.parent)).put(path.name, page.encode())
+    return path
 
 
 def follow(folders: Sequence[str], path: str | Path, every: float) -> None:

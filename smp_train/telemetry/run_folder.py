@@ -18,6 +18,7 @@ from typing import Any
 import smp_train
 from smp_train.arguments.run_name import is_run_name
 from smp_train.errors import redacted
+from smp_train.storage.folder import FolderStorage
 from smp_train.telemetry.logging_utils import writing
 
 KEEP_STOP = "SMP_TRAIN_KEEP_STOP"
@@ -71,7 +72,7 @@ class RunFolder:
             }
             with self.attempts.open("a", encoding="utf-8") as file:
                 file.write(redacted(json.dumps(record, default=str)) + "\n")
-            write_atomic(self.run_json, redacted(json.dumps(record, default=str, indent=2)) + "\n")
+            self._put(self.run_json, redacted(json.dumps(record, default=str, indent=2)))
 
     def read_run(self) -> dict[str, Any]:
         """Return the content of `run.json`, or an empty mapping if it is missing or unreadable."""
@@ -103,7 +104,10 @@ class RunFolder:
 
     def _mark(self, marker: Path, step: int) -> None:
         with self._writing():
-            write_atomic(marker, json.dumps({"step": step, "time": time.time()}) + "\n")
+            self._put(marker, json.dumps({"step": step, "time": time.time()}))
+
+    def _put(self, path: Path, text: str) -> None:
+        FolderStorage(str(self.path)).put(path.name, f"{text}\n".encode())
 
     def _remove(self, *markers: Path) -> None:
         with self._writing():
@@ -123,13 +127,3 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             installed[name] = None
     return installed
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file atomically: readers see the old or the new content, even after a crash."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
