@@ -87,7 +87,10 @@ def new_model(location: str | os.PathLike[str], *, overwrite: bool = False) -> I
 
 
 def _existing_model(location: str | os.PathLike[str]) -> list[str]:
-    """Return the names of a model's files in the order to move them: entry files, weights, small files, indexes."""
+    """Return the names of a model's files in the order to move them: entry files, small files, weights, indexes.
+
+    After an interruption, the weights or an index still show that the small files next to them belong to a model.
+    """
     folder = place(location)
     names = names_in(folder)
     weights = [n for n in names if n.endswith((SAFETENSORS, *PICKLED)) and not n.startswith(NOT_MODEL_FILES)]
@@ -95,7 +98,7 @@ def _existing_model(location: str | os.PathLike[str]) -> list[str]:
         return []
     small = [name for name in names if name in TOKENIZER_FILES or name == GENERATION_FILE]
     small += [CARD_FILE] if CARD_FILE in names and is_our_card((folder / CARD_FILE).read_bytes()) else []
-    return [name for name in (*ENTRY_FILES, *weights, *small, *INDEXES) if name in names]
+    return [name for name in (*ENTRY_FILES, *small, *weights, *INDEXES) if name in names]
 
 
 def _move_aside(folder: Storage, names: list[str]) -> None:
