@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,7 +94,7 @@ def test_the_numbers_of_a_step_are_copied_together_though_its_gradients_are_on_t
     device = torch.device("meta")
     weight = torch.nn.Parameter(torch.ones((), device=device))
     backend: Any = SimpleNamespace(
-        topology=SimpleNamespace(device=device, tp_rank=0), accumulation=lambda model, last: nullcontext(),
+        topology=SimpleNamespace(device=device, tp_rank=0), begin_micro_batch=lambda model, last: None,
         loss=lambda model, batch: (weight * 2, None), clip_grad_norm=lambda *_: torch.ones(()),
     )  # fmt: skip
     monkeypatch.setattr(train_utils.dist, "all_reduce", lambda values: values)
