@@ -78,7 +78,9 @@ class SavedModel:
         if self.spec.generation is None:
             return GenerationConfig.from_model_config(self.spec.config)
         try:
-            return GenerationConfig.from_dict(dict(self.spec.generation))
+            config = GenerationConfig.from_dict(dict(self.spec.generation))
+            config._from_model_config = False  # otherwise transformers 4.50 asks for a hash that it lacks
+            return config
         except Exception as failure:  # the file may hold anything
             raise ConfigError(
                 f"{self.location}: transformers cannot read its {GENERATION_FILE}: {one_line(failure)}"
