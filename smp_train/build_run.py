@@ -274,9 +274,9 @@ def open_checkpoints(
         run_name=start.name, model_type=spec.model_type, owner=start.owner, generation=start.generation,
         asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
         buddy=per_node if args.recovery == "in_place" and per_node < ranks.world_size else 0,
+        keeps_scheduled=args.on_spike == "rollback",
     )  # fmt: skip
     opened.callback(checkpoints.close)
-    checkpoints.keeps_scheduled = args.on_spike == "rollback"
     if not args.evaluate_only:
         checkpoints.check_folders()
     with distributed.together("looking at the model folder"):

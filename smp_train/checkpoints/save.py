@@ -82,6 +82,7 @@ class Request:
     state: dict[str, Any]
     meta: dict[str, Any]
     saver: Saver
+    best: int | None
     time: float
 
 
@@ -93,6 +94,7 @@ class CheckpointManager:
     returned. Only one save is under way at a time. Where the host lacks memory for a copy, saves are synchronous.
 
     Each node-local part is copied to the rank ``buddy`` higher, which is on another node; not if ``buddy`` is 0.
+    With ``keeps_scheduled`` each policy keeps its newest checkpoint of a step that is due, for a rollback.
     ``owner`` is rank 0's ownership of the run's folders. It is None on other ranks, and where no other job can write.
     ``on_stage`` is called with the name of each stage of a save that this rank enters: ``write``, ``checksum``, and on
     rank 0 ``commit``, ``publish``, ``retain``.
@@ -100,19 +102,16 @@ class CheckpointManager:
 
     def __init__(
         self, policies: Sequence[Policy], *, run_name: str, model_type: str, owner: Ownership | None = None,
-        generation: int = 1, asynchronous: bool = False, buddy: int = 0,
+        generation: int = 1, asynchronous: bool = False, buddy: int = 0, keeps_scheduled: bool = False,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:  # fmt: skip
         if parse_folder_name(folder_name(model_type, 0)) is None or "/" in model_type:
             raise ConfigError(f"model type {model_type!r} cannot be part of a folder's name")
         self.model_type, self.owner, self.generation = model_type, owner, generation
         self.asynchronous, self.buddy, self.on_stage = asynchronous, buddy, on_stage
+        self._keeps_scheduled = keeps_scheduled
         self.tokenizer: dict[str, bytes] = {}
         """The tokenizer's files by name. Those that rank 0 has are stored in every durable checkpoint."""
-        self.best: int | None = None
-        """A step whose checkpoint no policy deletes."""
-        self.keeps_scheduled = False
-        """Whether each policy keeps its newest checkpoint of a step that is due, for a rollback."""
         self._writer = BackgroundWriter()
         self._copying: Any = None
         """The process group for copies to other nodes; None before the first one, and once a transfer has stalled."""
@@ -187,13 +186,15 @@ class CheckpointManager:
     # --- a save
 
     def save(
-        self, step: int, state: dict[str, Any], meta: dict[str, Any], *, force: bool = False, saver: Saver = TORCHS
-    ) -> list[str]:
+        self, step: int, state: dict[str, Any], meta: dict[str, Any], *, force: bool = False, saver: Saver = TORCHS,
+        best: int | None = None,
+    ) -> list[str]:  # fmt: skip
         """Write and commit ``state`` into each folder that is due, or into all with ``force``. Collective.
 
-        ``meta`` must be plain JSON; rank 0's ``meta`` is stored. ``saver`` writes the tree. Returns the paths of the
-        committed checkpoints, or an empty list if the save is asynchronous (see `finish`). Raises `CheckpointError` on
-        every rank when any rank failed; the attempt then does not count, and earlier checkpoints are untouched.
+        ``meta`` must be plain JSON; rank 0's ``meta`` is stored. ``saver`` writes the tree. No policy deletes the
+        checkpoint of step ``best``. Returns the paths of the committed checkpoints, or an empty list if the save is
+        asynchronous (see `finish`). Raises `CheckpointError` on every rank when any rank failed; the attempt then does
+        not count, and earlier checkpoints are untouched.
         """
         self._end_pending()
         due = [target for target in self._targets if force or target.policy.due(step)]
@@ -204,7 +205,7 @@ class CheckpointManager:
         meta = {**json.loads(on_main("cannot save", lambda: json.dumps(meta))), "step": step}
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
-        request = Request(step, present(state), meta, saver, began)
+        request = Request(step, present(state), meta, saver, best, began)
         if self.buddy and self._copying is None and any(target.node_local for target in due):
             self._copying = dist.new_group(backend="gloo")
 
@@ -224,7 +225,7 @@ class CheckpointManager:
         """Write and commit into one folder, then apply the policy's retention; collective."""
         if not target.node_local:
             saved = self._write(target, request)
-            self._retain(target.policy, target.folder, os.path.basename(saved.path))
+            self._retain(target.policy, target.folder, os.path.basename(saved.path), request.best)
             return saved
         parents = [durable.policy.parent for durable in self._targets if not durable.node_local]
         meta = {**request.meta, NODE_LOCAL: facts_of_part(parents, request.meta.get("mesh"))}
@@ -246,7 +247,7 @@ class CheckpointManager:
             logger.warning("Step %d is saved without copies on other nodes: %s", saved.step, failure, extra=ALL_RANKS)
         with alone():
             for folder, name in committed:
-                self._retain(target.policy, folder, name)
+                self._retain(target.policy, folder, name, request.best)
         return saved
 
     def _write(self, target: Target, request: Request) -> Saved:
@@ -325,7 +326,7 @@ class CheckpointManager:
                     target.folder.delete(attempt)
             raise
 
-    def _retain(self, policy: Policy, folder: RunFolder, newest: str) -> None:
+    def _retain(self, policy: Policy, folder: RunFolder, newest: str, best: int | None) -> None:
         """Delete, on rank 0, the run's checkpoints that the policy does not keep, after ``newest`` is committed.
 
         Checkpoints of later generations stay: a job that took over wrote them. Damaged ones stay and do not count.
@@ -337,10 +338,10 @@ class CheckpointManager:
             self.on_stage("retain")
             ours = [old for old in folder.committed() if old.marker and old.generation <= self.generation]
             intact = [old for old in ours if not folder.is_marked_damaged(old.name)]
-            scheduled = [old.name for old in intact if self.keeps_scheduled and policy.due(old.step)]
+            scheduled = [old.name for old in intact if self._keeps_scheduled and policy.due(old.step)]
             kept = {newest, *scheduled[:1]}
             for old in reversed(intact[policy.keep :]):
-                if old.step != self.best and old.name not in kept:
+                if old.step != best and old.name not in kept:
                     self._check_owner()  # a job that has taken over may resume from this old checkpoint
                     folder.delete(old.name)
         except Exception as error:  # the failure is on rank 0 alone

@@ -54,11 +54,11 @@ def save(run: Run, *, force: bool) -> None:
     }
     with run.throughput.pause():
         report_saves(run)  # it waits for the save in progress
-        run.checkpoints.best = run.best.step if run.args.keep_best else None
+        best = run.best.step if run.args.keep_best else None
         MOVED.begin(0)
         with Progress(f"Saving step {progress.step}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
             state = run.backend.state_dict(run.model, run.optimizer)
-            run.checkpoints.save(progress.step, state, meta, force=force, saver=run.backend.saver)
+            run.checkpoints.save(progress.step, state, meta, force=force, saver=run.backend.saver, best=best)
         run.saved_step = progress.step
         if force or not run.checkpoints.asynchronous:
             report_saves(run)
