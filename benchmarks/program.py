@@ -17,11 +17,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from smp_train import arguments, distributed, train_lib, train_utils
 from smp_train.build_run import build_run
+from smp_train.models.initialization import initialise
 from smp_train.run import results
 from smp_train.run import step as run_step
 from smp_train.run.state import Run
@@ -88,10 +90,15 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
-def numbers(flags: Flags, steps: int) -> list[tuple[float, float]]:
-    """Return the loss and the gradient norm of each of the first steps of a run in one process."""
+def numbers(flags: Flags, steps: int, *, cpu_weights: bool = True) -> list[tuple[float, float]]:
+    """Return the loss and the gradient norm of each of the first steps of a run in one process.
+
+    A GPU would draw other initial weights than the CPU: with ``cpu_weights`` it gets the CPU's.
+    """
     with scratch() as folder:
         with opened(words({**STEADY, **below(folder), **flags, "logging_freq": 1})) as run, stepping(run) as one:
+            if cpu_weights:
+                initialise(run.model, run.args.seed, torch.device("cpu"))
             for _ in range(steps):
                 one()
         return [(record["loss"], record["grad_norm"]) for record in logged(folder)]

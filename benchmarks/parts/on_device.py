@@ -111,7 +111,7 @@ def two_processes(flags: Flags, limit: float, compared: Callable[..., dict[str, 
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         raise Skip("needs a GPU beside this one")
     steps = 3
-    expected = numbers({**flags, "distributed_backend": "gloo"}, steps)
+    expected = numbers(flags, steps, cpu_weights=False)
     figures: dict[str, Any] = {}
     for name, split in SPLITS.items():
         with scratch() as folder:

@@ -26,7 +26,7 @@ from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.attention import Attention
 from smp_train.models.hub_state import gather_state
-from smp_train.models.initialization import initialise
+from smp_train.models.initialization import drawing_device, initialise
 from smp_train.models.lora import is_adapter
 from smp_train.models.traits import can_chunk, check_experts, check_packed, number_of_experts, split_sizes
 from smp_train.parallel import (
@@ -101,6 +101,7 @@ class NativeBackend(Backend):
         self.offload: activation_offloading.Offload | None = None
         self.degrees = degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=False)
         self.mesh = mesh.Mesh(degrees, device.type)
+        self.draws_on = drawing_device(device)
         self.context: context_parallel.ContextSplit | None = None
         self.routers: router_loss.Routers | None = None
         self.attention: Attention | None = None
@@ -215,11 +216,11 @@ class NativeBackend(Backend):
 
     def _fill(self, model: nn.Module, spec: ModelSpec, seed: int, *, initial: bool) -> None:
         if spec.lora is not None:  # checkpoints of such a model hold the adapters alone
-            initialise(model, seed, only=is_adapter)
+            initialise(model, seed, self.draws_on, only=is_adapter)
         elif not initial:
             return
         if spec.pretrained is None:
-            initialise(model, seed)
+            initialise(model, seed, self.draws_on)
         else:
             with Progress(f"Reading {spec.pretrained}, rank 0's part", unit="B", shown=rank() == 0) as progress:
                 load_weights(model, spec.pretrained, progress.set_count)

@@ -31,7 +31,7 @@ from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.hub_state import gather_state
-from smp_train.models.initialization import module_initialiser
+from smp_train.models.initialization import drawing_device, module_initialiser
 from smp_train.models.smp_names import HubModel, Ranks
 from smp_train.models.traits import can_chunk, check_loss, check_packed, split_sizes
 
@@ -95,8 +95,9 @@ class SmpBackend(Backend):
         args, spec = self.args, meta.spec
         model: Any = meta.model
         weights = spec.pretrained if initial else None
-        real = smp_model.give_weights(model, weights, delayed=args.delayed_param, seed=seed)
-        initialise_module = None if self.transforms else module_initialiser(model, seed)
+        draws_on = drawing_device(self.device)
+        real = smp_model.give_weights(model, weights, delayed=args.delayed_param, seed=seed, draws_on=draws_on)
+        initialise_module = None if self.transforms else module_initialiser(model, seed, draws_on)
         layer = type(build.decoder_layers(model)[0][1])
         # SMP draws from torch's generators, which are seeded equally on all ranks so that replicas are equal.
         random.seed(seed)

@@ -36,7 +36,9 @@ OLDEST_FP8_CAPABILITY = (9, 0)
 """Hopper, the first GPUs on which SMP supports FP8 (its documentation, "Mixed precision training")."""
 
 
-def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: int) -> bool:
+def give_weights(
+    model: nn.Module, weights: str | None, *, delayed: bool, seed: int, draws_on: torch.device
+) -> bool:  # fmt: skip
     """Fill the whole model in host memory on ranks that need it; return whether this rank does; collective.
 
     Rank 0 reads pretrained ``weights``, which FSDP broadcasts.
@@ -47,7 +49,7 @@ def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: 
         if real:
             build.materialise(model, "cpu")
             if weights is None:
-                initialise(model, seed)
+                initialise(model, seed, draws_on)
             elif reads:
                 with distributed.alone():
                     load_weights(model, weights)

@@ -45,20 +45,6 @@ class Part:
     shape: tuple[int, ...]
     indices: tuple[Tensor, ...]
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of the rank's tensor."""
-        return tuple(len(index) for index in self.indices)
-
-    def runs(self) -> tuple[Tensor, Tensor]:
-        """Return (starts, offsets) such that row i, column j is the parameter's flat element starts[i] + offsets[j]."""
-        strides = torch.empty(self.shape, device="meta").stride()
-        starts = torch.zeros(1, dtype=torch.int64)
-        for index, stride in zip(self.indices[:-1], strides[:-1], strict=True):
-            starts = (starts[:, None] + index[None, :] * stride).flatten()
-        offsets = self.indices[-1] if self.indices else torch.zeros(1, dtype=torch.int64)
-        return starts, offsets
-
 
 def part_of(param: Tensor) -> Part:
     """Return the elements of ``param`` that this rank holds; all elements of a plain tensor.

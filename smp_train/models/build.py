@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from smp_train.errors import ConfigError, first_line
 from smp_train.models import lora
 from smp_train.models.hub_names import attach_hub_names
 from smp_train.models.hugging_face import ModelSpec, model_of, transformers_major
-from smp_train.models.recording import construct_on_meta
+from smp_train.models.meta import CONSTRUCT, construct_on_meta
 
 logger = logging.getLogger("smp_train.models")
 
@@ -22,8 +24,8 @@ def build_meta(
 ) -> nn.Module:
     """Return the Hugging Face causal LM of ``spec`` in training mode, parameters on meta, buffers on the CPU.
 
-    A model of 400 B parameters takes seconds and no memory. The model carries the recorded initialization of its
-    parameters, for `initialise`, and the table of their names on the hub (`smp_train.models.hub_names`).
+    A model of 400 B parameters takes seconds and no memory. The model carries a function that builds another, for
+    `initialise`, and the table of its parameters' names on the hub (`smp_train.models.hub_names`).
 
     Raises:
         ConfigError: transformers refuses the configuration or the attention implementation.
@@ -33,7 +35,9 @@ def build_meta(
     options: dict[str, Any] = {"attn_implementation": attn_implementation}
     options["dtype" if transformers_major() >= 5 else "torch_dtype"] = dtype
     try:
-        model = construct_on_meta(lambda: model_of(spec.config, **options))
+        config = copy.deepcopy(spec.config)  # the model's own may change, and the other's must not change that
+        model = construct_on_meta(partial(model_of, spec.config, **options))
+        model.__dict__[CONSTRUCT] = partial(model_of, config, **options)
     except (ValueError, ImportError, KeyError) as failure:
         raise ConfigError(
             f"cannot build {spec.name} with --attn_implementation {attn_implementation}: {first_line(failure)}"

@@ -1,63 +1,77 @@
-"""Initial weights: each rank draws its own part, with the same values on every mesh and world size.
+"""Initial weights by the model's own ``_init_weights``: the same bits on every mesh and world size.
 
-The value of an element depends only on the seed, and on the element's name and index on the Hugging Face hub. It does
-not depend on the layout in memory, which differs between versions of transformers (`smp_train.models.hub_names`). The
-model's constructor and ``_init_weights`` decide the distribution (`smp_train.models.recording`).
+Every rank draws each parameter whole, one at a time, from the seed and the parameter's name, and keeps the elements
+that it holds. The model's code runs on a second model, on meta but for the drawn parameter: it has no wrappers and no
+shards. Kinds of devices, and releases of torch and transformers, draw different numbers.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial, reduce
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp_train.distributed.agree import rank
-from smp_train.distributed.dtensor import Part, local_tensor, part_of
+from smp_train.distributed.agree import gather, rank
+from smp_train.distributed.dtensor import local_tensor, part_of
 from smp_train.errors import SmpTrainError
-from smp_train.models import counter_random
-from smp_train.models.hub_names import HubTensor, attached, canonical_name, hub_names
-from smp_train.models.recording import OVERWRITES, PROGRAMS, RANDOM, REPLAYABLE, Program, Step
+from smp_train.models.hub_names import attached, canonical_name, hub_names
+from smp_train.models.lora import is_adapter
+from smp_train.models.meta import CONSTRUCT, construct_on_meta
 from smp_train.progress import Progress
 
-CPU_CHUNK = 1 << 15
-"""Elements drawn at a time on a CPU: about ten float64 temporaries of this size fit a core's cache."""
-DEVICE_CHUNK = 1 << 24
-"""Elements drawn at a time on a GPU, which needs large kernels."""
+SMALL = 1 << 18
+"""Elements of the largest parameter that keeps its constructor's value if ``_init_weights`` does not set it."""
+
+
+def drawing_device(device: torch.device) -> torch.device:
+    """Return the device to draw on: this rank's, or the CPU if the ranks' GPUs, and so their numbers, differ.
+
+    Collective on GPUs.
+    """
+    if device.type != "cuda":
+        return device
+    names = gather("naming the GPUs", lambda: torch.cuda.get_device_name(device))
+    return device if len(set(names)) == 1 else torch.device("cpu")
 
 
 def initialise(
-    model: nn.Module, seed: int, *, chunk: int | None = None, only: Callable[[str], bool] = lambda name: True
-) -> int:
-    """Fill every parameter of a model made by `build_meta` and materialised; return how many numbers were drawn.
+    model: nn.Module, seed: int, device: torch.device | None = None, *, only: Callable[[str], bool] = lambda name: True
+) -> None:
+    """Fill every parameter of a model made by `build_meta` and materialised.
 
     Args:
         model: Its parameters are plain tensors or DTensors (Shard, Replicate, _StridedShard), wrapped or not.
         seed: Any integer.
-        chunk: Elements computed at a time, which affects speed and memory only.
+        device: The device to draw on; None for each parameter's own.
         only: Whether to fill a parameter, by its canonical name.
 
     Raises:
-        SmpTrainError: a parameter without a recorded initialization, or whose initialization needs the whole tensor.
+        SmpTrainError: a parameter that the model's code does not initialise, or only from other parameters.
     """
-    initialiser = _Initialiser(model, seed, chunk)
-    drawn, total = 0, sum(local_tensor(param).numel() for param in model.parameters())
-    with torch.no_grad(), Progress("Drawing initial weights, rank 0's", total, "numbers", rank() == 0) as progress:
-        for name, param in model.named_parameters():
-            if only(canonical_name(name)):
-                drawn += initialiser.fill(canonical_name(name), param)
-                progress.update(local_tensor(param).numel())
-    return drawn
+    drawing = _Drawing(model, seed)
+    named = [(canonical_name(name), param) for name, param in model.named_parameters() if only(canonical_name(name))]
+    total = sum(param.numel() for _, param in named)
+    with torch.no_grad(), Progress("Drawing initial weights", total, "numbers", rank() == 0) as progress:
+        for name, param in named:
+            drawing.fill(name, param, device)
+            progress.update(param.numel())
 
 
-def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], None]:
-    """Return a function that fills a module's own parameters, whole and on a device, as `initialise` would.
+def module_initialiser(model: nn.Module, seed: int, device: torch.device) -> Callable[[nn.Module], None]:
+    """Return a function that fills a module's own parameters, whole and materialised, as `initialise` would.
 
     It is for FSDP1's ``param_init_fn``, which materialises one module at a time. Create it before wrapping. Of tied
     parameters, only the first is filled; the caller ties all others to it.
     """
-    initialiser = _Initialiser(model, seed)
+    drawing = _Drawing(model, seed)
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     first = {name for name, _ in model.named_parameters()}
 
@@ -66,111 +80,102 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
         for key, param in module.named_parameters(recurse=False):
             name = prefixes[id(module)] + key
             if name in first:
-                initialiser.fill(name, param)
+                drawing.fill(name, param, device)
 
     return initialise_module
 
 
-class _Initialiser:
-    """Replays the programs of one model."""
+class _Drawing:
+    """Draws the parameters of one model."""
 
-    def __init__(self, model: nn.Module, seed: int, chunk: int | None = None) -> None:
-        self._programs: dict[str, Program] | None = attached(model, PROGRAMS)
-        self._names, self._seed, self._chunk = hub_names(model), seed, chunk
-        if self._programs is None:
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._construct, self._names, self._seed = attached(model, CONSTRUCT), hub_names(model), seed
+        if self._construct is None:
             raise SmpTrainError("this model was not made by build_meta: how to initialise it is not known")
 
-    def fill(self, name: str, param: Tensor) -> int:
-        """Fill this rank's part of a parameter with a canonical name; return how many numbers were drawn."""
-        program = (self._programs or {}).get(name) or []
-        _check(name, program)
-        if param.is_meta:
+    @cached_property
+    def _plain(self) -> tuple[Any, dict[str, Tensor]]:
+        """The model without wrappers, on meta, and the values that constructors gave to small parameters."""
+        with _seeded(self._seed, ""), _MarkUnset():
+            model = construct_on_meta(self._construct, larger_than=SMALL)
+        values = {name: param.detach() for name, param in model.named_parameters() if not param.is_meta}
+        return model.to("meta"), {name: value for name, value in values.items() if not _is_unset(value)}
+
+    def fill(self, name: str, param: Tensor, device: torch.device | None) -> None:
+        """Fill this rank's part of a parameter with a canonical name."""
+        local = local_tensor(param)
+        if local.is_meta:
             raise SmpTrainError(f"parameter {name} is still on the meta device; call materialise first")
-        tensors = self._names.tensors_of(name, param.shape)
-        if len(tensors) > 1 and any(step.view is not None or step.op == "constant" for step in program):
-            tensors = (HubTensor(name, tuple(param.shape)),)  # the program refers to the whole parameter
-        local, part = local_tensor(param), part_of(param)
-        if tuple(local.shape) != part.local_shape:
-            raise SmpTrainError(f"parameter {name}: holds {tuple(local.shape)}, its placements say {part.local_shape}")
-        blocks = ((tensor.name, tensor.within(part)) for tensor in tensors)
-        return sum(self._draw(local[block[0]], block[1], program, hub_name) for hub_name, block in blocks if block)
-
-    def _draw(self, local: Tensor, part: Part, program: Program, name: str) -> int:
-        """Fill the elements of the hub's tensor ``name`` that this rank holds; return how many numbers were drawn."""
-        if len(program) == 1 and program[0].op == "fill_":
-            local.fill_(program[0].args[0])
-            return 0
-        drawn, device = 0, local.device
-        rows = local.view(-1, local.shape[-1]) if local.dim() else local.view(1, 1)
-        chunk = self._chunk or (CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK)
-        for target, index in _chunks(rows, part, chunk) if local.numel() else ():
-            values = torch.zeros(1, dtype=torch.float64, device=device).expand(index.numel())
-            ordinal = 0
-            for step in program:
-                values = _apply(step, values, index.view(-1), counter_random.stream_key(self._seed, name, ordinal))
-                ordinal += step.op in RANDOM
-            drawn += index.numel() * ordinal
-            target.copy_(values.view(index.shape))
-        return drawn
+        device = device or local.device
+        whole = nn.Parameter(torch.full(tuple(param.shape), math.nan, dtype=param.dtype, device=device))
+        init_weights = _init_adapter if is_adapter(name) else partial(_init_weights, *self._plain)
+        try:
+            # By its first name on the hub, which releases of transformers do not change.
+            with _seeded(self._seed, self._names.tensors_of(name, param.shape)[0].name):
+                init_weights(name, whole)
+        except NotImplementedError as failure:  # from a tensor on meta
+            raise SmpTrainError(f"{name}: its initialization reads other parameters; start from weights") from failure
+        if _is_unset(whole):
+            raise SmpTrainError(f"nothing in the model's code initialises parameter {name}; start from weights")
+        indices = enumerate(part_of(param).indices)
+        parts = ((dim, index.to(device)) for dim, index in indices if len(index) < param.shape[dim])
+        local.copy_(reduce(lambda tensor, part: tensor.index_select(*part), parts, whole.detach()))
 
 
-def _check(name: str, program: Program) -> None:
-    if not program:
-        raise SmpTrainError(f"nothing in the model's code initialises parameter {name}")
-    bad = [step.op for step in program if step.op not in REPLAYABLE]
-    if bad or program[0].op not in OVERWRITES or program[0].view is not None:
-        problem = bad[0] if bad else f"{program[0].op} on unset memory"
-        raise SmpTrainError(f"{name}: its initialization ({problem}) cannot be drawn in parts; start from weights")
-
-
-def _chunks(rows: Tensor, part: Part, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (block of the local matrix, its flat indices in the whole parameter), about ``chunk`` elements each."""
-    starts, offsets = (x.to(rows.device) for x in part.runs())
-    width = min(len(offsets), chunk)
-    height = max(1, chunk // width)
-    for top in range(0, len(starts), height):
-        for left in range(0, len(offsets), width):
-            index = starts[top : top + height, None] + offsets[None, left : left + width]
-            yield rows[top : top + height, left : left + width], index
-
-
-def _apply(step: Step, values: Tensor, index: Tensor, key: int) -> Tensor:
-    """Return the ``values`` of the elements at ``index`` after one step."""
-    inside = None if step.view is None else _inside(index, *step.view)
-    if inside is not None and not bool(inside.any()):
-        return values
-    if step.op == "normal_":
-        mean, std = step.args
-        new = counter_random.normal(key, index).mul_(std).add_(mean)
-    elif step.op == "uniform_":
-        low, high = step.args
-        new = counter_random.uniform(key, index).mul_(high - low).add_(low)
-    elif step.op == "trunc_normal_":
-        new = _truncated(step, key, index)
-    elif step.op == "fill_":
-        new = torch.full_like(values, step.args[0])
-    elif step.op == "constant":
-        new = step.args[0].flatten().to(index.device)[index]
+def _init_adapter(name: str, whole: nn.Parameter) -> None:
+    """Initialise a parameter as peft does."""
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
     else:
-        new = getattr(values.clone(), step.op)(*step.args, **step.kwargs)
-    return new if inside is None else torch.where(inside, new, values)
+        nn.init.zeros_(whole)
 
 
-def _truncated(step: Step, key: int, index: Tensor) -> Tensor:
-    """Draw from a normal distribution truncated to [a, b], by inversion."""
-    mean, std, a, b = step.args
-    low, high = (statistics.NormalDist().cdf((end - mean) / std) for end in (a, b))
-    # If [a, b] is wide, its ends' probabilities round to 0 and 1, whose quantiles are infinite: clamp them to the ends.
-    quantile = torch.special.ndtri(counter_random.uniform(key, index).mul_(high - low).add_(low))
-    return quantile.mul_(std).add_(mean).clamp_(a, b)
+def _init_weights(model: Any, values: Mapping[str, Tensor], name: str, whole: nn.Parameter) -> None:
+    """Initialise a parameter as transformers does: by its module, then by the modules around that, outwards.
+
+    Args:
+        model: The model without wrappers, on meta.
+        values: The values that constructors gave to small parameters.
+        name: The parameter's name in ``model``.
+        whole: The parameter.
+    """
+    from transformers import PreTrainedModel
+
+    owner, _, key = name.rpartition(".")
+    calls: list[Callable[[], None]] = []
+    init_weights = model._init_weights
+    for module in accumulate(owner.split(".") if owner else (), getattr, initial=model):
+        init_weights = module._init_weights if isinstance(module, PreTrainedModel) else init_weights
+        calls.insert(0, partial(init_weights, module))
+    on_meta, module._parameters[key] = module._parameters[key], whole
+    for call in calls:
+        call()
+    if _is_unset(whole) and name in values:
+        whole.copy_(values[name])
+    elif _is_unset(whole) and hasattr(module, "reset_parameters"):  # torch's modules call it when they are made
+        for call in (module.reset_parameters, *calls):
+            call()
+    module._parameters[key] = on_meta
 
 
-def _inside(index: Tensor, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Return which flat indices of a contiguous tensor lie in a view of it, made by narrow or select."""
-    remainder = index - offset
-    inside = remainder >= 0
-    for stride, size in sorted(zip(strides, sizes, strict=True), reverse=True):
-        position = remainder // stride
-        inside &= position < size
-        remainder = remainder - position * stride
-    return inside & (remainder == 0)
+class _MarkUnset(TorchDispatchMode):
+    """Fills the memory of a small tensor with NaN if it is allocated without values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "empty" in func._schema.name and out.is_floating_point() and out.numel() <= SMALL:
+            out.fill_(math.nan)
+        return out
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    return bool(tensor.sum().isnan())  # makes no tensor of this size
+
+
+@contextmanager
+def _seeded(seed: int, name: str) -> Iterator[None]:
+    """Seed torch's generators from a seed and a name; on exit, restore those of the CPU and of this rank's GPU."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        torch.manual_seed(int.from_bytes(digest, "little"))
+        yield

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from smp_train.errors import ConfigError, install, one_line
-from smp_train.models.hub_names import canonical_name
-from smp_train.models.recording import PROGRAMS, construct_on_meta
+from smp_train.models.meta import construct_on_meta
 
 ALL_LINEAR = "all-linear"
 """All linear layers except the head."""
@@ -70,10 +69,9 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def inject(model: Any, lora: Lora) -> None:
-    """Add adapters to a model on meta, made by `construct_on_meta`, and freeze all its other parameters.
+    """Add adapters to a model on meta, and freeze all its other parameters.
 
-    The adapters' initialization is recorded like the model's own. Raises `ConfigError` for targets that are not the
-    names of linear layers, or for a tied head.
+    Raises `ConfigError` for targets that are not the names of linear layers, or for a tied head.
     """
     from peft import inject_adapter_in_model
 
@@ -87,13 +85,11 @@ def inject(model: Any, lora: Lora) -> None:
             raise ConfigError(
                 f"--lora_target_modules {target}: the head of this model is its embedding; leave it out"
             )
-    config, programs = lora.config(), model.__dict__[PROGRAMS]
+    config = lora.config()
     try:
         construct_on_meta(lambda: inject_adapter_in_model(config, model))
     except ValueError as failure:
         raise ConfigError(f"--lora_target_modules {' '.join(lora.target_modules)}: {one_line(failure)}") from None
-    recorded = {canonical_name(name): program for name, program in model.__dict__[PROGRAMS].items()}
-    model.__dict__[PROGRAMS] = {name: programs.get(name) or program for name, program in recorded.items()}
 
 
 @torch.no_grad()

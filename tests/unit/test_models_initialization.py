@@ -1,9 +1,8 @@
-"""Initial weights: the distribution of the model's own initialization, from seed, name and index alone."""
+"""Initial weights: the distribution of the model's own initialization, from seed and name alone."""
 
 import math
 import resource
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from smp_train.arguments import Arguments
 from smp_train.errors import SmpTrainError
-from smp_train.models import counter_random
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.initialization import initialise
-from smp_train.models.recording import construct_on_meta
+from smp_train.models.meta import CONSTRUCT, construct_on_meta
 from smp_train.models.resolve import resolve
 from tests.harness import run
 
@@ -37,14 +35,11 @@ def spec_of(family: str) -> Any:
     return resolve(Arguments(**WIDTHS, model_type=family, **FAMILIES[family]))
 
 
-def ready(family: str, seed: int = 1, **kwargs: Any) -> nn.Module:
-    model = build_meta(spec_of(family))
+def drawn(model: nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Return the initial weights of a model on meta."""
     materialise(model, "cpu")
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(float("nan"))
-    initialise(model, seed, **kwargs)
-    return model
+    initialise(model, seed)
+    return {name.replace("_checkpoint_wrapped_module.", ""): p.detach() for name, p in model.named_parameters()}
 
 
 def same_distribution(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -60,8 +55,11 @@ def same_distribution(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_distribution_is_that_of_the_models_own_initialization(family: str) -> None:
-    model: Any = ready(family)
+    model: Any = build_meta(spec_of(family))
     torch.manual_seed(0)
+    state = torch.get_rng_state()
+    drawn(model)
+    assert torch.equal(state, torch.get_rng_state())
     ordinary = AutoModelForCausalLM.from_config(spec_of(family).config)
     theirs = dict(ordinary.named_parameters())
     for name, param in model.named_parameters():
@@ -78,102 +76,96 @@ def test_the_distribution_is_that_of_the_models_own_initialization(family: str) 
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def test_the_padding_row_is_zero_and_the_size_of_the_pieces_does_not_matter() -> None:
+def test_the_padding_row_is_zero() -> None:
     spec = spec_of("llama_v2")
     spec.config.pad_token_id = 7
-    model = build_meta(spec)
-    materialise(model, "cpu")
-    weights: list[list[torch.Tensor]] = []
-    for chunk in (None, 333, 1 << 20):
-        for param in model.parameters():
-            param.data.fill_(float("nan"))
-        initialise(model, 1, chunk=chunk)
-        weights.append([param.detach().clone() for param in model.parameters()])
-        zeros = (model.get_input_embeddings().weight == 0).all(dim=1)
-        assert zeros.nonzero().flatten().tolist() == [7]
-    assert all(torch.equal(one, other) for others in weights[1:] for one, other in zip(weights[0], others, strict=True))
+    zeros = (drawn(build_meta(spec))["model.embed_tokens.weight"] == 0).all(dim=1)
+    assert zeros.nonzero().flatten().tolist() == [7]
 
 
 def test_values_depend_on_seed_and_name_only() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    first, other = (dict(ready("llama_v2", seed).named_parameters()) for seed in (1, 2))
+    first, other = (drawn(build_meta(spec_of("llama_v2")), seed) for seed in (1, 2))
     torch.manual_seed(99)
     model: Any = build_meta(spec_of("llama_v2"))
     for index, (_, layer) in enumerate(decoder_layers(model)):
         model.model.layers[index] = checkpoint_wrapper(layer)
-    materialise(model, "cpu")
-    initialise(model, 1)
-    wrapped = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in model.named_parameters()}
+    wrapped = drawn(model)
     assert wrapped.keys() == first.keys()
     assert all(torch.equal(wrapped[name], first[name]) for name in first)
-    one, two = (first[f"model.layers.{number}.mlp.up_proj.weight"].detach().flatten() for number in (0, 1))
+    one, two = (first[f"model.layers.{number}.mlp.up_proj.weight"].flatten() for number in (0, 1))
     assert not bool((one == other["model.layers.0.mlp.up_proj.weight"].flatten()).any())
     assert not bool((one == two).any())
     assert abs(float(torch.corrcoef(torch.stack([one, two]))[0, 1])) < 5 / math.sqrt(one.numel())
 
 
 class Zoo(nn.Module):
-    """One parameter for each way in which constructors set them."""
+    """A parameter for each way in which models set them, small and large ones; ``inner`` is set from outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, *unset: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(100, 200)
-        self.truncated = nn.Parameter(torch.empty(200, 100))
-        nn.init.trunc_normal_(self.truncated, std=0.5, a=-0.6, b=0.3)
-        self.wide = nn.Parameter(torch.empty(200, 100))
-        nn.init.trunc_normal_(self.wide, std=0.02)
-        self.scaled = nn.Parameter(torch.randn(200, 100) * 1.0)
-        self.scaled.data.normal_().mul_(0.1).add_(3.0)
+        self.linear, self.large = nn.Linear(100, 200), nn.Linear(600, 600)
+        self.inner, self.norm = nn.Linear(600, 600), nn.LayerNorm(100)
+        self.orthogonal = nn.Parameter(torch.empty(30, 30))
         self.computed = nn.Parameter(torch.log(torch.arange(1, 17, dtype=torch.float32)).repeat(3, 1))
-        self.copied = nn.Parameter(torch.empty(6, 4))
-        self.copied.data.copy_(torch.arange(24.0).view(6, 4))
         self.partly = nn.Parameter(torch.ones(6, 4))
         with torch.no_grad():
             self.partly[1:3, 1:4].zero_()
+        self.random = nn.Parameter(torch.rand(200, 100))
+        self.unset = nn.ParameterList([nn.Parameter(torch.empty(size)) for size in unset])
         self.register_buffer("table", torch.arange(5.0) * 2)
 
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            nn.init.orthogonal_(self.orthogonal)
+            nn.init.trunc_normal_(self.inner.weight, std=0.5, a=-0.6, b=0.3)
+        elif module is self.inner:
+            nn.init.zeros_(self.inner.weight)
 
-def test_other_distributions_and_computed_values() -> None:
-    ours = construct_on_meta(Zoo)
-    assert all(param.is_meta for param in ours.parameters())
-    materialise(ours, "cpu")
-    initialise(ours, 5)
+
+def zoo_on_meta(*unset: int) -> nn.Module:
+    model: nn.Module = construct_on_meta(lambda: Zoo(*unset))
+    model.__dict__[CONSTRUCT] = lambda: Zoo(*unset)
+    return model
+
+
+def test_every_way_of_initializing() -> None:
+    model = zoo_on_meta()
+    assert all(param.is_meta for param in model.parameters())
+    ours, again = drawn(model, 5), drawn(zoo_on_meta(), 5)
+    assert all(torch.equal(ours[name], again[name]) for name in ours)
     torch.manual_seed(0)
-    theirs = dict(Zoo().named_parameters())
-    for name, param in ours.named_parameters():
-        if name in ("computed", "copied", "partly"):
-            assert torch.equal(param, theirs[name]), name
-        elif name != "scaled":
-            assert same_distribution(param.detach(), theirs[name].detach()), name
-    params = {name: param.detach() for name, param in ours.named_parameters()}
-    assert float(params["scaled"].mean()) == pytest.approx(3.0, abs=0.005)
-    assert float(params["scaled"].std()) == pytest.approx(0.1, rel=0.02)
-    assert -0.6 <= float(params["truncated"].min()) < -0.59
-    assert 0.29 < float(params["truncated"].max()) <= 0.3
-    bound = 1 / math.sqrt(100)
-    assert 0.99 * bound < float(params["linear.weight"].abs().max()) <= bound
-    assert torch.equal(ours.table, torch.arange(5.0) * 2)
+    theirs = Zoo()
+    theirs.apply(theirs._init_weights)
+    for name, param in theirs.named_parameters():
+        assert same_distribution(ours[name], param.detach()), name
+    assert all(torch.equal(ours[name], theirs.get_parameter(name)) for name in ("computed", "partly", "norm.weight"))
+    assert torch.allclose(ours["orthogonal"] @ ours["orthogonal"].T, torch.eye(30), atol=1e-5)
+    assert -0.6 <= float(ours["inner.weight"].min()) < -0.59
+    assert 0.29 < float(ours["inner.weight"].max()) <= 0.3
+    assert torch.equal(model.table, torch.arange(5.0) * 2)
 
 
-def test_initializations_that_cannot_be_drawn_in_parts_are_refused() -> None:
-    transformers_init = pytest.importorskip("transformers.initialization", reason="came with transformers 5")
+@pytest.mark.parametrize("size", [4, 600 * 600])
+def test_a_parameter_that_nothing_initializes_is_refused(size: int) -> None:
+    with pytest.raises(SmpTrainError, match=r"unset\.0; start from weights"):
+        drawn(zoo_on_meta(size))
 
-    def linear(source: Any, name: str, **options: Any) -> nn.Module:
-        module = nn.Linear(4, 4)
-        getattr(source, name)(module.weight, **options)  # looked up while its record is taken
-        return module
 
-    for construct in (
-        partial(linear, nn.init, "orthogonal_"), partial(linear, nn.init, "eye_"),
-        partial(linear, nn.init, "sparse_", sparsity=0.5), partial(linear, transformers_init, "orthogonal_"),
-        lambda: nn.ParameterList([torch.empty(4)]),
-    ):  # fmt: skip
-        model = construct_on_meta(construct)
-        materialise(model, "cpu")
-        with pytest.raises(SmpTrainError, match=next(name for name, _ in model.named_parameters())):
-            initialise(model, 1)
-    assert nn.init.orthogonal_ is transformers_init.TORCH_INIT_FUNCTIONS["orthogonal_"]
+def test_a_parameter_that_is_initialized_from_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    init_weights = Zoo._init_weights
+
+    def copying(zoo: Zoo, module: nn.Module) -> None:
+        init_weights(zoo, module)
+        zoo.inner.weight.copy_(zoo.large.weight)
+
+    monkeypatch.setattr(Zoo, "_init_weights", copying)
+    with pytest.raises(SmpTrainError, match=r"inner\.weight.*start from weights"):
+        drawn(zoo_on_meta())
+
+
+def test_a_model_of_another_origin_or_without_memory_is_refused() -> None:
     for model, missing in ((nn.Linear(2, 2), "build_meta"), (build_meta(spec_of("gpt2")), "materialise")):
         with pytest.raises(SmpTrainError, match=missing):
             initialise(model, 1)
@@ -194,8 +186,18 @@ def test_the_largest_model_takes_seconds_and_no_memory() -> None:
     assert taken < 300 << 20
 
 
-def test_splitmix64_gives_its_published_numbers() -> None:
-    # Vigna's splitmix64.c with state 1234567, as listed in many test suites.
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    got = counter_random.bits(1234567, torch.arange(4))
-    assert [value % 2**64 for value in got.tolist()] == expected
+def draw_a_large_model() -> int:
+    """Return the bytes by which this process grows while it draws weights of 420 MB, whose memory it already has."""
+    flags = {"num_layers": 6, "num_heads": 8, "hidden_width": 1024, "intermediate_size": 4096, "vocab_size": 8192}
+    model = build_meta(resolve(Arguments(model_type="llama_v2", **flags)))
+    materialise(model, "cpu")
+    for param in model.parameters():
+        param.data.zero_()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    initialise(model, 1)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+@pytest.mark.slow
+def test_one_parameter_is_whole_at_a_time() -> None:
+    assert run(draw_a_large_model, 1)[0] < 100 << 20  # the largest takes 34 MB
