@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from smp_train.distributed.host import older
 from tests import harness
 from tests.shards import write_shard
 from tests.smp import smp, train_on_smp
@@ -205,6 +207,7 @@ def test_metrics_have_the_slowest_rank_and_the_shares_of_time(tmp_path: Path) ->
     for record in steps(tmp_path / "all"):
         assert {"slowest_rank", "slowest_host", "slowest_phase", "slowest_sec"} <= record.keys()
         assert 0.99 < sum(record["time_shares"].values()) < 1.01
-        assert 0 < record["communication_share"] < 1
+        if not older(torch.__version__, "2.9"):
+            assert 0 < record["communication_share"] < 1
     harness.run(train, 1, flags(tmp_path / "minimal", max_steps=1, telemetry="minimal"))
     assert "time_shares" not in steps(tmp_path / "minimal")[0]

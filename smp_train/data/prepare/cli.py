@@ -165,7 +165,10 @@ def _write_tokenizer(args: Namespace, files: FileSet, output: Path) -> tuple[str
             texts = _training_sample(args, files)
             tokenizer = train(texts, args.train_tokenizer, args.special_tokens, args.min_frequency)
         end, _ = end_token(tokenizer, args.eos_token, location or None)
-    loading = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    loading = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],  # without it, transformers 4 adds token_type_ids
+    }  # fmt: skip
     _write_json(output / "tokenizer_config.json", loading)  # transformers needs this file to load the folder
     with atomic_file(str(path)) as file:
         file.write(tokenizer.to_str(pretty=True).encode() + b"\n")
