@@ -78,6 +78,7 @@ def check_flags(args: Arguments, inputs: ProgramInputs | None = None, *, nativel
             raise ConfigError(f"--{first} and {name} both {task}; give one of them")
     _refuse(_model(args))
     _refuse(_computation(args))
+    _refuse(_layout(args))
 
 
 def refuse_natively(args: Arguments) -> None:
@@ -203,11 +204,14 @@ def _real_path(path: str) -> str:
     return path.rstrip("/") if path.startswith("s3://") else os.path.realpath(os.path.expanduser(path))
 
 
-def _data(args: Arguments, inputs: ProgramInputs) -> Iterator[str]:
+def _layout(args: Arguments) -> Iterator[str]:
     if args.short in ("concat", "pack") and args.long == "crop":
         yield f"--long crop leaves tokens out, --short {args.short} keeps all; use --long split"
     if args.short == "concat" and args.long not in (None, "split"):
         yield f"--short concat joins whole rows, --long {args.long} cuts them before; use --long split"
+
+
+def _data(args: Arguments, inputs: ProgramInputs) -> Iterator[str]:
     if args.use_synthetic_data:
         return
     locations, weights = training_sources(args)

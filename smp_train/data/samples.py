@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from smp_train.data.source import IGNORED, Row, Source, digest_of
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import DataError
 
 TABLE_ROWS = 1 << 22
 """Number of rows in one table of samples; only rows in the same table are packed together."""
@@ -198,7 +198,6 @@ class Samples:
         self, source: Source, seq_len: int, *, long: str = "truncate", short: str = "pad",
         tables: Sequence[Table] | None = None,
     ) -> None:  # fmt: skip
-        check_layout(long, short)
         self.source, self.seq_len, self.long, self.short = source, seq_len, long, short
         report = source.report()
         cuts = report is None or report["longest"] > seq_len
@@ -261,11 +260,3 @@ class Samples:
         end = min(begin + most, row.input_ids.size)
         cut = self.long == "truncate" and end < row.input_ids.size
         return Piece(row, self.source.name(number) if with_name else "", begin, end, cut)
-
-
-def check_layout(long: str, short: str) -> None:
-    """Raise ConfigError for values of --long and --short that do not go together."""
-    if long == "crop" and short != "pad":
-        raise ConfigError(f"--long crop leaves tokens out, --short {short} keeps all; use --long split")
-    if short == "concat" and long != "split":
-        raise ConfigError(f"--short concat joins whole rows, --long {long} cuts them before; use --long split")

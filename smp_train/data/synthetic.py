@@ -6,6 +6,8 @@ import numpy as np
 
 from smp_train.data.source import Row, Source
 
+ROWS = 1_000_000
+
 
 class Synthetic(Source):
     """Uniform random tokens; row i depends on (seed, i) alone, on every machine.
@@ -14,12 +16,12 @@ class Synthetic(Source):
     stream of a bit generator across versions, but not the distributions drawn from it.
     """
 
-    def __init__(self, *, seq_len: int, vocab_size: int, seed: int = 0, size: int = 1_000_000) -> None:
-        self.seq_len, self.vocab_size, self.seed, self.size = seq_len, vocab_size, seed, size
-        self.fingerprint = f"synthetic seed={seed} vocab={vocab_size} length={seq_len} rows={size}"
+    def __init__(self, *, seq_len: int, vocab_size: int, seed: int = 0) -> None:
+        self.seq_len, self.vocab_size, self.seed = seq_len, vocab_size, seed
+        self.fingerprint = f"synthetic seed={seed} vocab={vocab_size} length={seq_len} rows={ROWS}"
 
     def __len__(self) -> int:
-        return self.size
+        return ROWS
 
     def row(self, index: int) -> Row:
         """Return row ``index``: int64 ids."""

@@ -95,6 +95,7 @@ DATA = {
     "--training_dir /d --validation_freq 5": "--validation_freq 5 needs --test_dir",
     "--training_dir /d --max_epochs -1": "--evaluate_only needs --test_dir",
     "--training_dir /d --short concat --long truncate": "--short concat joins whole rows",
+    "--training_dir /d --short pack --long crop": "--long crop leaves tokens out",
     "--training_dir /d:1 /e": "/e: has no weight",
     "--training_dir /d:1 /e:2 --streaming 1": "leave out the weights",
     "--training_dir /d --streaming 1 --epochs 2 --steps_per_epoch 9": "--steps_per_epoch does not go with streamed",

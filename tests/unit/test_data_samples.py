@@ -236,11 +236,8 @@ def test_a_crop_has_a_target_and_depends_on_seed_epoch_and_row_alone():
     assert first == again
 
 
-def test_layouts_that_do_not_go_together_and_rows_that_are_too_long(tmp_path):
+def test_rows_that_are_too_long(tmp_path):
     source = Documents([5, 12])
-    for long, short, flag in (("crop", "pack", "--long crop"), ("truncate", "concat", "--short concat")):
-        with pytest.raises(ConfigError, match=flag):
-            Samples(source, 8, long=long, short=short)
     for short in ("pad", "pack"):
         with pytest.raises(DataError, match=r"d:2: .*12 .* 8 .*--max_context_width"):
             everything(Samples(source, 8, long="error", short=short))

@@ -123,14 +123,13 @@ def test_validation_reads_each_row_once(world, mb, fast, most):
 
 
 def test_synthetic_rows_depend_on_seed_and_index_alone():
-    source = Synthetic(seq_len=9, vocab_size=50, seed=12345, size=100)
+    source = Synthetic(seq_len=9, vocab_size=50, seed=12345)
     # The same on every machine and in every version: measurements and tests compare them.
     assert source.row(0).input_ids.tolist() == [2, 32, 27, 38, 48, 39, 42, 7, 17]
     assert source.row(1).input_ids.tolist() == [45, 17, 26, 45, 10, 16, 12, 2, 47]
-    again = Synthetic(seq_len=9, vocab_size=50, seed=12345, size=200)
-    assert again.row(77).input_ids.tolist() == source.row(77).input_ids.tolist()
-    assert not np.array_equal(Synthetic(seq_len=9, vocab_size=50, seed=1).row(77).input_ids, source.row(77).input_ids)
-    assert again.fingerprint != source.fingerprint
+    other = Synthetic(seq_len=9, vocab_size=50, seed=1)
+    assert not np.array_equal(other.row(77).input_ids, source.row(77).input_ids)
+    assert other.fingerprint != source.fingerprint
     for vocab_size in (2, 1000, 65_537):
         ids = Synthetic(seq_len=100_001, vocab_size=vocab_size).row(3).input_ids
         counts = np.histogram(ids, bins=2, range=(0, vocab_size))[0]
