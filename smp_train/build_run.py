@@ -108,7 +108,7 @@ def build_run(
         return temporary.enter_context(run_tokenizer.tokenizer_for_text(args, spec, start.newest_readable))
 
     with ExitStack() as temporary:
-        train_data, validation = open_data(
+        train_data, validation, reads_text = open_data(
             args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks, dp_rank=topology.dp_rank,
             dp_size=topology.dp_size, pin_memory=device.type == "cuda", inputs=resolved.inputs,
             tokenizer=tokenizer_for_text,
@@ -119,7 +119,6 @@ def build_run(
         resumed = settled.resumed
     with distributed.together("reading the tokenizer"):
         if ranks.is_main:
-            reads_text = tokenizer_for_text.cache_info().currsize > 0
             checkpoints.tokenizer = run_tokenizer.tokenizer_of_run(args, spec, resumed, reads_text=reads_text)
             use_tokenizer(args, spec, checkpoints.tokenizer, new=resumed is None or names_model(args))
     with distributed.together("looking at the checkpoint folders"):

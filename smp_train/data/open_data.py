@@ -60,6 +60,8 @@ class Opener:
     ranks: Runtime
     tokenizer: Callable[[], str | None]
     """Returns the location of the tokenizer or None; called only for records that need a tokenizer."""
+    reads_text: bool = False
+    """Whether the records opened so far need a tokenizer."""
 
     @property
     def max_bad(self) -> float | None:
@@ -74,6 +76,7 @@ class Opener:
 
     def recipe(self, kind: Kind) -> Recipe:
         """Return the recipe by which records of a kind become rows."""
+        self.reads_text |= kind.name != "tokens"
         with distributed.together("reading the tokenizer"):
             tokenizer = None if kind.name == "tokens" else self.tokenizer()
         template, trusted = self.args.chat_template, self.args.trust_remote_code
@@ -148,8 +151,8 @@ class Opener:
 def open_data(
     args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime, dp_rank: int, dp_size: int,
     pin_memory: bool = False, inputs: ProgramInputs | None = None, tokenizer: Callable[[], str | None] = lambda: None,
-) -> tuple[Loader, ValidationData | None]:  # fmt: skip
-    """Return the training data and the validation data for this rank; collective.
+) -> tuple[Loader, ValidationData | None, bool]:  # fmt: skip
+    """Return this rank's training data and validation data, and whether a tokenizer converts any of it; collective.
 
     ``dp_rank`` is one of ``dp_size`` data-parallel ranks, which share the samples; ``inputs`` has a program's rows; the
     other arguments are the fields of `Opener`.
@@ -193,11 +196,12 @@ def open_data(
             )  # fmt: skip
         assert training is not None
         if held_out is None:
-            return training, None
+            return training, None, opener.reads_text
         first = held_out.last_shard().start if args.fast_validation else 0
-        return training, ValidationData(
+        validation = ValidationData(
             held_out, first, micro_batch=args.val_batch_size, max_batches=args.validation_batches, **share
         )  # fmt: skip
+        return training, validation, opener.reads_text
 
 
 def _open_held_out(opener: Opener, inputs: ProgramInputs, locations: Sequence[str], most: int) -> Samples:
