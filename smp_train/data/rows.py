@@ -18,7 +18,7 @@ from smp_train.data.kinds import LABELS, Kind
 from smp_train.data.readers import Record, records
 from smp_train.data.source import Problem, Row, digest_of
 from smp_train.data.text import Completions, Texts
-from smp_train.data.token_rows import TokenRows
+from smp_train.data.token_rows import TokenRecords
 from smp_train.data.tokenizer import load_for_chats, load_with_end
 from smp_train.errors import ConfigError, DataError
 
@@ -51,7 +51,7 @@ class Recipe:
         if self.chat_template is not None and kind.name != "chats":
             raise ConfigError(f"--chat_template {self.chat_template}: the data holds {kind.plural}; leave it out")
         if kind.name == "tokens":
-            return RowMaker(kind, TokenRows(self.vocab_size), digest_of(ROWS_VERSION, kind, self.vocab_size))
+            return RowMaker(kind, TokenRecords(self.vocab_size), digest_of(ROWS_VERSION, kind, self.vocab_size))
         if name is None:
             raise ConfigError(f"the data holds {kind.plural}, and no tokenizer is known; give --tokenizer")
         make: Chats | Texts | Completions

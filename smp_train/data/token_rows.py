@@ -28,7 +28,7 @@ Lists = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 """Ids, attention mask and labels of a record, int64."""
 
 
-class TokenRows:
+class TokenRecords:
     """Makes a row from each token record, whose ids must be below ``vocab_size``."""
 
     def __init__(self, vocab_size: int) -> None:

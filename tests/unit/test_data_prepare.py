@@ -16,7 +16,7 @@ from smp_train.data.prepare import cli
 from smp_train.data.prepare.cli import MANIFEST, SPLITS, main
 from smp_train.data.prepare.shards import SplitWriter, is_held_out
 from smp_train.data.source import Row
-from smp_train.data.token_rows import TokenRows
+from smp_train.data.token_rows import TokenRecords
 from smp_train.errors import ConfigError, DataError
 from tests.chats import MARKED, by_transformers, chat, write_lines, write_tokenizer
 from tests.shards import opened
@@ -70,7 +70,7 @@ def read_split(folder):
         data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
         for line in data.splitlines():
             assert list(json.loads(line)) == ["input_ids", "attention_mask"]
-            (row,) = TokenRows(400)([line])
+            (row,) = TokenRecords(400)([line])
             assert isinstance(row, Row)
             assert row.labels is None
             tokens.append(row.input_ids)

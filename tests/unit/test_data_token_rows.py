@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from smp_train.data.source import Problem, Row
-from smp_train.data.token_rows import TokenRows
+from smp_train.data.token_rows import TokenRecords
 
 GOOD = {
     "plain": (b'{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}', [1, 2, 3]),
@@ -90,7 +90,7 @@ def either_parser(request, monkeypatch):
         monkeypatch.setattr("smp_train.data.token_rows.Parser", None)
 
 
-def one_row(make: TokenRows, line: bytes) -> Row | Problem:
+def one_row(make: TokenRecords, line: bytes) -> Row | Problem:
     (row,) = make([line])
     assert row is not None
     return row
@@ -99,7 +99,7 @@ def one_row(make: TokenRows, line: bytes) -> Row | Problem:
 @pytest.mark.parametrize("name", GOOD)
 def test_good_rows(name, either_parser):
     line, ids, *labels = GOOD[name]
-    make = TokenRows(100)
+    make = TokenRecords(100)
     # Twice: the second time the mask may be a remembered one.
     for _ in range(2):
         row = one_row(make, line)
@@ -112,7 +112,7 @@ def test_good_rows(name, either_parser):
 @pytest.mark.parametrize("name", BAD)
 def test_bad_rows(name, either_parser):
     line, reason = BAD[name]
-    fresh, used = TokenRows(100), TokenRows(100)
+    fresh, used = TokenRecords(100), TokenRecords(100)
     used([b'{"input_ids": [1, 2], "attention_mask": [1, 1]}'])
     for make in (fresh, used):
         for _ in range(2):
@@ -124,7 +124,7 @@ def test_bad_rows(name, either_parser):
 
 def test_rows_of_tables():
     """Arrays, as tables give them, and the lists they fall back to."""
-    make = TokenRows(100)
+    make = TokenRecords(100)
     ids = np.array([0, 1, 2], dtype=np.uint16)
     good, null, nulls, huge, floats = make([
         {"input_ids": ids, "attention_mask": np.array([0, 1, 1], dtype=np.int8)}, {"input_ids": None},
@@ -149,7 +149,7 @@ def test_agrees_with_json_on_mangled_lines():
     """After any one edit a line is read as json reads it, or refused."""
     line = b'{"a": [true], "input_ids": [1, 23, 4], "attention_mask": [1, 1, 0]}'
     rng = random.Random(0)
-    make = TokenRows(100)
+    make = TokenRecords(100)
     accepted = 0
     for _ in range(20_000):
         mangled = bytearray(line)
@@ -176,6 +176,6 @@ REMEMBERED = b', "attention_mask": [1, 1]}'
     (b'{"input_ids": [1, 2, 3]' + REMEMBERED, "attention_mask 2"),
 ])  # fmt: skip
 def test_a_remembered_mask_at_the_end_of_a_bad_line(line, reason):
-    make = TokenRows(100)
+    make = TokenRecords(100)
     assert isinstance(one_row(make, b'{"input_ids": [3, 4]' + REMEMBERED), Row)
     assert reason in str(one_row(make, line))
