@@ -8,6 +8,7 @@ so a stream resumes from a `Cursor` by reading one block again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -140,8 +141,7 @@ class Stream:
         self._blocks = self._read_blocks(cursor)
         self._first_block: Future[list[Any]] | None = None
         self._groups = self._make_pieces(cursor)
-        self._pieces = chain.from_iterable(self._groups)
-        self._next: tuple[Cursor, Piece] | None = None
+        self._ready: deque[tuple[Cursor, Piece]] = deque()
 
     def open(self, pool: Executor) -> None:
         """Begin to read the first block in a thread of ``pool``, unless it is being read."""
@@ -149,7 +149,7 @@ class Stream:
 
     def check(self) -> None:
         """Make the first rows, and keep them for the first samples. Raises DataError."""
-        self._pieces = chain(next(filter(None, self._groups), ()), self._pieces)
+        self._peek()
 
     @property
     def ended(self) -> bool:
@@ -170,7 +170,9 @@ class Stream:
             pieces.append(piece._replace(end=end, truncated=piece.truncated and end == piece.end))
             room -= end - piece.begin
             self.cursor = cursor._replace(token=end)
-            self._next = (cursor, piece._replace(begin=end)) if end < piece.end else None
+            self._ready.popleft()
+            if end < piece.end:
+                self._ready.appendleft((cursor, piece._replace(begin=end)))
             if short == "pad":
                 break
         return join(pieces, packed=short == "pack") if pieces else None
@@ -183,11 +185,13 @@ class Stream:
 
     def _peek(self) -> tuple[Cursor, Piece] | None:
         """Return the next piece with its cursor; after the last epoch, return None and move the cursor to the end."""
-        if self._next is None:
-            self._next = next(self._pieces, None)
-            if self._next is None and self.reading.epochs is not None:
-                self.cursor = Cursor(self.reading.epochs)
-        return self._next
+        while not self._ready and (group := next(self._groups, None)) is not None:
+            self._ready.extend(group)
+        if self._ready:
+            return self._ready[0]
+        if self.reading.epochs is not None:
+            self.cursor = Cursor(self.reading.epochs)
+        return None
 
     def _permutation(self, size: int, key: str) -> list[int]:
         if not self.reading.shuffled:
