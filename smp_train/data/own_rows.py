@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from smp_train.arguments.program_inputs import Rows
@@ -21,14 +23,24 @@ class Checked(Source):
             raise ConfigError(f"{keyword}: a {type(source).__name__} {problem} one as docs/data.md shows")
         self.source: Source = source
         self.fingerprint, self.shards = str(source.fingerprint), source.shards
-        self.name, self.report = source.name, source.report  # type: ignore[method-assign]
-        if type(source).lengths is not Source.lengths:  # the default of ``source`` would read rows unchecked
-            self.lengths = source.lengths  # type: ignore[method-assign]
         if len(self) < 1:
             raise DataError(f"{keyword}: the {type(source).__name__} has no row")
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def name(self, index: int) -> str:
+        """See `Source.name`."""
+        return self.source.name(index)
+
+    def report(self) -> dict[str, Any] | None:
+        """See `Source.report`."""
+        return self.source.report()
+
+    def lengths(self, rows: range) -> np.ndarray:
+        """See `Source.lengths`; where the program's source has only the default, the rows are read and checked."""
+        default = type(self.source).lengths is Source.lengths
+        return super().lengths(rows) if default else self.source.lengths(rows)
 
     def row(self, index: int) -> Row:
         """Return a row with int64 ids and labels; the program may give lists, or any integer type. Raises DataError."""
