@@ -9,10 +9,10 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from smp_train import distributed
 from smp_train.arguments.sources import HELD_OUT, is_hub_name
@@ -80,6 +80,14 @@ class DataFile:
         if self.kind == "text":
             return self.shown
         return f"{self.shown}:{number}" if self.kind == "lines" else f"{self.shown}: row {number}"
+
+
+class Entry(NamedTuple):
+    """A file at a location: the first fields of `DataFile`, without the name."""
+
+    path: str
+    size: int
+    version: str
 
 
 @dataclass(frozen=True)
@@ -225,16 +233,16 @@ def _listed(
     return FileSet(location, files, _kind_of_files(files, selection.column))
 
 
-def _s3_entries(location: str) -> dict[str, DataFile]:
+def _s3_entries(location: str) -> dict[str, Entry]:
     """Return the objects below a prefix, or the one object, by their names relative to the location."""
     return {
-        name: DataFile(path, name, size, etag, "")
-        for name, (path, size, etag) in s3.list_objects(location).items()
+        name: Entry(*entry)
+        for name, entry in s3.list_objects(location).items()
         if not any(part[:1] in "._" for part in name.split("/"))
     }
 
 
-def _local_entries(location: str, selection: Selection) -> dict[str, DataFile]:
+def _local_entries(location: str, selection: Selection) -> dict[str, Entry]:
     """Return the files below a folder, or the one file, by their names relative to the location."""
     root = os.path.abspath(location)
     if os.path.isfile(root):
@@ -263,17 +271,17 @@ def _is_selected(name: str, selection: Selection) -> bool:
     return name[0] not in "._" and not any(fnmatch.fnmatchcase(name, pattern) for pattern in selection.exclude)
 
 
-def _local_entry(path: str) -> DataFile:
+def _local_entry(path: str) -> Entry:
     try:
         status = os.stat(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); remove it or mend the link") from None
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: is not a regular file; move it out of the data folder")
-    return DataFile(path, os.path.basename(path), status.st_size, str(status.st_mtime_ns), "")
+    return Entry(path, status.st_size, str(status.st_mtime_ns))
 
 
-def _splits_in(entries: dict[str, DataFile]) -> list[str]:
+def _splits_in(entries: dict[str, Entry]) -> list[str]:
     """Return the names of the splits in a folder of splits; an empty list for any other folder."""
     folders = list(dict.fromkeys(name.partition("/")[0] for name in entries if "/" in name))
     if DATASET_DICT in entries:
@@ -284,12 +292,15 @@ def _splits_in(entries: dict[str, DataFile]) -> list[str]:
     return splits if "train" in splits and not has_records and (len(splits) > 1 or len(folders) == 1) else []
 
 
-def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) -> FileSet:
+def _fileset(location: str, entries: dict[str, Entry], selection: Selection) -> FileSet:
     """Return the files of a location that hold records. Raises DataError and ConfigError."""
     path = location if is_s3(location) else os.path.abspath(location)
     single = [entry.path for entry in entries.values()] == [path]
     readers = _readers(location, entries, selection.patterns, single)
-    listed = [replace(entries[name], name=name, kind=reader) for name, reader in readers.items()]
+    listed = [
+        DataFile(entry.path, name, entry.size, entry.version, readers[name])
+        for name, entry in entries.items() if name in readers
+    ]  # fmt: skip
     files = [file for file in listed if _is_usable(file, single, selection.zipped)]
     if not files:
         names = _describe(entries)
@@ -313,7 +324,7 @@ def _fileset(location: str, entries: dict[str, DataFile], selection: Selection) 
     return FileSet(location, tuple(sorted(files, key=lambda file: file.name)), kind)
 
 
-def _readers(location: str, entries: dict[str, DataFile], patterns: Sequence[str], single: bool) -> dict[str, str]:
+def _readers(location: str, entries: dict[str, Entry], patterns: Sequence[str], single: bool) -> dict[str, str]:
     """Return the reader of each file that is read."""
     if DATASET_STATE in entries and not patterns:
         return dict.fromkeys(_dataset_files(location, entries), "arrow")
@@ -326,7 +337,7 @@ def _readers(location: str, entries: dict[str, DataFile], patterns: Sequence[str
     return readers
 
 
-def _dataset_files(location: str, entries: dict[str, DataFile]) -> list[str]:
+def _dataset_files(location: str, entries: dict[str, Entry]) -> list[str]:
     """Return the names of the files of a data set that ``save_to_disk`` wrote. Raises DataError."""
     path = entries[DATASET_STATE].path
     try:
