@@ -127,7 +127,7 @@ def start(resolved: Resolved, ranks: Runtime, kept: Kept | None = None) -> Run:
 def join(run: Run, kept: Kept | None) -> None:
     """Bring a run that was not built at the first start to the position of its peers; collective."""
     if run.resumed is not None and "data" in run.resumed.meta:
-        run.train_data.check_state(run.resumed.meta["data"], allow_data_change=True)
+        run.train_data.restore_state(run.resumed.meta["data"], allow_data_change=True)
     resizing.restore(run, kept)
     recovery.join(run)
     track(run)

@@ -114,7 +114,7 @@ class Loader:
         """Return the state that a checkpoint keeps, equal on all ranks; collective for streams."""
         return {"kind": self.kind, "version": STATE_VERSION, "consumed": consumed, **self.identity()}
 
-    def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
+    def restore_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """Restore a saved state and return its ``consumed``. Raises DataError for other data. Not collective."""
         kind, version, now = state.get("kind"), state.get("version"), self.identity()
         if (kind, version) != (self.kind, STATE_VERSION):

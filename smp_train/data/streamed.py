@@ -169,9 +169,9 @@ class StreamedData(Loader):
             raise RuntimeError(f"no rank knows the cursor of stream {int(merged[:, 0].argmin())}")
         return {**super().state(consumed), "cursors": merged[:, 1:].tolist()}
 
-    def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
-        """See `Loader.check_state`; ``allow_data_change`` continues other files at the same cursors."""
-        consumed = super().check_state(state, allow_data_change=allow_data_change)
+    def restore_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
+        """See `Loader.restore_state`; ``allow_data_change`` continues other files at the same cursors."""
+        consumed = super().restore_state(state, allow_data_change=allow_data_change)
         self._begin(consumed, [Cursor(*cursor) for cursor in state["cursors"]])
         return consumed
 

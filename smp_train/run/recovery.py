@@ -293,7 +293,7 @@ def skip_to_position(run: Run, checkpoint: str | None) -> None:
     if checkpoint is not None and run.train_data.kind == "streamed":
         with suppress(CheckpointError):  # then they read all records since the run's start again
             if data := open_checkpoint(checkpoint).meta.get("data"):
-                run.train_data.check_state(data, allow_data_change=True)
+                run.train_data.restore_state(data, allow_data_change=True)
     run.train_data.skip_to(run.progress.consumed)
     run.read_from_here()
 

@@ -198,7 +198,7 @@ def data_position(run: Run, checkpoint: Checkpoint) -> int:
     if "data" in checkpoint.meta:
         if run.args.evaluate_only and run.args.training_dir is None:  # the data of that run may not be on this machine
             return int(checkpoint.meta["data"].get("consumed", 0))
-        return run.train_data.check_state(checkpoint.meta["data"], allow_data_change=run.args.allow_data_change)
+        return run.train_data.restore_state(checkpoint.meta["data"], allow_data_change=run.args.allow_data_change)
     consumed, counter = imported_position(checkpoint, run.train_data)
     log.info(
         "Data: begins at sample %d (by %s); this run has its own sample order: within this epoch some rows repeat and "

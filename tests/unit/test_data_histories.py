@@ -48,7 +48,7 @@ def history(draw: random.Random, loaders, epochs: int) -> list[tuple[str, list[i
     while True:
         shape = {"micro_batch": draw.randint(1, 3), "accumulation": draw.randint(1, 2)}
         ranks = loaders(dp_size=draw.randint(1, 8), prefetch=draw.choice([0, 0, 2]), epochs=epochs, **shape)
-        (consumed,) = {rank.check_state(saved) for rank in ranks} if saved else {0}
+        (consumed,) = {rank.restore_state(saved) for rank in ranks} if saved else {0}
         iterators = [rank.batches(consumed) for rank in ranks]
         steps_to_save, steps_lost = draw.randint(0, 12), draw.randint(0, 2)
         unsaved: list[tuple[str, list[int]]] = []
@@ -62,7 +62,7 @@ def history(draw: random.Random, loaders, epochs: int) -> list[tuple[str, list[i
                     saved = state_of(ranks, consumed)
                     for more in (0, 1):
                         (again,) = alone(loaders, epochs + more)
-                        assert ended([again], again.check_state(saved)) == (not more)
+                        assert ended([again], again.restore_state(saved)) == (not more)
                     return trained + unsaved
                 break
             unsaved += positions_of(ranks, iterators, consumed)

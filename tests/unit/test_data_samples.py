@@ -102,10 +102,10 @@ def test_other_weights_or_sources_are_refused_on_resume():
 
     first = data([0.7, 0.3])
     assert first.sizes() == {"s0": 40, "s1": 7}
-    assert data([7, 3]).check_state(first.state(9)) == 9
+    assert data([7, 3]).restore_state(first.state(9)) == 9
     for other in ([0.6, 0.4],), ([0.7, 0.3], (40, 8)):
         with pytest.raises(DataError, match="blend"):
-            data(*other).check_state(first.state(9))
+            data(*other).restore_state(first.state(9))
 
 
 def test_weights_are_read(tmp_path):
@@ -254,12 +254,12 @@ def test_resume_with_another_layout_is_refused(tmp_path, caplog):
         return training(source, seq_len, long=long, short=short)
 
     state = data(8, "concat").state(3)
-    assert data(8, "concat").check_state(state) == 3
+    assert data(8, "concat").restore_state(state) == 3
     for other in (data(9, "concat"), data(8, "pack"), data(8), data(8, long="truncate")):
         with pytest.raises(DataError, match=r"made by --short concat --long split --max_context_width 8"):
-            other.check_state(state)
-    assert data(40, long="truncate").check_state(data(30, long="split").state(3)) == 3, "neither cuts a row"
-    assert data(9, long="truncate").check_state(data(8, long="truncate").state(3), allow_data_change=True) == 3
+            other.restore_state(state)
+    assert data(40, long="truncate").restore_state(data(30, long="split").state(3)) == 3, "neither cuts a row"
+    assert data(9, long="truncate").restore_state(data(8, long="truncate").state(3), allow_data_change=True) == 3
     assert "--max_context_width 8 in the checkpoint" in caplog.text
 
 

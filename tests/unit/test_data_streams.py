@@ -112,19 +112,19 @@ def test_a_state_of_other_data_is_refused(corpus, caplog):
     ]:
         (other,) = world(reading(corpus, **changes), 1)
         with pytest.raises(DataError, match=reason) as refused:
-            other.check_state(saved)
+            other.restore_state(saved)
         assert "\n" not in str(refused.value)
     fewer = FileSet(corpus.location, corpus.files[:-1], corpus.kind)
     larger = FileSet(corpus.location, (*corpus.files[:-1], DataFile("c", "c.jsonl", 1, "1", "lines")), corpus.kind)
     for changed in (fewer, larger):
         (other,) = world(reading(changed), 1)
         with pytest.raises(DataError, match="--allow_data_change 1"):
-            other.check_state(saved)
+            other.restore_state(saved)
     (other,) = world(reading(fewer), 1)
-    assert other.check_state(saved, allow_data_change=True) == 1
+    assert other.restore_state(saved, allow_data_change=True) == 1
     assert "may come twice or not at all" in caplog.text
     with pytest.raises(DataError, match=r"the checkpoint's data is indexed .*, the run's is streamed .*--streaming 0"):
-        other.check_state({"kind": "indexed", "consumed": 5})
+        other.restore_state({"kind": "indexed", "consumed": 5})
     iterator.close()
 
 

@@ -334,7 +334,7 @@ def test_a_billion_rows_are_never_held(tmp_path):
     tracemalloc.start()
     data = training(source, tokens, 2, order=Order(len(source), seed=3))
     for start in (0, 9 * 10**8):
-        assert data.check_state(data.state(start)) == start
+        assert data.restore_state(data.state(start)) == start
         (batch,) = next(data.batches(start))
         assert (batch.input_ids.shape, len(source)) == ((2, tokens), 10**9)
     assert tracemalloc.get_traced_memory()[1] < 4_000_000

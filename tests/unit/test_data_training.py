@@ -81,7 +81,7 @@ def test_an_error_comes_in_the_step_it_belongs_to(prefetch):
 
 def test_state_refuses_other_data(caplog):
     state = data(17, seed=3).state(34)
-    assert data(17, seed=3, mb=5, world=2).check_state(state) == 34
+    assert data(17, seed=3, mb=5, world=2).restore_state(state) == 34
     for other, change, reason in [
         (data(17, seed=4), {}, "--seed changed: 3 in the checkpoint, 4 now"),
         (data(18, seed=3), {}, "samples 17 in the checkpoint, 18 now.*--allow_data_change 1"),
@@ -91,11 +91,11 @@ def test_state_refuses_other_data(caplog):
         (data(17, seed=3), {"kind": "streamed"}, "--streaming 1"),
     ]:
         with pytest.raises(DataError, match=reason):
-            other.check_state({**state, **change})
-    assert data(18, seed=3).check_state(state, allow_data_change=True) == 34
+            other.restore_state({**state, **change})
+    assert data(18, seed=3).restore_state(state, allow_data_change=True) == 34
     assert "samples 17 in the checkpoint, 18 now" in caplog.text
     with pytest.raises(DataError, match="--seed"):
-        data(17, seed=4).check_state(state, allow_data_change=True)
+        data(17, seed=4).restore_state(state, allow_data_change=True)
 
 
 LINES = [2 + number % 5 for number in range(11)]
