@@ -7,6 +7,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from smp_train.data.stream import BEGIN, Reading
+from smp_train.data.streamed import StreamedData
+
+
+def streamed_ranks(reading: Reading, streams: int, dp_size: int, **share) -> list[StreamedData]:
+    """Return the ranks of a run that reads a few records in more streams than it would by itself."""
+    ranks = [StreamedData(reading, dp_rank=rank, dp_size=dp_size, **share) for rank in range(dp_size)]
+    for rank in ranks:
+        rank.restore_state({**rank.state(0), "cursors": [BEGIN] * streams})
+    return ranks
+
 
 def state_of(ranks, consumed: int) -> dict:
     """Return the state that all ranks agree on, after they have exchanged what each knows."""

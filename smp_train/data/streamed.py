@@ -35,20 +35,17 @@ class StreamedData(Loader):
     """The samples of V virtual streams, for data-parallel ranks.
 
     ``merge`` returns the elementwise maximum over all ranks of a list of numbers; the default is for a single rank. V
-    is ``streams``, by default a function of the files; a resumed run keeps the V of its checkpoint.
+    is a function of the files; a resumed run keeps the V of its checkpoint.
     """
 
     kind = "streamed"
 
-    def __init__(
-        self, reading: Reading, *, merge: Callable[[Sequence[int]], list[int]] = list, streams: int | None = None,
-        **share: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, reading: Reading, *, merge: Callable[[Sequence[int]], list[int]] = list, **share: Any) -> None:
         super().__init__(**share)
         self.reading, self._merge = reading, merge
         self.fingerprint = fingerprint(reading)
         files = [file for file_set in reading.sources for file in file_set.files]
-        self._begin(0, [BEGIN] * (streams or stream_count(files)))
+        self._begin(0, [BEGIN] * stream_count(files))
 
     def _begin(self, consumed: int, cursors: list[Cursor]) -> None:
         self.streams, self._consumed = len(cursors), consumed

@@ -17,8 +17,7 @@ from smp_train.data.order import Order
 from smp_train.data.rows import Recipe
 from smp_train.data.samples import Samples
 from smp_train.data.stream import Reading
-from smp_train.data.streamed import StreamedData
-from tests.streams import positions_of, spans_of, state_of
+from tests.streams import positions_of, spans_of, state_of, streamed_ranks
 
 SEQ_LEN, FIRST = 24, 16
 LAYOUTS = [("pad", "split"), ("concat", "split"), ("pack", "split"), ("pad", "crop"), ("pad", "truncate")]
@@ -114,8 +113,7 @@ def streamed(files, short, long, seed, shuffled, streams):
     def ranks(dp_size, epochs, **share):
         how = {"seed": seed, "shuffled": shuffled, "short": short, "long": long, "epochs": epochs}
         reading = Reading([files], [Recipe(TOKENS, 500).open()], SEQ_LEN, **how)
-        share |= {"seq_len": SEQ_LEN, "dp_size": dp_size, "streams": streams}
-        return [StreamedData(reading, dp_rank=rank, **share) for rank in range(dp_size)]
+        return streamed_ranks(reading, streams, dp_size, seq_len=SEQ_LEN, **share)
 
     return ranks
 

@@ -14,10 +14,10 @@ from smp_train.data.files import DataFile, FileSet, list_files
 from smp_train.data.kinds import TEXTS, TOKENS
 from smp_train.data.rows import Recipe
 from smp_train.data.stream import Reading, assign_parts, stream_count
-from smp_train.data.streamed import StreamedData, first_samples
+from smp_train.data.streamed import first_samples
 from smp_train.errors import DataError
 from tests.shards import write_shard
-from tests.streams import state_of
+from tests.streams import state_of, streamed_ranks
 
 LENGTH = 24
 RECORDS = 200
@@ -52,8 +52,8 @@ def reading(corpus: FileSet, **changes) -> Reading:
 
 def world(how: Reading, size: int, *, mb: int = 1, acc: int = 1, streams: int = 4, prefetch: int = 0):
     """Return the ranks of a run."""
-    share = {"micro_batch": mb, "accumulation": acc, "dp_size": size, "seq_len": how.seq_len, "prefetch": prefetch}
-    return [StreamedData(how, streams=streams, dp_rank=rank, **share) for rank in range(size)]
+    share = {"micro_batch": mb, "accumulation": acc, "seq_len": how.seq_len, "prefetch": prefetch}
+    return streamed_ranks(how, streams, size, **share)
 
 
 LAYOUTS = {"concat": {"short": "concat", "long": "split"}, "pad": {"short": "pad", "long": "truncate"}}
