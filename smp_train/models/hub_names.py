@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from smp_train.distributed.dtensor import DTensor, Part
 
-WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "base_layer.")
+# peft adapts two parameters of stacked experts by a wrapper around a wrapper: only the outer adapters have no prefix.
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|base_layer\.(?!lora_)")
 _ADAPTER = re.compile(r"(\.lora_[A-Z])\.default\.")
 HUB_NAMES = "_smp_train_hub_names"
 """Attribute of a model that holds its table."""
@@ -25,9 +26,7 @@ HUB_NAMES = "_smp_train_hub_names"
 
 def canonical_name(name: str) -> str:
     """Return a parameter's or module's name without the prefixes of torch.compile, checkpointing, FSDP1 and peft."""
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return _ADAPTER.sub(r"\1.", name)
+    return _ADAPTER.sub(r"\1.", _WRAPPERS.sub("", name))
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,12 @@ def merge_adapters(model: nn.Module) -> None:
     """Add the adapters of a materialised model, which is not sharded, to its weights, and remove them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-            parent, _, attribute = name.rpartition(".")
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    for _, module in adapted:
+        module.merge()
+    for name, module in adapted:
+        parent, _, attribute = name.rpartition(".")
+        if attribute != "base_layer":  # of a wrapper around a wrapper, the outer one is replaced
             setattr(model.get_submodule(parent), attribute, module.get_base_layer())
 
 

@@ -259,5 +259,22 @@ def test_adapters_follow_weights_that_have_moved(base: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", slow(sorted(set(FAMILIES) - {"llama_v2"}), lambda family: family != "mixtral"))
 def test_every_family_has_adapters(family: str, tmp_path: Path) -> None:
-    harness.run(train, 2, options(tmp_path, base_model(tmp_path / "base", family), max_steps=2))
+    """A checkpoint holds all of them, also of stacked experts: peft and a merged model compute the same from it."""
+    from transformers import AutoModelForCausalLM
+
+    from smp_train.checkpoints.cli import main
+
+    base = base_model(tmp_path / "base", family)
+    harness.run(train, 2, options(tmp_path, base, max_steps=2))
     assert all(record["loss"] == record["loss"] for record in steps(tmp_path))
+    for words in (["adapter"], ["merged", "--merge", "1"]):
+        assert main(["export", str(tmp_path / "checkpoints"), str(tmp_path / words[0]), *words[1:]]) == 0
+    model, tokenizer = adapted(base, tmp_path / "adapter")
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(base)(ids).logits, expected, atol=1e-3)
+    names = {name.removeprefix("base_model.").replace(".default", "") for name, _ in model.named_parameters()}
+    assert {name for name in names if ".lora_" in name} <= saved(tmp_path, 2).keys()
