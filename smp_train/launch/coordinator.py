@@ -218,13 +218,14 @@ def decide(
     """
     if step is not None:
         members.joining = set()
-    failed = members.joining & {*lost, *(members.nodes[event.rank] for event in deaths)}
-    members.sent_away |= failed
-    lost = {*lost} | failed
+    failed_joiners = members.joining & {*lost, *(members.nodes[event.rank] for event in deaths)}
+    members.sent_away |= failed_joiners
+    lost = {*lost} | failed_joiners
     homeless = members.on(lost)
-    others = [event for event in deaths if members.nodes[event.rank] not in failed]
+    others = [event for event in deaths if members.nodes[event.rank] not in failed_joiners]
     mistake = next((event for event in others if event.code in (2, 3, 4)), None)
-    spares = [] if failed else sorted(beats.keys() - members.used - lost)
+    # The run goes on as it was before it grew; it may then grow onto spare nodes.
+    spares = [] if failed_joiners else sorted(beats.keys() - members.used - lost)
     gone = sorted({members.nodes[rank] for rank in homeless})
     takers, staying = dict(zip(gone, spares, strict=False)), [*members.nodes]
     if len(takers) < len(gone) and (smaller := smaller_world(members.nodes, lost, sizes)):
@@ -243,7 +244,7 @@ def decide(
         "no spare node is left": waits and silence > patience,
     }
     why = next((why for why, holds in obstacles.items() if holds), "")
-    if not why and any(members.nodes[rank] not in failed for rank in new) and not members.recovered(step):
+    if not why and any(members.nodes[rank] not in failed_joiners for rank in new) and not members.recovered(step):
         why = f"{AT_ONE_STEP} recoveries brought no progress"
     if why and (first := mistake or next(iter(deaths), None)) is not None:
         return End(Failure(first.rank, first.host, first.code, first.cause), why)
@@ -254,7 +255,7 @@ def decide(
     reasons = [event.description() for event in deaths if event.rank not in homeless or event not in others]
     silent = f"gave no sign of life for {NODE_SECONDS:g} s"
     away = "is sent away, as it failed while the run grew"
-    reasons += [f"node {node} ({beats[node].name}) {away if node in failed else silent}" for node in gone]
+    reasons += [f"node {node} ({beats[node].name}) {away if node in failed_joiners else silent}" for node in gone]
     if waits:
         reasons.append(f"waiting up to {patience:g} s for a node to be started again")
     if shrinks:

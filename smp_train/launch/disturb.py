@@ -80,8 +80,9 @@ class Follower:
                 file.seek(self.read)
                 lines = file.read().rpartition(b"\n")[0]
                 self.read += len(lines) + bool(lines)
-                for record in map(json.loads, filter(None, lines.splitlines())):
-                    self._add(record)
+                for line in lines.splitlines():
+                    with suppress(ValueError):  # a line that a killed process has cut
+                        self._add(json.loads(line))
             if self.step >= step and len(self.recoveries) >= recoveries and len(self.starts) >= starts and until():
                 return True
             if self.ended or not lives:

@@ -80,7 +80,7 @@ def module_initialiser(model: nn.Module, seed: int, device: torch.device) -> Cal
         for key, param in module.named_parameters(recurse=False):
             name = prefixes[id(module)] + key
             if name in first:
-                drawing.fill(name, param, device)
+                drawing.fill(canonical_name(name), param, device)
 
     return initialise_module
 

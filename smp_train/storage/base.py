@@ -69,8 +69,8 @@ class Storage(Protocol):
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Write a small file unless it exists, and return whether it was written.
 
-        Without hard links, readers may see the file empty for a moment. An S3 server that ignores If-None-Match may
-        let two simultaneous writers both succeed.
+        Without hard links, readers may see the file empty for a moment. An S3 server without If-None-Match may let
+        two simultaneous writers both succeed; one that ignores it always writes.
         """
 
     def writer(self, name: str, size: int = 0) -> AbstractContextManager[BinaryIO]:

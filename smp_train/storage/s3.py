@@ -193,6 +193,8 @@ class S3Storage(Storage):
         except self.error as error:
             if code_of(error.__cause__) != "NotImplemented":
                 raise
+            if self.exists(name):
+                return False
             written = self.request("put_object", name, Body=data)
         # A first try may have written the object, and its answer was lost.
         return written is not None or self.read_if_there(name) == data

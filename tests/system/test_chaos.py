@@ -36,6 +36,7 @@ def start():
     return subprocess.Popen([sys.executable, "-c", RANK, sys.argv[1], str(os.getpid())], stderr=subprocess.DEVNULL)
 ranks, step = [start(), start()], 0
 metrics = open(sys.argv[1] + "/metrics.jsonl", "a", buffering=1)
+metrics.write('{"step": 1, "ti\\n')  # a line that a kill has cut
 while True:
     step += 1
     metrics.write(json.dumps({"step": step, "time": time.time(), "step_sec": 0.01}) + "\\n")
