@@ -173,7 +173,10 @@ class Members:
             known = [earlier for earlier in self.steps if earlier is not None]
             progress = step is not None and (not known or step > max(known))
             self.steps = [step] if progress else [*self.steps, step]
-        return self.steps.count(step) < AT_ONE_STEP
+        # After a return to a checkpoint, steps stay below the highest one for a while: deaths in recoveries that did
+        # end later must not add up.
+        counted = self.steps[-AT_ONE_STEP:] if step is None else self.steps
+        return counted.count(step) < AT_ONE_STEP
 
     def next_generation(
         self, nodes: dict[int, int], reason: str, hosts: Collection[str], world: list[int], *, unfinished: bool = False

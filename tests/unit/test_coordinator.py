@@ -115,6 +115,7 @@ def test_a_lost_node_is_named_for_the_next_start() -> None:
         ([10, 10, 20, 20, 20], 5),
         ([10, 11, 12, 13, 14, 15], None),
         ([100, 50, 60, None, 50, 50], 6),  # from a checkpoint
+        ([44, None, None, 40, None, 45], None),
     ],
 )
 def test_recoveries_without_progress_come_to_an_end(steps: list[int | None], recoveries: int | None) -> None:
